@@ -1,0 +1,1 @@
+"""One adapter per agent framework: a built object becomes something that runs on a task."""

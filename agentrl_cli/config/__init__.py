@@ -1,0 +1,1 @@
+"""Configuration: strict models, YAML loading with overrides, import paths."""

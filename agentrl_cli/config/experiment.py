@@ -1,0 +1,219 @@
+"""The configuration of ``agentrl train`` and ``agentrl eval``: one class per section."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from agentrl_cli.config.algorithm import GrpoConfig
+from agentrl_cli.config.base import StrictConfig
+from agentrl_cli.errors import ConfigError
+
+#: One path segment: experiments and trials become folder names.
+FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._\-]*$", max_length=120)]
+
+
+class ModelConfig(StrictConfig):
+    """The model to train."""
+
+    path: str
+    """Hub id, folder, or ``builtin:calculator``."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Number type of the forward and backward pass; optimizer state is always float32."""
+
+
+class GenerationConfig(StrictConfig):
+    """How completions are sampled. An agent's own request parameters go before these."""
+
+    n_samples: int = Field(4, ge=1)
+    """Trajectories per task: the size of a group."""
+    max_tokens: int = Field(1024, ge=1)
+    """Most tokens of one completion."""
+    temperature: float = Field(1.0, ge=0.0, le=10.0)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+
+
+class DatasetConfig(StrictConfig):
+    """Where tasks come from."""
+
+    path: str
+    """A .jsonl, .json, .csv or .parquet file, a dataset on the hub, or an import path
+    ``module:function`` of a function that returns rows."""
+    name: str | None = None
+    """Configuration of a hub dataset."""
+    split: str | None = None
+    """Split of a hub dataset; passed to a function that names it."""
+    batch_size: int = Field(64, ge=1)
+    """Tasks per step."""
+    shuffle: bool = True
+    """A new order every epoch, from ``seed``."""
+    limit: int | None = Field(None, ge=1)
+    """Use the first ``limit`` rows only."""
+
+
+class EngineConfig(StrictConfig):
+    """What samples the completions."""
+
+    kind: Literal["embedded", "vllm", "sglang"] | None = None
+    """null: ``vllm`` where there is a GPU, ``embedded`` elsewhere."""
+    num_servers: int = Field(1, ge=1)
+    """Server processes (vllm, sglang); the embedded engine is always one."""
+    tool_call_parser: str = "hermes"
+    """How tool calls are written by the model."""
+    max_model_len: int = Field(8192, ge=2)
+    """Most tokens of prompt and completion together."""
+    max_num_seqs: int = Field(64, ge=1)
+    """Most completions sampled at the same time."""
+    num_threads: int | None = Field(None, ge=1)
+    """CPU threads of the embedded engine; null: half of the cores, at least one."""
+    generate_timeout_seconds: float = Field(600.0, gt=0.0)
+    """Deadline of one completion."""
+    publish_timeout_seconds: float = Field(120.0, gt=0.0)
+    """Deadline of a weight publication."""
+
+
+class RolloutConfig(StrictConfig):
+    """How trajectories are made."""
+
+    max_concurrent: int = Field(128, ge=1)
+    """Trajectories in progress at the same time."""
+    max_staleness: int = Field(2, ge=0)
+    """Most weight updates between sampling a batch's oldest token and training on it."""
+    turn_discount: float = Field(1.0, ge=0.0, le=1.0)
+    """Share of a turn's credit that the turn before it receives."""
+    export_style: Literal["concat", "individual"] = "concat"
+    """``concat``: turns that continue each other are one sample; ``individual``: one per turn."""
+    agent_mode: Literal["inline", "subprocess", "external"] = "inline"
+    """Where agents run."""
+    timeout_seconds: float = Field(600.0, gt=0.0)
+    """Deadline of one trajectory."""
+    max_turns: int = Field(16, ge=1)
+    """Most model calls of one trajectory."""
+    max_tokens_per_trajectory: int = Field(32768, ge=1)
+    """Most sampled tokens of one trajectory."""
+    reward_timeout_seconds: float = Field(60.0, gt=0.0)
+    """Deadline of one call of the reward function."""
+    reward_workers: int = Field(1, ge=1)
+    """Processes that run blocking reward functions."""
+
+
+class TrainConfig(StrictConfig):
+    """How the model is updated."""
+
+    total_steps: int = Field(200, ge=1)
+    learning_rate: float = Field(1.0e-6, gt=0.0)
+    algorithm: GrpoConfig = GrpoConfig()
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises linearly from 0."""
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up: constant, or a decay to ``min_learning_rate``."""
+    min_learning_rate: float = Field(0.0, ge=0.0)
+    weight_decay: float = Field(0.0, ge=0.0)
+    adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    adam_beta2: float = Field(0.999, ge=0.0, lt=1.0)
+    adam_epsilon: float = Field(1.0e-8, gt=0.0)
+    max_grad_norm: float = Field(1.0, gt=0.0)
+    """Gradients are scaled down to this global norm."""
+    num_minibatches: int = Field(1, ge=1)
+    """Optimizer updates per step: the batch's groups are divided among them."""
+    num_epochs: int = Field(1, ge=1)
+    """Passes over the batch of one step."""
+    micro_batch_tokens: int = Field(16384, ge=1)
+    """Most tokens packed into one forward pass; a longer sample goes alone."""
+    gradient_checkpointing: bool = False
+    """Trade compute for memory."""
+    num_threads: int | None = Field(None, ge=1)
+    """CPU threads of the trainer; null: all cores."""
+    eval_every_steps: int | None = Field(None, ge=1)
+    """null: evaluate before the first step and after the last one only."""
+    save_every_steps: int | None = Field(None, ge=1)
+    """null: save after the last step only."""
+    keep_last_checkpoints: int = Field(3, ge=1)
+    """Older checkpoints are deleted, the last one excepted."""
+    probe_tolerance: float | None = Field(None, gt=0.0)
+    """Largest |engine - trainer| logprob, in nats, after a weight publication;
+    null: 1e-3 for float32, 0.1 for bfloat16."""
+
+
+class LauncherConfig(StrictConfig):
+    """Where processes run."""
+
+    kind: Literal["local", "ray"] = "local"
+
+
+class LoggerConfig(StrictConfig):
+    """Where metrics go besides ``metrics.jsonl``."""
+
+    kind: Literal["tensorboard", "wandb"]
+    project: str | None = None
+    """wandb: the project; null: ``experiment_name``."""
+
+
+class AgentConfig(StrictConfig):
+    """One of several agents, chosen by a row's ``agent_name``."""
+
+    agent_builder_path: str
+    agent_builder_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class ExperimentConfig(StrictConfig):
+    """Everything ``agentrl train`` and ``agentrl eval`` need."""
+
+    experiment_name: FolderName
+    trial_name: FolderName = "t0"
+    output_dir: str = "runs"
+    """Run folders are ``<output_dir>/<experiment_name>/<trial_name>``."""
+    seed: int = Field(1, ge=0)
+    model: ModelConfig
+    tokenizer_path: str | None = None
+    """null: the model's."""
+    agent_builder_path: str | None = None
+    """``package.module.function`` or ``path/to/file.py:function``."""
+    agent_builder_kwargs: dict[str, Any] = Field(default_factory=dict)
+    agents: dict[str, AgentConfig] = Field(default_factory=dict)
+    """Named agents for rows with an ``agent_name``."""
+    workflow_path: str | None = None
+    """A RolloutWorkflow of your own, instead of an agent."""
+    workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reward_fn_path: str | None = None
+    """null: the agent (or the workflow) gives the reward."""
+    gconfig: GenerationConfig = GenerationConfig()
+    eval_gconfig: GenerationConfig | None = None
+    """Sampling during evaluation; null: ``gconfig`` with one sample per task."""
+    train_dataset: DatasetConfig
+    valid_dataset: DatasetConfig | None = None
+    """null: no evaluation while training."""
+    engine: EngineConfig = EngineConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    launcher: LauncherConfig = LauncherConfig()
+    loggers: Annotated[tuple[LoggerConfig, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _has_something_to_run(self) -> Self:
+        if self.workflow_path is None and self.agent_builder_path is None and not self.agents:
+            raise ValueError("nothing to run: set agent_builder_path (or agents, or workflow_path)")
+        return self
+
+    def resolve_eval_gconfig(self) -> GenerationConfig:
+        """The sampling of evaluations."""
+        return self.eval_gconfig or self.gconfig.model_copy(update={"n_samples": 1})
+
+    def check_trainable(self) -> None:
+        """Refuses what can be evaluated but not trained.
+
+        Raises:
+            ConfigError: groups of one, or greedy sampling.
+        """
+        if self.gconfig.n_samples == 1 and self.train.algorithm.kind == "grpo":
+            raise ConfigError(
+                "gconfig.n_samples: 1 with train.algorithm.kind grpo: a group of one has "
+                "advantage 0, so nothing would be learned. Allowed: 2 or more. Type gconfig.n_samples=8",
+            )
+        if self.gconfig.temperature == 0.0:
+            raise ConfigError(
+                "gconfig.temperature: 0 samples the same trajectory every time and leaves "
+                "no gradient. "
+                "Allowed when training: above 0. Type gconfig.temperature=1.0",
+            )

@@ -1,0 +1,100 @@
+"""Import paths of the user's own code: ``package.module.name`` or ``path/to/file.py:name``."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from agentrl_cli.errors import ImportPathError, format_nearest
+
+
+def add_current_folder() -> None:
+    """Makes modules beside the user's YAML importable, as ``python -m`` does."""
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def import_object(import_path: str, key: str) -> Any:
+    """The object at ``import_path``; ``key`` is the config key it came from, for messages.
+
+    Raises:
+        ImportPathError: with the module's own error and its line, or the nearest names.
+    """
+    add_current_folder()
+    module_name, separator, name = import_path.rpartition(":")
+    if not separator:
+        module_name, separator, name = import_path.rpartition(".")
+    if not separator or not module_name or not name:
+        raise ImportPathError(
+            f"{key}: {import_path!r} is not an import path. Allowed: package.module.name, "
+            "package.module:name or path/to/file.py:name"
+        )
+    where = f"{key}: {import_path!r}"
+    is_file = module_name.endswith(".py")
+    module = _load_file(Path(module_name), where) if is_file else _load_module(module_name, where)
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        names = [n for n in vars(module) if not n.startswith("_")]
+        raise ImportPathError(
+            f"{where}: {module_name} has no {name!r}; {format_nearest(name, names)}"
+        ) from None
+
+
+def _load_module(module_name: str, where: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name == missing or module_name.startswith(missing + "."):
+            raise ImportPathError(
+                f"{where}: there is no module {missing!r}. agentrl looked in the current folder "
+                f"({Path.cwd().name}/) and in the installed packages. For a single file, write "
+                "path/to/file.py:name"
+            ) from None
+        raise ImportPathError(_format_own_error(where, error)) from error
+    except Exception as error:
+        raise ImportPathError(_format_own_error(where, error)) from error
+
+
+def _load_file(path: Path, where: str) -> ModuleType:
+    if not path.is_file():
+        raise ImportPathError(
+            f"{where}: no such file: {path} (from the current folder, {Path.cwd().name}/)"
+        )
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
+    module_name = f"_agentrl_file_{path.stem}_{digest}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ImportPathError(f"{where}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise ImportPathError(_format_own_error(where, error)) from error
+    return module
+
+
+def _format_own_error(where: str, error: BaseException) -> str:
+    """The module's own error, with the last line of the user's code that led to it."""
+    if isinstance(error, SyntaxError):
+        place = f"{error.filename}:{error.lineno}"
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
+        place = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "no line known"
+    return (
+        f"{where}: the module was found but does not import: "
+        f"{type(error).__name__}: {error}\n  at {place}"
+    )

@@ -1,0 +1,269 @@
+"""YAML files and KEY=VALUE overrides to validated configuration, with line-numbered errors."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.errors import ConfigError, format_nearest
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+KeyPath = tuple[str | int, ...]
+
+_LITERAL = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "dict_type": "a mapping (key: value lines)",
+    "model_type": "a mapping (key: value lines)",
+    "tuple_type": "a list",
+    "list_type": "a list",
+}
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which ``1e-6`` is a number, as in YAML 1.2 and in Python."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
+    """The configuration in ``path`` with ``KEY=VALUE`` overrides applied.
+
+    Raises:
+        ConfigError: the file, a key or a value cannot be used; lists every problem at once.
+    """
+    return load_config_as(ExperimentConfig, path, overrides)
+
+
+def load_config_as(
+    config_class: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()
+) -> ConfigT:
+    """As :func:`load_config`, for any configuration class."""
+    path = Path(path)
+    data, lines = _read_yaml(path)
+    overridden: dict[KeyPath, str] = {}
+    for text in overrides:
+        key_path, value = _parse_override(text)
+        _set_key(data, key_path, value, text)
+        overridden[key_path] = text
+    try:
+        return config_class.model_validate(data)
+    except ValidationError as error:
+        problems = [
+            f"  {_locate(path, lines, overridden, _real_path(data, item['loc']))}: "
+            f"{_describe(config_class, data, item)}"
+            for item in error.errors()
+        ]
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError(
+            f"{path} has {count}:\n"
+            + "\n".join(problems)
+            + "\nNothing was started. Check with: agentrl train --config "
+            f"{path} --dry-run"
+        ) from None
+
+
+def dump_config(config: BaseModel) -> str:
+    """The resolved configuration as YAML, every default written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """The file's data, and the line (from 1) of every key in it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        folder = path.parent if path.parent.is_dir() else Path()
+        found = sorted(p.name for p in folder.glob("*.yaml")) + sorted(
+            f"configs/{p.name}" for p in Path("configs").glob("*.yaml")
+        )
+        raise ConfigError(f"{path}: no such file; {format_nearest(path.name, found)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as text: {error}") from None
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+        lines = dict(_walk_lines(node, (), path)) if node is not None else {}
+        data = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"{where}: not valid YAML: {problem}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{path}:1: a configuration is a mapping (key: value lines), "
+            f"this file holds {_kind_of(data)}"
+        )
+    return data, lines
+
+
+def _walk_lines(node: yaml.Node, prefix: KeyPath, path: Path) -> Iterator[tuple[KeyPath, int]]:
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            key = str(key_node.value)
+            if key in seen:
+                raise ConfigError(
+                    f"{path}:{line}: key {key!r} was given before, on line {seen[key]}: keep one"
+                )
+            seen[key] = line
+            yield (*prefix, key), line
+            yield from _walk_lines(value_node, (*prefix, key), path)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield (*prefix, index), item.start_mark.line + 1
+            yield from _walk_lines(item, (*prefix, index), path)
+
+
+def _parse_override(text: str) -> tuple[KeyPath, Any]:
+    key, equals, raw = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"override {text!r}: expected KEY=VALUE, for example gconfig.n_samples=8")
+    try:
+        value = yaml.load(raw, Loader=_Loader) if raw else ""
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"override {text!r}: the value is not valid YAML: {getattr(error, 'problem', error)}"
+        ) from None
+    parts = key.strip().split(".")
+    return tuple(int(p) if p.isdigit() else p for p in parts), value
+
+
+def _set_key(data: dict[str, Any], key_path: KeyPath, value: Any, text: str) -> None:
+    target: Any = data
+    for depth, part in enumerate(key_path[:-1]):
+        if isinstance(target, dict) and target.get(part) is None:
+            target[part] = {}
+        try:
+            target = target[part]
+        except (KeyError, IndexError, TypeError):
+            raise ConfigError(
+                f"override {text!r}: {_format_path(key_path[: depth + 1])} is not a list "
+                "entry that exists"
+            ) from None
+        if not isinstance(target, dict | list):
+            raise ConfigError(
+                f"override {text!r}: {_format_path(key_path[: depth + 1])} is "
+                f"{_kind_of(target)}, so it has no keys of its own"
+            )
+    try:
+        target[key_path[-1]] = value
+    except (IndexError, TypeError):
+        raise ConfigError(
+            f"override {text!r}: {_format_path(key_path)} is not a list entry that exists"
+        ) from None
+
+
+def _real_path(data: Any, loc: Sequence[str | int]) -> KeyPath:
+    """The part of pydantic's location that is keys, without its names of union members."""
+    real: list[str | int] = []
+    for part in loc:
+        if isinstance(data, dict):
+            if part in data:
+                data = data[part]
+            elif part != loc[-1]:
+                continue
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        else:
+            continue
+        real.append(part)
+    return tuple(real)
+
+
+def _locate(
+    path: Path, lines: Mapping[KeyPath, int], overridden: Mapping[KeyPath, str], key_path: KeyPath
+) -> str:
+    """Where the user wrote a key: an override, or the line of it or of its nearest parent."""
+    key = _format_path(key_path)
+    for length in range(len(key_path), 0, -1):
+        prefix = key_path[:length]
+        if prefix in overridden:
+            return f"override {overridden[prefix]!r}: {key}"
+        if prefix in lines:
+            return f"{path}:{lines[prefix]}: {key}"
+    return f"{path}: {key}" if key else str(path)
+
+
+def _describe(config_class: type[BaseModel], data: Any, item: Any) -> str:
+    """What is wrong with one value, what is allowed, in one line."""
+    kind, found = item["type"], item.get("input")
+    key_path = _real_path(data, item["loc"])
+    if kind == "extra_forbidden":
+        allowed = allowed_keys(config_class, key_path[:-1])
+        return f"unknown key; {format_nearest(str(key_path[-1]), allowed)}"
+    if kind == "missing":
+        return "this key is required and was not given"
+    if kind == "value_error":
+        return str(item["ctx"]["error"])
+    if kind in ("literal_error", "union_tag_invalid"):
+        expected = item["ctx"].get("expected") or item["ctx"].get("expected_tags")
+        names = re.findall(r"'([^']+)'", str(expected))
+        return f"{found!r} is not one of the choices; {format_nearest(str(found), names)}"
+    if kind == "string_pattern_mismatch":
+        return (
+            f"{found!r} becomes a folder name: allowed are letters, digits, '.', '_' and '-', "
+            "beginning with a letter or digit"
+        )
+    expected = _LITERAL.get(kind)
+    if expected:
+        return f"expected {expected}, found {_kind_of(found)}"
+    return f"{item['msg'][0].lower()}{item['msg'][1:]}, found {found!r}"
+
+
+def allowed_keys(config_class: type[BaseModel], key_path: KeyPath) -> list[str]:
+    """The keys allowed in the section at ``key_path``."""
+    section: Any = config_class
+    for part in key_path:
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            field = section.model_fields.get(str(part))
+            section = field.annotation if field else None
+        section = _find_model(section)
+    return list(section.model_fields) if section is not None else []
+
+
+def _find_model(annotation: Any) -> type[BaseModel] | None:
+    """The configuration class inside an annotation such as ``tuple[X, ...]`` or ``X | None``."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return annotation if issubclass(annotation, BaseModel) else None
+    for argument in typing.get_args(annotation):
+        found = _find_model(argument)
+        if found is not None:
+            return found
+    return None
+
+
+def _format_path(key_path: KeyPath) -> str:
+    text = ""
+    for part in key_path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def _kind_of(value: Any) -> str:
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, bool):
+        return f"true/false ({str(value).lower()})"
+    names = {int: "the number", float: "the number", str: "the text"}
+    name = names.get(type(value))
+    if name:
+        return f"{name} {value!r}"
+    return "a list" if isinstance(value, list) else "a mapping"

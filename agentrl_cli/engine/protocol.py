@@ -1,0 +1,108 @@
+"""What every inference engine offers, and the records that cross its border."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to sample one completion."""
+
+    max_tokens: int | None = None
+    """Most tokens to sample; None: as many as ``max_model_len`` leaves."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    """Texts that end the completion; the tokens that spell them stay in ``completion_ids``."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the completion, besides the model's own end tokens."""
+    seed: int | None = None
+    """With a seed, the same prompt and weights give the same tokens whatever else runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One sampled completion (or, when streamed, the next piece of one)."""
+
+    completion_ids: tuple[int, ...]
+    """Sampled tokens, an end token included."""
+    rollout_logprobs: tuple[float, ...]
+    """Nats, one per token, of the distribution sampled from: after temperature and top_p.
+    Greedy tokens have 0.0."""
+    versions: tuple[int, ...]
+    """Policy version that sampled each token."""
+    finish_reason: FinishReason | None
+    """None only in a streamed piece that is not the last."""
+    stop_text: str | None = None
+    """The stop text that ended the completion, if one did."""
+
+
+@runtime_checkable
+class InferenceEngine(Protocol):
+    """A model that samples. Every method has a deadline: nothing waits for ever.
+
+    Cancelling the task that awaits ``generate`` (or closing the iterator of
+    ``stream``) aborts the request in the engine.
+    """
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the model is served."""
+        ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and completion together."""
+        ...
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
+    ) -> Generation:
+        """Samples one completion.
+
+        Raises:
+            ContextLengthError: no room is left for an answer.
+            EngineError: the engine failed, died, was closed, or passed its deadline.
+        """
+        ...
+
+    def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
+    ) -> AsyncIterator[Generation]:
+        """Samples one completion, yielding pieces as they are made; the last has a finish_reason.
+
+        Raises as :meth:`generate`.
+        """
+        ...
+
+    async def policy_version(self) -> int:
+        """The version of the weights that the engine says it holds."""
+        ...
+
+    async def publish_weights(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Replaces the weights (Hugging Face parameter names) and drops caches made by old ones.
+
+        Calls in flight freeze and go on with the new weights.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Freezes calls in flight and holds new ones until :meth:`resume`."""
+        ...
+
+    async def resume(self) -> None:
+        """Lets frozen and held calls go on."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the engine; calls in flight get an EngineError. May be called twice."""
+        ...

@@ -1,0 +1,106 @@
+"""Every error that agentrl raises on purpose.
+
+A message says what was found, where, what is allowed and what to type; the
+command line prints it without a traceback and exits with ``exit_code``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class AgentrlError(Exception):
+    """Base of all errors raised on purpose; ``exit_code`` is what the command ends with."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class UserInputError(AgentrlError):
+    """The user's input is wrong (config, import path, data, model folder): exit code 2."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class ConfigError(UserInputError):
+    """A configuration file or an override that cannot be used."""
+
+
+class ImportPathError(UserInputError):
+    """A builder, reward or workflow path that does not lead to a usable object."""
+
+
+class BuilderError(UserInputError):
+    """An agent builder that raised, or returned something agentrl cannot run."""
+
+
+class RewardSignatureError(UserInputError):
+    """A reward function that asks for arguments which nothing can supply."""
+
+
+class DatasetError(UserInputError):
+    """A dataset that is missing, empty, or has a row that cannot be used."""
+
+
+class ModelError(UserInputError):
+    """A model or tokenizer that cannot be loaded or used."""
+
+
+class RunFolderError(UserInputError):
+    """A run folder that does not exist, or belongs to another configuration."""
+
+
+class MissingExtraError(UserInputError):
+    """An optional package is needed and not installed."""
+
+
+class RunError(AgentrlError):
+    """The run could not go on: exit code 1."""
+
+
+class StoreError(RunError):
+    """The run folder cannot be written or read (disk full, permissions, corruption)."""
+
+
+class RolloutFailedError(RunError):
+    """Every trajectory of a batch failed in the same way."""
+
+
+class WeightMismatchError(RunError):
+    """The engine does not hold the weights that the trainer gave it."""
+
+
+class EngineError(RunError):
+    """The inference engine answered with an error, died, or was closed."""
+
+
+class EngineTimeoutError(EngineError):
+    """A call to the engine did not finish before its deadline."""
+
+
+class ContextLengthError(EngineError):
+    """A prompt (plus what it asks to generate) does not fit ``engine.max_model_len``.
+
+    Attributes:
+        num_prompt_tokens: length of the refused prompt, in tokens.
+        max_model_len: the limit of the engine, in tokens.
+    """
+
+    def __init__(self, num_prompt_tokens: int, max_model_len: int) -> None:
+        super().__init__(
+            f"the prompt has {num_prompt_tokens} tokens and engine.max_model_len is "
+            f"{max_model_len}: at least one token must be left for the answer. "
+            "Shorten the messages or raise engine.max_model_len."
+        )
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_model_len = max_model_len
+
+
+def format_nearest(name: str, allowed: Iterable[str], *, max_listed: int = 12) -> str:
+    """A clause such as ``did you mean 'n_samples'? allowed: a, b`` for an unknown name."""
+    names = sorted(set(allowed))
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    listed = ", ".join(names[:max_listed]) + (", ..." if len(names) > max_listed else "")
+    allowed_clause = f"allowed: {listed}" if names else "nothing is allowed here"
+    return f"did you mean {near[0]!r}? {allowed_clause}" if near else allowed_clause

@@ -1,0 +1,149 @@
+"""The records that travel through agentrl: frozen, plain Python, no torch.
+
+``Interaction`` is one model call, ``Trajectory`` one attempt at a task. They are
+made in ``tracking`` and ``rollout``, written by ``store``, trained on by ``train``
+and shown by ``inspector``; none of those changes them in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+#: One chat message in OpenAI's form: ``{"role": ..., "content": ..., ...}``.
+Message = dict[str, Any]
+
+
+class BreakCause(StrEnum):
+    """Why the tokens of an interaction do not simply continue an earlier one."""
+
+    HISTORY_EDITED = "history_edited"
+    THINKING_STRIPPED = "thinking_stripped"
+    TOOL_ARGUMENTS_CHANGED = "tool_arguments_changed"
+    TEMPLATE_CHANGED = "template_changed"
+    RETOKENIZED = "retokenized"
+
+
+class Boundary(StrEnum):
+    """The boundary that a failed rollout's exception crossed."""
+
+    AGENT = "agent"
+    TOOL = "tool"
+    REWARD = "reward"
+    ENGINE = "engine"
+    GATEWAY = "gateway"
+    TIMEOUT = "timeout"
+    BUDGET = "budget"
+
+
+class InteractionStatus(StrEnum):
+    """How a model call ended."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interaction:
+    """One model call: what was asked, the exact tokens, and what it earned.
+
+    Token fields are empty for calls to endpoints that do not give token ids.
+    A failed or cancelled call is kept for the record: it never has children,
+    reward or return, and is never trained on.
+    """
+
+    id: str
+    """The reply's id on the wire (``chatcmpl-...``); further choices add ``-1``, ``-2``..."""
+    parent_id: str | None = None
+    """The interaction whose reply the request replays; None: a conversation begins here."""
+    extends_parent: bool = False
+    """True: ``prompt_ids`` begins with the parent's prompt and completion ids."""
+    break_cause: BreakCause | None = None
+    """Why an earlier turn could not be continued as it was; None: nothing broke."""
+    messages: tuple[Message, ...] = ()
+    """The request's messages, as received."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """The request's tool schemas, as received."""
+    reply: Message | None = None
+    """The assistant message that was returned."""
+    prompt_ids: tuple[int, ...] = ()
+    completion_ids: tuple[int, ...] = ()
+    """The sampled tokens, the end-of-turn token included."""
+    rollout_logprobs: tuple[float, ...] = ()
+    """One per completion token, in nats, of the distribution that was sampled from."""
+    versions: tuple[int, ...] = ()
+    """The policy version that sampled each completion token."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    finish_reason: str | None = None
+    """``stop``, ``length`` or ``tool_calls``; None when the call did not complete."""
+    status: InteractionStatus = InteractionStatus.COMPLETED
+    error: str | None = None
+    started: int = 0
+    """Tick of the session's logical clock when the call arrived: orders calls exactly."""
+    ended: int | None = None
+    """Tick when the reply was recorded; None: it never was."""
+    started_at: float = 0.0
+    """Unix time of arrival, seconds."""
+    seconds: float = 0.0
+    """Duration of the call."""
+    reward: float | None = None
+    """The interaction's own reward; None: it has none of its own."""
+    turn_return: float | None = None
+    """Own reward plus discounted credit of its successors; None: not computed yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """The one exception that ended a rollout, attributed to the boundary it crossed."""
+
+    boundary: Boundary
+    kind: str
+    """The exception's class name."""
+    message: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """The record of one attempt at a task by the agent."""
+
+    id: str
+    """``<group_id>/<sample_index>``."""
+    group_id: str
+    """Equal for the ``gconfig.n_samples`` attempts that are compared with each other."""
+    task_id: str
+    """The dataset row: its position in the unshuffled dataset, as text."""
+    sample_index: int = 0
+    step: int = 0
+    """The step that trains on it; 0: an evaluation before any step."""
+    task: Mapping[str, Any] = field(default_factory=dict)
+    """The dataset row."""
+    agent_name: str | None = None
+    interactions: tuple[Interaction, ...] = ()
+    """In the order in which the calls arrived."""
+    reward: float | None = None
+    """The trajectory's reward; None: unscored, kept but never trained on."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    final_answer: str | None = None
+    failure: Failure | None = None
+    seconds: float = 0.0
+    reward_seconds: float = 0.0
+
+    @property
+    def num_turns(self) -> int:
+        """Completed model calls."""
+        return sum(i.status is InteractionStatus.COMPLETED for i in self.interactions)
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Sampled tokens over all calls."""
+        return sum(len(i.completion_ids) for i in self.interactions)
+
+    @property
+    def num_tool_calls(self) -> int:
+        """Tool calls over all replies."""
+        return sum(len((i.reply or {}).get("tool_calls") or ()) for i in self.interactions)

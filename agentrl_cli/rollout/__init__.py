@@ -1,0 +1,1 @@
+"""Making trajectories: workflows, rewards, datasets, and the scheduling of groups."""

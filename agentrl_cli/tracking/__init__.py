@@ -1,0 +1,1 @@
+"""The gateway that records what agents say: protocols, sessions, conversation tree, tokens."""

@@ -1,0 +1,1 @@
+"""Learning from trajectories: samples, advantages, losses, learner, checkpoints, the loop."""

@@ -1,0 +1,1 @@
+"""Example agent builders, one file per agent."""
