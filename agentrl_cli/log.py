@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 #: Anything that looks like a bearer token or an API key, whoever formatted it.
 _SECRET = re.compile(r"(sk-[A-Za-z0-9_\-]{6,}|(?<=[Bb]earer )\S+)")
@@ -36,3 +38,38 @@ def add_file_log(path: Path, level: int = logging.INFO) -> logging.Handler:
     root.setLevel(min(level, root.level or level))
     root.addHandler(handler)
     return handler
+
+
+class Observer(Protocol):
+    """Whoever shows a run to a person: the terminal, plain lines, or nobody.
+
+    Methods are called from several threads and must return at once.
+    """
+
+    def on_stage(self, stage: str, total: int | None = None) -> None:
+        """A stage begins (``"warm start"``, ``"rollout"``, ``"train"``...), of ``total`` units."""
+
+    def on_progress(self, num_done: int, note: str = "") -> None:
+        """``num_done`` units of the current stage are done."""
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        """A step is over; ``metrics`` is its line of ``metrics.jsonl``."""
+
+    def on_message(self, text: str) -> None:
+        """Something worth one line."""
+
+
+class SilentObserver:
+    """An observer that shows nothing."""
+
+    def on_stage(self, stage: str, total: int | None = None) -> None:
+        """Ignores the stage."""
+
+    def on_progress(self, num_done: int, note: str = "") -> None:
+        """Ignores the progress."""
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        """Ignores the metrics."""
+
+    def on_message(self, text: str) -> None:
+        """Ignores the text."""

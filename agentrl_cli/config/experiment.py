@@ -209,7 +209,8 @@ class ExperimentConfig(StrictConfig):
         if self.gconfig.n_samples == 1 and self.train.algorithm.kind == "grpo":
             raise ConfigError(
                 "gconfig.n_samples: 1 with train.algorithm.kind grpo: a group of one has "
-                "advantage 0, so nothing would be learned. Allowed: 2 or more. Type gconfig.n_samples=8",
+                "advantage 0, so nothing would be learned. Allowed: 2 or more. "
+                "Type gconfig.n_samples=8",
             )
         if self.gconfig.temperature == 0.0:
             raise ConfigError(
