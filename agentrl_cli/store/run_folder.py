@@ -1,0 +1,276 @@
+"""The run folder: the one object through which everything of a run is written and read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Self
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.errors import RunFolderError, StoreError
+from agentrl_cli.records import Trajectory
+from agentrl_cli.store import checkpoints, layout, metrics_file
+from agentrl_cli.store.config_check import check_same_config, save_config
+from agentrl_cli.store.files import atomic_file, store_errors, write_text
+from agentrl_cli.store.finding import find_run_folder
+from agentrl_cli.store.lock import FolderLock
+from agentrl_cli.store.manifest import write_manifest
+from agentrl_cli.store.trajectory_file import (
+    TrajectorySummary,
+    read_summaries,
+    read_trajectory_file,
+    write_trajectory_file,
+)
+
+
+class RunFolder:
+    """A run's folder. Made by :meth:`create_or_resume`, :meth:`for_evaluation` or :meth:`open`."""
+
+    def __init__(self, path: Path, lock: FolderLock | None = None) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def create_or_resume(cls, config: ExperimentConfig, *, overwrite: bool = False) -> Self:
+        """The folder of a training run, held for this process alone until :meth:`close`.
+
+        What a killed process left half written is removed; with ``overwrite``
+        everything of an earlier run is.
+
+        Raises:
+            RunFolderError: another process holds it, or it belongs to another configuration.
+            StoreError: it cannot be written to.
+        """
+        path = run_dir_of(config)
+        with store_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(path / layout.LOCK)
+        try:
+            with store_errors(path):
+                if (overwrite and layout.is_run_folder(path)) or layout.is_being_emptied(path):
+                    _empty(path)
+                if (path / layout.CONFIG).is_file():
+                    check_same_config(config, path)
+                _remove_temporaries(path)
+                for name in (layout.TRAJECTORIES, layout.CHECKPOINTS, layout.LOGS):
+                    (path / name).mkdir(exist_ok=True)
+            metrics_file.truncate_torn_line(path / layout.METRICS)
+            save_config(config, path)
+            write_manifest(config, path)
+        except BaseException:
+            lock.release()
+            raise
+        return cls(path, lock)
+
+    @classmethod
+    def for_evaluation(cls, config: ExperimentConfig) -> Self:
+        """The folder of a run to add evaluations to, made where there is none; not locked.
+
+        Its configuration is neither checked nor written: an evaluation may differ in
+        everything, also while the run goes on.
+        """
+        path = run_dir_of(config)
+        with store_errors(path):
+            for name in (layout.TRAJECTORIES, layout.LOGS):
+                (path / name).mkdir(parents=True, exist_ok=True)
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> Self:
+        """An existing run folder, to read from, also while its run goes on.
+
+        Raises:
+            RunFolderError: there is none; the message names the nearest.
+        """
+        return cls(find_run_folder(Path(path)))
+
+    def close(self) -> None:
+        """Lets other processes train in this folder; may be called twice."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved configuration of the run."""
+        return self.path / layout.CONFIG
+
+    def log_path(self, process: str) -> Path:
+        """Where the process of that name writes its log."""
+        path = self.path / layout.LOGS / f"{process}.log"
+        with store_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    # Trajectories
+
+    def write_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> Path:
+        """Writes the trajectories that ``step`` trains on; replaces those written before."""
+        path = self._step_path(step)
+        write_trajectory_file(path, trajectories)
+        return path
+
+    def read_trajectories(self, step: int) -> list[Trajectory]:
+        """The trajectories of one step; no other file is read."""
+        self._check_has(step)
+        return read_trajectory_file(self._step_path(step))
+
+    def list_trajectories(self, step: int) -> list[TrajectorySummary]:
+        """As :meth:`read_trajectories` without tokens and messages: fast for large steps."""
+        self._check_has(step)
+        return read_summaries(self._step_path(step))
+
+    def trajectory_steps(self) -> list[int]:
+        """The steps whose trajectories are stored, ascending."""
+        folder = self.path / layout.TRAJECTORIES
+        if not folder.is_dir():
+            return []
+        found = (layout.parse_step(p.name) for p in folder.iterdir() if p.suffix == ".parquet")
+        return sorted(step for step in found if step is not None)
+
+    def _step_path(self, step: int) -> Path:
+        return self.path / layout.TRAJECTORIES / f"{layout.step_name(step)}.parquet"
+
+    def _check_has(self, step: int) -> None:
+        if not self._step_path(step).is_file():
+            steps = self.trajectory_steps()
+            stored = f"{steps[0]} to {steps[-1]} ({len(steps)} steps)" if steps else "none yet"
+            raise RunFolderError(f"{self.path}: step {step} is not stored; stored: {stored}")
+
+    # Evaluations
+
+    def write_eval(
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        report: Mapping[str, Any],
+        *,
+        label: str | None = None,
+    ) -> Path:
+        """Writes an evaluation made after ``step`` (0: before the first) and its report.
+
+        Evaluations that training makes have no label; those with one never replace them.
+        """
+        path = self._eval_path(step, label)
+        write_trajectory_file(path.with_suffix(".parquet"), trajectories)
+        write_text(path, json.dumps(report, indent=2) + "\n")
+        return path
+
+    def read_eval(
+        self, step: int, *, label: str | None = None
+    ) -> tuple[list[Trajectory], dict[str, Any]]:
+        """The trajectories and the report of an evaluation."""
+        path = self._eval_path(step, label)
+        trajectories = read_trajectory_file(path.with_suffix(".parquet"))
+        return trajectories, self.read_eval_report(step, label=label)
+
+    def read_eval_report(self, step: int, *, label: str | None = None) -> dict[str, Any]:
+        """The report of an evaluation, without reading its trajectories."""
+        path = self._eval_path(step, label)
+        with store_errors(path, "read"):
+            text = path.read_text(encoding="utf-8")
+        try:
+            report = json.loads(text)
+        except ValueError as error:
+            raise StoreError(f"{path}: is damaged ({error})") from None
+        if not isinstance(report, dict):
+            raise StoreError(f"{path}: is damaged (it holds no mapping)")
+        return report
+
+    def list_eval_trajectories(
+        self, step: int, *, label: str | None = None
+    ) -> list[TrajectorySummary]:
+        """An evaluation's trajectories without tokens and messages."""
+        return read_summaries(self._eval_path(step, label).with_suffix(".parquet"))
+
+    def eval_steps(self) -> list[int]:
+        """The steps after which training has evaluated, ascending."""
+        return sorted(step for step, label in self.list_evals() if label is None)
+
+    def list_evals(self) -> list[tuple[int, str | None]]:
+        """Step and label of every complete evaluation."""
+        folder = self.path / layout.TRAJECTORIES
+        if not folder.is_dir():
+            return []
+        found = (layout.parse_eval(p.name) for p in folder.iterdir())
+        return sorted((e for e in found if e is not None), key=lambda e: (e[0], e[1] or ""))
+
+    def _eval_path(self, step: int, label: str | None) -> Path:
+        return self.path / layout.TRAJECTORIES / f"{layout.eval_name(step, label)}.json"
+
+    # Metrics
+
+    def append_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Adds a step's line to ``metrics.jsonl``; ``metrics`` holds ``step``."""
+        metrics_file.append_line(self.path / layout.METRICS, metrics)
+
+    def read_metrics(self) -> list[dict[str, float]]:
+        """The metrics of every step so far; a line being written at this moment is left out."""
+        return metrics_file.read_lines(self.path / layout.METRICS)
+
+    def truncate_metrics(self, last_step: int) -> None:
+        """Drops the metrics of steps after ``last_step``: they will be done again."""
+        metrics_file.truncate_lines(self.path / layout.METRICS, last_step)
+
+    # Checkpoints
+
+    def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
+        """A folder to write a checkpoint into; it counts once the block has ended well."""
+        return checkpoints.new_checkpoint(self.path / layout.CHECKPOINTS, step)
+
+    def list_checkpoints(self) -> list[tuple[int, Path]]:
+        """Complete checkpoints, oldest first."""
+        return checkpoints.list_checkpoints(self.path / layout.CHECKPOINTS)
+
+    def latest_checkpoint(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest complete checkpoint."""
+        found = self.list_checkpoints()
+        return found[-1] if found else None
+
+    def prune_checkpoints(self, keep_last: int) -> None:
+        """Deletes all but the newest ``keep_last`` checkpoints."""
+        if keep_last < 1:
+            raise ValueError(f"keep_last is {keep_last}: at least one checkpoint must stay")
+        for _, path in self.list_checkpoints()[:-keep_last]:
+            with store_errors(path, "deleted"):
+                checkpoints.discard(path)
+
+
+def run_dir_of(config: ExperimentConfig) -> Path:
+    """Where the run of ``config`` lies, whether it exists or not."""
+    return Path(config.output_dir) / config.experiment_name / config.trial_name
+
+
+def _empty(path: Path) -> None:
+    """Deletes an earlier run, and nothing that agentrl did not write."""
+    with atomic_file(path / layout.OVERWRITING):
+        pass
+    for name in layout.OWNED:
+        target = path / name
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+    (path / layout.OVERWRITING).unlink()
+
+
+def _remove_temporaries(path: Path) -> None:
+    for folder in (path, path / layout.TRAJECTORIES, path / layout.CHECKPOINTS):
+        if not folder.is_dir():
+            continue
+        checkpoints.restore_replaced(folder)
+        for entry in folder.iterdir():
+            if entry.name.startswith(".") and entry.name.endswith(layout.TEMPORARY):
+                if entry.is_dir():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()

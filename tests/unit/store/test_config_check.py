@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import shlex
+
+import pytest
+import yaml
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.config.loading import load_config
+from agentrl_cli.errors import RunFolderError, StoreError
+from agentrl_cli.store.config_check import MAY_CHANGE_ON_RESUME, flatten
+from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+
+
+def test_another_config_is_refused_with_three_ways_out(make_config, tmp_path) -> None:
+    RunFolder.create_or_resume(make_config()).close()
+    other = make_config(seed=3, train__learning_rate=1e-5, tokenizer_path="a b")
+    with pytest.raises(RunFolderError) as caught:
+        RunFolder.create_or_resume(other)
+    text = str(caught.value)
+    assert "seed: 1 -> 3" in text
+    assert "train.learning_rate: 1.0e-06 -> 1.0e-05" in text
+    assert "tokenizer_path: null -> a b" in text
+    assert "trial_name=t1" in text
+    assert "--overwrite" in text
+    assert "total_steps" not in text
+    # What it says to type is what gives the old configuration back.
+    (typed,) = [line.split("back:")[1] for line in text.splitlines() if "back:" in line]
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(other.model_dump(mode="json")))
+    RunFolder.create_or_resume(load_config(path, shlex.split(typed))).close()
+
+
+def test_a_refused_run_changes_nothing(make_config) -> None:
+    with RunFolder.create_or_resume(make_config()) as run:
+        with run.new_checkpoint(1):
+            pass
+        before = run.config_path.read_text()
+    with pytest.raises(RunFolderError):
+        RunFolder.create_or_resume(make_config(seed=3))
+    assert run.config_path.read_text() == before
+    # It is not left locked either.
+    with RunFolder.create_or_resume(make_config()) as again:
+        assert again.latest_checkpoint() is not None
+
+
+def test_what_may_change_is_taken_over(make_config) -> None:
+    RunFolder.create_or_resume(make_config(train__total_steps=10)).close()
+    changed = make_config(
+        train__total_steps=20, engine__kind="embedded", rollout__max_concurrent=3, loggers=[]
+    )
+    with RunFolder.create_or_resume(changed) as run:
+        saved = yaml.safe_load(run.config_path.read_text())
+    assert saved["train"]["total_steps"] == 20
+    assert ExperimentConfig.model_validate(saved) == changed
+
+
+def test_every_key_that_may_change_exists(make_config) -> None:
+    """A renamed key would otherwise be compared again without anybody noticing."""
+    keys = flatten(make_config().model_dump(mode="json"))
+    for allowed in MAY_CHANGE_ON_RESUME:
+        assert any(key == allowed or key.startswith(allowed) for key in keys), allowed
+
+
+def test_a_config_of_an_older_version_gets_the_new_defaults(make_config) -> None:
+    RunFolder.create_or_resume(make_config()).close()
+    path = run_dir_of(make_config()) / "config.yaml"
+    data = yaml.safe_load(path.read_text())
+    del data["train"]["max_grad_norm"]
+    path.write_text(yaml.safe_dump(data))
+    RunFolder.create_or_resume(make_config()).close()
+    data["train"]["gone_key"] = 1
+    path.write_text(yaml.safe_dump(data))
+    with pytest.raises(RunFolderError, match=r"train.gone_key: 1 -> \(not set\)"):
+        RunFolder.create_or_resume(make_config())
+
+
+@pytest.mark.parametrize("text", ["a: [", "\x00"])
+def test_a_damaged_config_is_named(make_config, text: str) -> None:
+    RunFolder.create_or_resume(make_config()).close()
+    (run_dir_of(make_config()) / "config.yaml").write_text(text)
+    with pytest.raises(StoreError, match=r"config.yaml: is damaged.*trial_name=t1"):
+        RunFolder.create_or_resume(make_config())
+    RunFolder.create_or_resume(make_config(), overwrite=True).close()
+
+
+def test_the_suggested_trial_is_free(make_config) -> None:
+    for name in ("t0", "t1", "t2"):
+        RunFolder.create_or_resume(make_config(trial_name=name)).close()
+    with pytest.raises(RunFolderError, match="trial_name=t3"):
+        RunFolder.create_or_resume(make_config(seed=5))

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agentrl_cli.errors import RunFolderError, StoreError
+from agentrl_cli.records import Trajectory
+from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+
+
+def trajectory(step: int) -> Trajectory:
+    return Trajectory(id=f"s{step}/0", group_id=f"s{step}", task_id="0", step=step)
+
+
+def names(path: Path) -> list[str]:
+    return sorted(p.name for p in path.iterdir())
+
+
+def test_layout_is_the_one_that_is_documented(folder: RunFolder, make_config) -> None:
+    folder.write_trajectories(12, [trajectory(12)])
+    folder.append_metrics({"step": 12, "reward_mean": 0.5})
+    with folder.new_checkpoint(50) as path:
+        (path / "weights").write_text("w")
+    folder.log_path("trainer").write_text("line")
+    folder.write_eval(20, [trajectory(20)], {"mean_reward": 0.5})
+    assert folder.path == run_dir_of(make_config())
+    assert folder.path.parts[-3:] == ("runs", "exp", "t0")
+    found = {str(p.relative_to(folder.path)) for p in folder.path.rglob("*") if p.is_file()}
+    assert found == {
+        ".lock",
+        "config.yaml",
+        "manifest.json",
+        "metrics.jsonl",
+        "trajectories/step-000012.parquet",
+        "trajectories/eval-000020.parquet",
+        "trajectories/eval-000020.json",
+        "checkpoints/step-000050/weights",
+        "logs/trainer.log",
+    }
+
+
+def test_manifest_tells_versions_seeds_and_every_start(make_config) -> None:
+    for _ in range(2):
+        RunFolder.create_or_resume(make_config(seed=7)).close()
+    manifest = json.loads((run_dir_of(make_config()) / "manifest.json").read_text())
+    assert manifest["seeds"] == {"experiment": 7}
+    assert len(manifest["starts"]) == 2
+    assert manifest["starts"][0]["versions"]["torch"]
+    assert manifest["starts"][0]["python"].startswith("3.")
+
+
+def test_secrets_are_not_written(make_config, monkeypatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-environment-secret")
+    kwargs = {
+        "api_key": "plain-secret",
+        "headers": {"Authorization": "Bearer t0ken-value"},
+        "deep": [{"url": "sk-abcdefgh123"}],
+        "eos_tokens": "kept",
+    }
+    config = make_config(agent_builder_kwargs=kwargs)
+    with RunFolder.create_or_resume(config) as run:
+        written = run.config_path.read_text() + (run.path / "manifest.json").read_text()
+    for secret in ("plain-secret", "t0ken-value", "sk-abcdefgh123", "sk-environment-secret"):
+        assert secret not in written
+    assert "kept" in written
+    # The same configuration goes on, and a rotated key is no other configuration.
+    RunFolder.create_or_resume(config).close()
+    RunFolder.create_or_resume(
+        make_config(agent_builder_kwargs=kwargs | {"api_key": "rotated"})
+    ).close()
+
+
+def test_reading_a_step_touches_no_other_file(folder: RunFolder) -> None:
+    for step in (1, 2, 3):
+        folder.write_trajectories(step, [trajectory(step)])
+    (folder.path / "trajectories" / "step-000002.parquet").write_bytes(b"broken")
+    assert folder.trajectory_steps() == [1, 2, 3]
+    assert folder.read_trajectories(3) == [trajectory(3)]
+    assert [t.id for t in folder.list_trajectories(1)] == ["s1/0"]
+    with pytest.raises(StoreError, match="step-000002"):
+        folder.read_trajectories(2)
+
+
+def test_a_step_that_is_not_stored(folder: RunFolder) -> None:
+    with pytest.raises(RunFolderError, match=r"step 5 is not stored; stored: none yet"):
+        folder.read_trajectories(5)
+    folder.write_trajectories(1, [])
+    folder.write_trajectories(4, [])
+    with pytest.raises(RunFolderError, match=r"stored: 1 to 4 \(2 steps\)"):
+        folder.list_trajectories(5)
+
+
+def test_evals_and_labels_do_not_replace_each_other(folder: RunFolder) -> None:
+    folder.write_eval(20, [trajectory(20)], {"mean_reward": 0.5})
+    folder.write_eval(20, [], {"mean_reward": 0.9}, label="manual")
+    folder.write_eval(0, [], {"mean_reward": 0.1})
+    assert folder.eval_steps() == [0, 20]
+    assert folder.list_evals() == [(0, None), (20, None), (20, "manual")]
+    assert folder.read_eval(20) == ([trajectory(20)], {"mean_reward": 0.5})
+    assert folder.read_eval_report(20, label="manual") == {"mean_reward": 0.9}
+    assert folder.trajectory_steps() == []
+
+
+def test_an_eval_counts_only_when_its_report_is_there(folder: RunFolder) -> None:
+    folder.write_eval(5, [trajectory(5)], {})
+    (folder.path / "trajectories" / "eval-000005.json").unlink()
+    assert folder.eval_steps() == []
+
+
+def test_metrics_survive_a_torn_line(folder: RunFolder, make_config) -> None:
+    folder.append_metrics({"step": 1, "reward_mean": 0.25, "kl": math.nan})
+    with (folder.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew')
+    (line,) = folder.read_metrics()
+    assert line["reward_mean"] == 0.25
+    assert math.isnan(line["kl"])
+    folder.close()
+    with RunFolder.create_or_resume(make_config()) as again:
+        again.append_metrics({"step": 2})
+        assert [m["step"] for m in again.read_metrics()] == [1, 2]
+    for text in (folder.path / "metrics.jsonl").read_text().splitlines():
+        json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_truncate_metrics_drops_later_steps(folder: RunFolder) -> None:
+    folder.truncate_metrics(3)
+    assert folder.read_metrics() == []
+    for step in range(1, 6):
+        folder.append_metrics({"step": step, "x": 0.1 * step})
+    folder.truncate_metrics(3)
+    assert folder.read_metrics() == [{"step": s, "x": 0.1 * s} for s in (1, 2, 3)]
+
+
+def test_checkpoints_appear_when_complete(folder: RunFolder) -> None:
+    assert folder.latest_checkpoint() is None
+    with folder.new_checkpoint(5) as path:
+        (path / "deep").mkdir()
+        (path / "deep" / "weights").write_text("5")
+        assert folder.latest_checkpoint() is None
+    with pytest.raises(RuntimeError, match="mine"), folder.new_checkpoint(6) as path:  # noqa: PT012
+        (path / "weights").write_text("6")
+        raise RuntimeError("mine")
+    step, path = folder.latest_checkpoint() or (None, Path())
+    assert step == 5
+    assert (path / "deep" / "weights").read_text() == "5"
+    assert names(folder.path / "checkpoints") == ["step-000005"]
+
+
+def test_a_checkpoint_saved_again_replaces_the_old_one(folder: RunFolder) -> None:
+    for text in ("old", "new"):
+        with folder.new_checkpoint(5) as path:
+            (path / text).write_text(text)
+    assert names(folder.path / "checkpoints") == ["step-000005"]
+    assert names(folder.path / "checkpoints" / "step-000005") == ["new"]
+
+
+def test_a_replacement_cut_short_brings_the_old_one_back(folder: RunFolder, make_config) -> None:
+    root = folder.path / "checkpoints"
+    (root / ".step-000005.deleted").mkdir()
+    (root / ".step-000005.deleted" / "weights").write_text("old")
+    (root / ".step-000005.tmp").mkdir()
+    folder.close()
+    with RunFolder.create_or_resume(make_config()) as again:
+        step, path = again.latest_checkpoint() or (None, Path())
+        assert step == 5
+        assert (path / "weights").read_text() == "old"
+        assert names(root) == ["step-000005"]
+
+
+def test_prune_keeps_the_newest(folder: RunFolder) -> None:
+    for step in (5, 10, 15):
+        with folder.new_checkpoint(step):
+            pass
+    folder.prune_checkpoints(2)
+    assert [step for step, _ in folder.list_checkpoints()] == [10, 15]
+    folder.prune_checkpoints(7)
+    assert [step for step, _ in folder.list_checkpoints()] == [10, 15]
+    with pytest.raises(ValueError, match="at least one"):
+        folder.prune_checkpoints(0)
+
+
+def test_stale_temporaries_go_at_the_next_start_only(folder: RunFolder, make_config) -> None:
+    stale = [
+        folder.path / ".config.yaml.tmp",
+        folder.path / "trajectories" / ".step-000003.parquet.tmp",
+        folder.path / "checkpoints" / ".step-000003.tmp",
+        folder.path / "checkpoints" / ".step-000002.deleted",
+    ]
+    for path in stale:
+        if path.parent.name == "checkpoints":
+            path.mkdir()
+        else:
+            path.write_text("half")
+    # An inspector must not remove what a live run is writing.
+    reader = RunFolder.open(folder.path)
+    assert all(p.exists() for p in stale)
+    assert reader.trajectory_steps() == []
+    assert reader.latest_checkpoint() is None
+    folder.close()
+    RunFolder.create_or_resume(make_config()).close()
+    assert not any(p.exists() for p in stale)
+
+
+def test_overwrite_deletes_the_run_and_nothing_else(folder: RunFolder, make_config) -> None:
+    folder.write_trajectories(1, [])
+    folder.append_metrics({"step": 1})
+    with folder.new_checkpoint(1):
+        pass
+    (folder.path / "my-notes.txt").write_text("mine")
+    folder.close()
+    with RunFolder.create_or_resume(make_config(seed=9), overwrite=True) as again:
+        assert again.trajectory_steps() == []
+        assert again.read_metrics() == []
+        assert again.latest_checkpoint() is None
+        assert yaml.safe_load(again.config_path.read_text())["seed"] == 9
+        assert (again.path / "my-notes.txt").read_text() == "mine"
+
+
+def test_an_overwrite_that_was_killed_is_finished(folder: RunFolder, make_config) -> None:
+    folder.write_trajectories(1, [])
+    (folder.path / ".overwriting").touch()
+    folder.close()
+    with RunFolder.create_or_resume(make_config(seed=9)) as again:
+        assert again.trajectory_steps() == []
+        assert not (again.path / ".overwriting").exists()
+
+
+def test_an_evaluation_needs_no_lock_and_binds_no_config(make_config) -> None:
+    first = RunFolder.for_evaluation(make_config(gconfig__temperature=0.0))
+    first.write_eval(0, [], {"mean_reward": 0.5}, label="manual")
+    assert RunFolder.open(first.path).list_evals() == [(0, "manual")]
+    with RunFolder.create_or_resume(make_config()) as run:
+        RunFolder.for_evaluation(make_config()).write_eval(1, [], {}, label="manual")
+        assert run.list_evals() == [(0, "manual"), (1, "manual")]
+
+
+def test_open_names_the_nearest_runs(folder: RunFolder, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunFolderError, match=r"no such folder.*Did you mean runs/exp/t0\?"):
+        RunFolder.open("runs/exp/t00")
+    with pytest.raises(RunFolderError, match=r"is not a run folder.*There are: runs/exp/t0"):
+        RunFolder.open("runs")
+    with pytest.raises(RunFolderError, match=r"no such folder.*runs/exp/t0"):
+        RunFolder.open("elsewhere/t0")
+    assert RunFolder.open("runs/exp/t0").path == Path("runs/exp/t0")
+    # A path inside a run is the run.
+    assert RunFolder.open(folder.path / "trajectories").path == folder.path
+
+
+def test_open_without_any_run_says_what_makes_one(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunFolderError, match="agentrl train writes"):
+        RunFolder.open("nothing")

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import math
+import struct
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl_cli.errors import StoreError
+from agentrl_cli.records import (
+    Boundary,
+    BreakCause,
+    Failure,
+    Interaction,
+    InteractionStatus,
+    Trajectory,
+)
+from agentrl_cli.store.trajectory_file import (
+    read_summaries,
+    read_trajectory_file,
+    write_trajectory_file,
+)
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"b":1,"a":2}'}}
+
+FULL = Trajectory(
+    id="g7/3",
+    group_id="g7",
+    task_id="41",
+    sample_index=3,
+    step=12,
+    task={"question": "wie viel? 何", "answer": 4, "nested": {"x": [1, 2.5, None]}},
+    agent_name="solver",
+    interactions=(
+        Interaction(
+            id="chatcmpl-1",
+            messages=({"role": "user", "content": "3+1\n\ud83d"},),
+            tools=({"type": "function", "function": {"name": "f", "parameters": {}}},),
+            reply={"role": "assistant", "content": None, "tool_calls": [CALL]},
+            prompt_ids=(1, 2, 151643),
+            completion_ids=(5, 6),
+            rollout_logprobs=(-0.1, -1e-300),
+            versions=(3, 4),
+            temperature=0.7,
+            top_p=0.95,
+            finish_reason="tool_calls",
+            started=1,
+            ended=2,
+            started_at=1700000000.123456,
+            seconds=0.25,
+            turn_return=1.0,
+        ),
+        Interaction(
+            id="chatcmpl-2",
+            parent_id="chatcmpl-1",
+            extends_parent=True,
+            break_cause=BreakCause.HISTORY_EDITED,
+            status=InteractionStatus.CANCELLED,
+            error="cancelled",
+            started=3,
+            reward=-0.0,
+        ),
+    ),
+    reward=0.1 + 0.2,
+    reward_parts={"format": 0.1, "answer": math.inf},
+    final_answer="4",
+    failure=Failure(boundary=Boundary.TOOL, kind="KeyError", message="'x'", traceback="Trace\n  x"),
+    seconds=3.5,
+    reward_seconds=0.001,
+)
+
+
+def test_every_field_survives(tmp_path) -> None:
+    path = tmp_path / "step-000012.parquet"
+    write_trajectory_file(path, [FULL, Trajectory(id="a/0", group_id="a", task_id="0")])
+    first, second = read_trajectory_file(path)
+    for field in dataclasses.fields(Trajectory):
+        assert getattr(first, field.name) == getattr(FULL, field.name), field.name
+    assert second == Trajectory(id="a/0", group_id="a", task_id="0")
+    # The types too: tuples, so that records stay hashable and comparable with live ones.
+    assert type(first.interactions[0].prompt_ids) is tuple
+    assert type(first.interactions[0].messages) is tuple
+    assert str(first.interactions[1].reward) == "-0.0"
+
+
+def test_the_full_record_sets_every_field_away_from_its_default() -> None:
+    """Guards the test above: a new field of the records must be added to FULL."""
+    for record, made in ((Trajectory, [FULL]), (Interaction, FULL.interactions)):
+        for field in dataclasses.fields(record):
+            if field.default is not dataclasses.MISSING:
+                assert any(getattr(m, field.name) != field.default for m in made), field.name
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.floats(), max_size=20))
+def test_floats_come_back_bit_for_bit(tmp_path_factory, values: list[float]) -> None:
+    path = tmp_path_factory.mktemp("floats") / "step-000001.parquet"
+    call = Interaction(
+        id="c",
+        completion_ids=tuple(range(len(values))),
+        rollout_logprobs=tuple(values),
+        versions=(0,) * len(values),
+    )
+    write_trajectory_file(
+        path, [Trajectory(id="a/0", group_id="a", task_id="0", interactions=(call,))]
+    )
+    back = read_trajectory_file(path)[0].interactions[0].rollout_logprobs
+    # NaN has many bit patterns and no equality; its presence is what matters.
+    same = [struct.pack("d", v) if v == v else b"nan" for v in values]
+    assert [struct.pack("d", v) if v == v else b"nan" for v in back] == same
+
+
+def test_nan_reward_stays_apart_from_no_reward(tmp_path) -> None:
+    path = tmp_path / "step-000001.parquet"
+    rewards = [math.nan, None, True, np.float32(0.5)]
+    write_trajectory_file(
+        path,
+        [Trajectory(id=str(i), group_id="g", task_id="0", reward=r) for i, r in enumerate(rewards)],
+    )
+    back = [t.reward for t in read_trajectory_file(path)]
+    assert back[0] != back[0]
+    assert back[1:] == [None, 1.0, 0.5]
+
+
+def test_rows_with_values_that_json_has_not_are_saved(tmp_path) -> None:
+    path = tmp_path / "step-000001.parquet"
+    task = {
+        "when": datetime.date(2026, 1, 2),
+        "array": np.array([1, 2]),
+        "scalar": np.int64(3),
+        "blob": b"\x00\xff",
+        "set": {2, 1},
+        "odd": object,
+        7: "a number as key",
+    }
+    write_trajectory_file(path, [Trajectory(id="a", group_id="a", task_id="0", task=task)])
+    back = read_trajectory_file(path)[0].task
+    assert back["when"] == "2026-01-02"
+    assert back["array"] == [1, 2]
+    assert back["scalar"] == 3
+    assert back["blob"] == {"base64": "AP8="}
+    assert back["set"] == [1, 2]
+    assert back["odd"] == "<class 'object'>"
+    assert back["7"] == "a number as key"
+
+
+def test_lone_surrogates_in_texts_do_not_lose_the_step(tmp_path) -> None:
+    path = tmp_path / "step-000001.parquet"
+    write_trajectory_file(
+        path, [Trajectory(id="a", group_id="a", task_id="0", final_answer="x\ud83dy")]
+    )
+    assert read_trajectory_file(path)[0].final_answer == "x\\ud83dy"
+
+
+def test_summaries_count_and_read_no_tokens(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "step-000012.parquet"
+    write_trajectory_file(path, [FULL])
+    read: list[str] = []
+    real = pq.read_table
+
+    def spy(source, columns=None, **kwargs):
+        read.extend(columns)
+        return real(source, columns=columns, **kwargs)
+
+    monkeypatch.setattr(pq, "read_table", spy)
+    (summary,) = read_summaries(path)
+    assert "interactions" not in read
+    assert "task_json" not in read
+    assert summary.num_turns == FULL.num_turns == 1
+    assert summary.num_completion_tokens == 2
+    assert summary.num_prompt_tokens == 3
+    assert summary.num_tool_calls == 1
+    assert summary.reward == FULL.reward
+    assert summary.failure_boundary is Boundary.TOOL
+
+
+def test_more_rows_than_a_row_group_keep_their_order(tmp_path) -> None:
+    path = tmp_path / "step-000001.parquet"
+    made = [Trajectory(id=f"g/{i}", group_id="g", task_id=str(i)) for i in range(200)]
+    write_trajectory_file(path, made)
+    assert read_trajectory_file(path) == made
+    assert pq.ParquetFile(path).num_row_groups > 1
+
+
+def test_an_empty_step_is_a_file_too(tmp_path) -> None:
+    path = tmp_path / "step-000001.parquet"
+    write_trajectory_file(path, [])
+    assert read_trajectory_file(path) == []
+    assert read_summaries(path) == []
+
+
+def test_other_tools_can_read_the_columns(tmp_path) -> None:
+    path = tmp_path / "step-000012.parquet"
+    write_trajectory_file(path, [FULL])
+    table = pq.read_table(path)
+    assert table.column("reward").to_pylist() == [FULL.reward]
+    call = table.column("interactions").to_pylist()[0][0]
+    assert call["prompt_ids"] == [1, 2, 151643]
+    assert json.loads(call["reply_json"])["tool_calls"] == [CALL]
+
+
+@pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "text"])
+def test_damage_is_named(tmp_path, damage: str) -> None:
+    path = tmp_path / "step-000012.parquet"
+    write_trajectory_file(path, [FULL] * 50)
+    data = path.read_bytes()
+    damaged = {
+        "cut": data[: len(data) // 2],
+        "zeros": data[:8] + bytes(len(data) - 100) + data[-92:],
+        "empty": b"",
+        "text": b"hello",
+    }
+    path.write_bytes(damaged[damage])
+    with pytest.raises(StoreError, match=r"step-000012\.parquet: is damaged") as caught:
+        read_trajectory_file(path)
+    assert "other steps" in str(caught.value)
+
+
+def test_a_file_of_another_kind_is_named(tmp_path) -> None:
+    import pyarrow as pa
+
+    path = tmp_path / "step-000001.parquet"
+    pq.write_table(pa.table({"x": [1]}), path)
+    with pytest.raises(StoreError, match="another version"):
+        read_trajectory_file(path)
+    with pytest.raises(StoreError, match="another version"):
+        read_summaries(path)
+
+
+def test_a_missing_file_is_named(tmp_path) -> None:
+    with pytest.raises(StoreError, match="no such file"):
+        read_trajectory_file(tmp_path / "step-000001.parquet")
