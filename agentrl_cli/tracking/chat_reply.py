@@ -1,0 +1,112 @@
+"""``/v1/chat/completions``, the way out: completions, stream chunks and errors as JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from agentrl_cli.engine.protocol import Generation
+from agentrl_cli.records import Message
+from agentrl_cli.tracking.template import ChatTemplate
+
+
+def build_reply(content: str, tool_calls: list[dict[str, Any]]) -> Message:
+    """The assistant message of a completion."""
+    reply: Message = {"role": "assistant", "content": content or (None if tool_calls else "")}
+    if tool_calls:
+        reply["tool_calls"] = tool_calls
+    return reply
+
+
+def format_usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict[str, int]:
+    """OpenAI's token counts."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+    }
+
+
+def format_choice(
+    index: int, reply: Message, finish_reason: str, logprobs: dict[str, Any] | None
+) -> dict[str, Any]:
+    """One choice of a completion that is not streamed."""
+    return {
+        "index": index,
+        "message": {"refusal": None, **reply},
+        "logprobs": logprobs,
+        "finish_reason": finish_reason,
+    }
+
+
+def format_completion(
+    completion_id: str,
+    created: int,
+    model: str,
+    choices: list[dict[str, Any]],
+    usage: dict[str, int],
+) -> dict[str, Any]:
+    """The body of a reply that is not streamed."""
+    return {
+        "id": completion_id,
+        "object": "chat.completion",
+        "created": created,
+        "model": model,
+        "choices": choices,
+        "usage": usage,
+    }
+
+
+def format_chunk(
+    completion_id: str,
+    created: int,
+    model: str,
+    choices: list[dict[str, Any]],
+    usage: dict[str, int] | None = None,
+) -> bytes:
+    """One server-sent event of a streamed reply."""
+    chunk = {
+        "id": completion_id,
+        "object": "chat.completion.chunk",
+        "created": created,
+        "model": model,
+        "choices": choices,
+    }
+    if usage is not None:
+        chunk["usage"] = usage
+    return b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
+
+
+def format_delta(
+    index: int,
+    delta: dict[str, Any],
+    finish_reason: str | None = None,
+    logprobs: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """One choice of a streamed chunk."""
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+
+def format_logprobs(template: ChatTemplate, generation: Generation) -> dict[str, Any]:
+    """OpenAI's log-probabilities of the sampled tokens."""
+    content = []
+    for token_id, logprob in zip(
+        generation.completion_ids, generation.rollout_logprobs, strict=True
+    ):
+        token = template.tokenizer.decode([token_id])
+        content.append(
+            {
+                "token": token,
+                "logprob": logprob,
+                "bytes": list(token.encode("utf-8", "replace")),
+                "top_logprobs": [],
+            }
+        )
+    return {"content": content, "refusal": None}
+
+
+def format_error(
+    message: str, kind: str, *, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,269 @@
+"""The gateway: an ASGI app that samples, records every call, and answers like OpenAI.
+
+One app serves agents in this process (:mod:`agentrl_cli.tracking.transport`) and agents
+that speak through a loopback socket (:mod:`agentrl_cli.tracking.server`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import uuid
+import weakref
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import aclosing
+from typing import Any
+
+import httpx2
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from agentrl_cli.engine.protocol import InferenceEngine, Sampling
+from agentrl_cli.errors import ContextLengthError, EngineError, EngineTimeoutError
+from agentrl_cli.log import get_logger
+from agentrl_cli.tracking.chat_calls import complete_chat, stream_chat
+from agentrl_cli.tracking.chat_reply import format_error
+from agentrl_cli.tracking.chat_request import ChatRequest, RequestError, parse_chat_request
+from agentrl_cli.tracking.server import LoopbackServer
+from agentrl_cli.tracking.session import Budget, BudgetExceededError, Call, Session
+from agentrl_cli.tracking.template import ChatTemplate, TemplateError
+from agentrl_cli.tracking.tool_calls import check_parser_name
+from agentrl_cli.tracking.transport import InProcessTransport
+from agentrl_cli.tracking.tree import ConversationTree
+
+_log = get_logger(__name__)
+#: Sampling twice what failed once would hide the failure and cost a turn.
+_NO_RETRY = {"x-should-retry": "false"}
+_MAX_BODY_BYTES = 64 * 2**20
+
+
+class Gateway:
+    """Sessions over one engine; safe for any number of them on one event loop.
+
+    Args:
+        engine: what samples.
+        tokenizer: the model's Hugging Face tokenizer, with its chat template.
+        tool_call_parser: how the model writes tool calls.
+    """
+
+    def __init__(
+        self, engine: InferenceEngine, tokenizer: Any, *, tool_call_parser: str = "hermes"
+    ) -> None:
+        check_parser_name(tool_call_parser)
+        self.engine = engine
+        self.template = ChatTemplate(tokenizer)
+        self.app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
+                Route("/v1/models", self._list_models, methods=["GET"]),
+                Route("/v1/{path:path}", self._unknown_path, methods=["GET", "POST"]),
+            ]
+        )
+        self.http_client = httpx2.AsyncClient(
+            transport=InProcessTransport(self.app), timeout=httpx2.Timeout(None)
+        )
+        self._sessions: dict[bytes, Session] = {}
+        self._server = LoopbackServer(self.app)
+
+    def open_session(
+        self, *, sampling: Sampling | None = None, budget: Budget | None = None
+    ) -> Session:
+        """A new session; ``sampling`` holds where a request does not say otherwise."""
+        session = Session(
+            uuid.uuid4().hex,
+            ConversationTree(self.template),
+            sampling or Sampling(),
+            budget or Budget(),
+        )
+        self._sessions[_digest(session.key)] = session
+        return session
+
+    def close_session(self, session: Session) -> None:
+        """Forgets the session's key; its records stay with whoever holds the session."""
+        self._sessions.pop(_digest(session.key), None)
+
+    @property
+    def num_open_sessions(self) -> int:
+        """Sessions whose key still opens the gateway."""
+        return len(self._sessions)
+
+    async def serve(self) -> str:
+        """The base_url of a loopback socket, opened on first use: ``http://127.0.0.1:N/v1``."""
+        return f"{await self._server.start()}/v1"
+
+    async def close(self) -> None:
+        """Ends the socket and the in-process client."""
+        self._sessions.clear()
+        await self._server.stop()
+        await self.http_client.aclose()
+
+    # -- routes ---------------------------------------------------------------------------
+
+    async def _list_models(self, request: Request) -> Response:
+        if self._find_session(request) is None:
+            return _refuse_key()
+        model = {"id": self.engine.model_name, "object": "model", "created": 0}
+        return JSONResponse({"object": "list", "data": [{**model, "owned_by": "agentrl"}]})
+
+    async def _unknown_path(self, request: Request) -> Response:
+        return _error_response(
+            404,
+            f"{request.method} {request.url.path} is not served here; served are "
+            "POST /v1/chat/completions and GET /v1/models",
+        )
+
+    async def _chat_completions(self, request: Request) -> Response:
+        session = self._find_session(request)
+        if session is None:
+            return _refuse_key()
+        try:
+            chat_request = parse_chat_request(await _read_json(request), session.sampling)
+            calls = session.begin_calls(
+                f"chatcmpl-{uuid.uuid4().hex}",
+                chat_request.messages,
+                chat_request.inputs,
+                chat_request.sampling,
+                chat_request.num_choices,
+            )
+            run = self._stream if chat_request.stream else self._complete
+            return await _until_disconnect(request, run(session, chat_request, calls))
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except Exception as error:
+            return _describe_error(error)
+
+    async def _complete(
+        self, session: Session, request: ChatRequest, calls: list[Call]
+    ) -> Response:
+        body = await complete_chat(self.engine, self.template, session, request, calls)
+        return Response(json.dumps(body, ensure_ascii=False), media_type="application/json")
+
+    async def _stream(self, session: Session, request: ChatRequest, calls: list[Call]) -> Response:
+        events = stream_chat(self.engine, self.template, session, request, calls)
+        try:
+            # What fails before the first token fails with a status, not inside a stream.
+            first = await anext(events)
+        except BaseException:
+            await events.aclose()  # type: ignore[attr-defined]
+            raise
+        return StreamingResponse(_continue_events(first, events), media_type="text/event-stream")
+
+    def _find_session(self, request: Request) -> Session | None:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        session = self._sessions.get(_digest(key))
+        if session is None or scheme.lower() != "bearer":
+            return None
+        return session if hmac.compare_digest(key.encode(), session.key.encode()) else None
+
+
+_GATEWAYS: weakref.WeakValueDictionary[tuple[int, int, str], Gateway] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def get_gateway(
+    engine: InferenceEngine, tokenizer: Any, tool_call_parser: str = "hermes"
+) -> Gateway:
+    """The gateway of an engine, shared by all who hold it: building one takes tens of ms."""
+    key = (id(engine), id(tokenizer), tool_call_parser)
+    gateway = _GATEWAYS.get(key)
+    if gateway is None:
+        gateway = Gateway(engine, tokenizer, tool_call_parser=tool_call_parser)
+        _GATEWAYS[key] = gateway
+    return gateway
+
+
+async def _continue_events(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async with aclosing(events):  # type: ignore[type-var]
+        yield first
+        try:
+            async for event in events:
+                yield event
+        except Exception as error:
+            response = _describe_error(error)
+            yield b"data: " + bytes(response.body) + b"\n\n"
+
+
+async def _until_disconnect(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """The response, unless the client hangs up first: then the work is cancelled.
+
+    Raises:
+        ClientDisconnect: nobody waits for the response any more.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _read_json(request: Request) -> Any:
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _MAX_BODY_BYTES:
+            raise RequestError(f"the body is larger than {_MAX_BODY_BYTES} bytes")
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _refuse_key() -> Response:
+    return _error_response(
+        401,
+        "this key opens no session: it is wrong, or its trajectory has ended. Pass the "
+        "api_key that the agent was given as 'Authorization: Bearer KEY'",
+        kind="authentication_error",
+        code="invalid_api_key",
+    )
+
+
+def _describe_error(error: Exception) -> Response:
+    if isinstance(error, RequestError):
+        return _error_response(400, str(error), param=error.param, code=error.code)
+    if isinstance(error, TemplateError):
+        return _error_response(400, str(error), param="messages")
+    if isinstance(error, BudgetExceededError):
+        message = f"this trajectory has used up its budget ({error}); no further call is answered"
+        return _error_response(400, message, code="budget_exceeded")
+    if isinstance(error, ContextLengthError):
+        return _error_response(400, str(error), param="messages", code="context_length_exceeded")
+    if isinstance(error, EngineTimeoutError):
+        return _error_response(504, str(error), kind="server_error", code="engine_timeout")
+    if isinstance(error, EngineError):
+        return _error_response(503, str(error), kind="server_error", code="engine_error")
+    _log.exception("a call failed inside the gateway")
+    message = f"the gateway failed: {type(error).__name__}: {error}"
+    return _error_response(500, message, kind="server_error", code="gateway_error")
+
+
+def _error_response(
+    status: int,
+    message: str,
+    *,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | None = None,
+) -> Response:
+    body = format_error(message, kind, param=param, code=code)
+    return JSONResponse(body, status_code=status, headers=_NO_RETRY)

@@ -1,0 +1,75 @@
+"""The gateway on a loopback socket, for agents that open their own connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from agentrl_cli.errors import RunError
+
+_START_SECONDS = 20.0
+_STOP_SECONDS = 5.0
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to the program that this server is a part of."""
+        yield
+
+
+class LoopbackServer:
+    """Serves an ASGI app on 127.0.0.1, at a free port, in the running event loop."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._lock = asyncio.Lock()
+        self._server: _Server | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._url = ""
+
+    async def start(self) -> str:
+        """The server's url, ``http://127.0.0.1:PORT``; starts it when it is not running.
+
+        Raises:
+            RunError: it was not ready in time.
+        """
+        async with self._lock:
+            if self._task is None or self._task.done():
+                await self._start()
+            return self._url
+
+    async def stop(self) -> None:
+        """Ends the server; connections still open are closed after a few seconds."""
+        if self._server is None or self._task is None:
+            return
+        self._server.should_exit = True
+        done, _ = await asyncio.wait({self._task}, timeout=_STOP_SECONDS)
+        if not done:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._server = self._task = None
+
+    async def _start(self) -> None:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(
+            self._app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=int(_STOP_SECONDS) - 1,
+        )
+        self._server = _Server(config)
+        self._task = asyncio.ensure_future(self._server.serve(sockets=[listener]))
+        self._url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        deadline = asyncio.get_running_loop().time() + _START_SECONDS
+        while not self._server.started:
+            if self._task.done() or asyncio.get_running_loop().time() > deadline:
+                raise RunError(f"the gateway did not begin to serve at {self._url}")
+            await asyncio.sleep(0.01)

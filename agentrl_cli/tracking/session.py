@@ -1,0 +1,211 @@
+"""The live side of a trajectory: one secret key, one conversation tree, its budgets."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from agentrl_cli.engine.protocol import Generation, Sampling
+from agentrl_cli.errors import EngineError
+from agentrl_cli.records import Interaction, InteractionStatus, Message
+from agentrl_cli.tracking.credit import compute_turn_returns, parse_reward
+from agentrl_cli.tracking.export import ExportedInteraction, export_interactions
+from agentrl_cli.tracking.sequences import ExportStyle
+from agentrl_cli.tracking.template import TemplateInputs
+from agentrl_cli.tracking.tree import ConversationTree, PromptPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Limits of one session; None: no limit."""
+
+    max_turns: int | None = None
+    """Most model calls, failed ones included."""
+    max_tokens: int | None = None
+    """Most sampled tokens over all calls."""
+
+
+class BudgetExceededError(Exception):
+    """A call came after its session's budget was used up."""
+
+
+@dataclass(slots=True)
+class Call:
+    """A model call in progress: one choice of one request."""
+
+    id: str
+    messages: tuple[Message, ...]
+    plan: PromptPlan
+    sampling: Sampling
+    started: int
+    started_at: float
+    clock: float
+
+
+class Session:
+    """Records the calls of one trajectory; every method is for the gateway's event loop."""
+
+    def __init__(
+        self, session_id: str, tree: ConversationTree, sampling: Sampling, budget: Budget
+    ) -> None:
+        self.id = session_id
+        self.key = f"sk-agentrl-{secrets.token_urlsafe(24)}"
+        self.sampling = sampling
+        self.budget = budget
+        self.budget_exceeded: str | None = None
+        """Which limit refused a call, in words; None: none did."""
+        self.engine_error: EngineError | None = None
+        """The last engine error that a call of this session crossed."""
+        self._tree = tree
+        self._interactions: dict[str, Interaction] = {}
+        self._num_calls = 0
+        self._num_tokens = 0
+        self._clock = 0
+
+    @property
+    def interactions(self) -> tuple[Interaction, ...]:
+        """All recorded calls, failed ones too, in order of arrival."""
+        return tuple(sorted(self._interactions.values(), key=lambda i: (i.started, i.id)))
+
+    def begin_calls(
+        self,
+        completion_id: str,
+        messages: tuple[Message, ...],
+        inputs: TemplateInputs,
+        sampling: Sampling,
+        num_choices: int,
+    ) -> list[Call]:
+        """Admits one request and plans its prompt: one call per choice.
+
+        Raises:
+            BudgetExceededError: the session may make no further call.
+            TemplateError: the chat template refuses the messages.
+        """
+        sampling = self._apply_budget(sampling, num_choices)
+        plan = self._tree.plan(messages, inputs)
+        started, now = self._tick(), time.time()
+        self._num_calls += num_choices
+        calls = []
+        for index in range(num_choices):
+            call_id = completion_id if index == 0 else f"{completion_id}-{index}"
+            seed = _derive_seed(sampling.seed, started, index)
+            calls.append(
+                Call(
+                    call_id, messages, plan, replace(sampling, seed=seed),
+                    started, now, time.perf_counter(),
+                )
+            )  # fmt: skip
+        return calls
+
+    def complete_call(
+        self, call: Call, generation: Generation, reply: Message, finish_reason: str
+    ) -> Interaction:
+        """Records a reply; from now on it can be continued."""
+        interaction = replace(
+            self._describe(call),
+            reply=reply,
+            completion_ids=generation.completion_ids,
+            rollout_logprobs=generation.rollout_logprobs,
+            versions=generation.versions,
+            finish_reason=finish_reason,
+            ended=self._tick(),
+        )
+        self._num_tokens += len(generation.completion_ids)
+        self._interactions[call.id] = interaction
+        self._tree.add(call.plan, interaction)
+        return interaction
+
+    def fail_call(self, call: Call, error: BaseException) -> None:
+        """Records a call that ended without a reply: it is no parent and earns nothing."""
+        cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
+        if isinstance(error, EngineError):
+            self.engine_error = error
+        self._interactions[call.id] = replace(
+            self._describe(call),
+            status=InteractionStatus.CANCELLED if cancelled else InteractionStatus.FAILED,
+            error=f"{type(error).__name__}: {error}",
+            ended=self._tick(),
+        )
+
+    def set_reward(self, interaction_id: str, reward: Any) -> None:
+        """Gives one interaction its own reward; None or NaN: unscored.
+
+        Raises:
+            KeyError: no completed interaction has this id.
+            TypeError, ValueError: the reward is no finite number.
+        """
+        interaction = self._interactions.get(interaction_id)
+        if interaction is None or interaction.status is not InteractionStatus.COMPLETED:
+            known = [i.id for i in self.interactions if i.status is InteractionStatus.COMPLETED]
+            raise KeyError(
+                f"no completed interaction {interaction_id!r} in this session; it has {known}"
+            )
+        self._interactions[interaction_id] = replace(interaction, reward=parse_reward(reward))
+
+    def set_final_reward(self, reward: Any) -> None:
+        """Gives the reward to the interaction that ended last.
+
+        Raises:
+            ValueError: the session has no completed interaction.
+        """
+        completed = [i for i in self.interactions if i.status is InteractionStatus.COMPLETED]
+        if not completed:
+            raise ValueError("no model call was completed, so there is nothing to reward")
+        self.set_reward(max(completed, key=lambda i: i.ended or 0).id, reward)
+
+    def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
+        """Hands credit down the tree: sets every interaction's ``turn_return``."""
+        returns = compute_turn_returns(self._interactions.values(), turn_discount)
+        for interaction_id, turn_return in returns.items():
+            interaction = self._interactions[interaction_id]
+            self._interactions[interaction_id] = replace(interaction, turn_return=turn_return)
+
+    def export_interactions(self, style: ExportStyle = "concat") -> dict[str, ExportedInteraction]:
+        """Completed interactions as training material, by id."""
+        return export_interactions(self._interactions.values(), style)
+
+    def _apply_budget(self, sampling: Sampling, num_choices: int) -> Sampling:
+        budget = self.budget
+        if budget.max_turns is not None and self._num_calls + num_choices > budget.max_turns:
+            self.budget_exceeded = f"rollout.max_turns = {budget.max_turns}"
+            raise BudgetExceededError(self.budget_exceeded)
+        if budget.max_tokens is None:
+            return sampling
+        left = (budget.max_tokens - self._num_tokens) // num_choices
+        if left < 1:
+            self.budget_exceeded = f"rollout.max_tokens_per_trajectory = {budget.max_tokens}"
+            raise BudgetExceededError(self.budget_exceeded)
+        wanted = left if sampling.max_tokens is None else min(sampling.max_tokens, left)
+        return replace(sampling, max_tokens=wanted)
+
+    def _describe(self, call: Call) -> Interaction:
+        return Interaction(
+            id=call.id,
+            parent_id=call.plan.parent_id,
+            extends_parent=call.plan.extends_parent,
+            break_cause=call.plan.break_cause,
+            messages=call.messages,
+            tools=call.plan.inputs.tools,
+            prompt_ids=call.plan.prompt_ids,
+            temperature=call.sampling.temperature,
+            top_p=call.sampling.top_p,
+            started=call.started,
+            started_at=call.started_at,
+            seconds=time.perf_counter() - call.clock,
+        )
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+
+def _derive_seed(seed: int | None, started: int, choice: int) -> int | None:
+    """Another seed for every call and choice, so that a seeded session does not repeat itself."""
+    if seed is None:
+        return None
+    digest = hashlib.blake2b(f"{seed}/{started}/{choice}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")
