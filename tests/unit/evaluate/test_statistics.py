@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from agentrl_cli.evaluate.statistics import (
+    compute_clustered_interval,
+    compute_pass_at_k,
+    compute_t_quantile,
+)
+
+
+def test_one_value_a_cluster_is_the_ordinary_t_interval() -> None:
+    # 1, 2, 3, 4: mean 2.5, sample variance 5/3, standard error sqrt(5/12) = 0.645497,
+    # t(0.975, 3) = 3.182446 -> margin 2.054260
+    low, high = compute_clustered_interval([[1.0], [2.0], [3.0], [4.0]]) or (0, 0)
+    assert (low + high) / 2 == pytest.approx(2.5)
+    assert (high - low) / 2 == pytest.approx(2.054260, rel=3e-3)
+
+
+def test_copies_of_an_attempt_add_no_certainty() -> None:
+    once = compute_clustered_interval([[0.0], [1.0], [1.0]])
+    copied = compute_clustered_interval([[0.0] * 8, [1.0] * 8, [1.0] * 8])
+    assert copied == pytest.approx(once)
+
+
+def test_unequal_clusters_by_hand() -> None:
+    # Clusters {0, 0, 1} and {1}: N = 4, m = 0.5; sums of residuals -0.5 and 0.5;
+    # variance = 2/1 x (0.25 + 0.25) / 16 = 0.0625, error 0.25, t(0.975, 1) = 12.706205
+    low, high = compute_clustered_interval([[0.0, 0.0, 1.0], [1.0]]) or (0, 0)
+    assert low == pytest.approx(0.5 - 0.25 * 12.706205)
+    assert high == pytest.approx(0.5 + 0.25 * 12.706205)
+
+
+def test_fewer_than_two_clusters_have_no_interval() -> None:
+    assert compute_clustered_interval([]) is None
+    assert compute_clustered_interval([[1.0, 0.0]]) is None
+    assert compute_clustered_interval([[1.0], []]) is None
+
+
+def test_the_interval_covers_the_truth_in_95_of_100() -> None:
+    """Tasks of very different difficulty, 4 attempts each: the naive interval covers ~75 %."""
+    rng = random.Random(0)
+    covered = 0
+    for _ in range(1000):
+        difficulties = [rng.choice([0.1, 0.9]) for _ in range(25)]
+        clusters = [[float(rng.random() < p) for _ in range(4)] for p in difficulties]
+        low, high = compute_clustered_interval(clusters) or (0, 0)
+        covered += low <= 0.5 <= high
+    assert 930 <= covered <= 970
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    [
+        (1, 12.7062),
+        (2, 4.3027),
+        (3, 3.1824),
+        (5, 2.5706),
+        (10, 2.2281),
+        (30, 2.0423),
+        (500, 1.9647),
+    ],
+)
+def test_t_quantiles_are_those_of_the_tables(degrees: int, expected: float) -> None:
+    assert compute_t_quantile(0.975, degrees) == pytest.approx(expected, rel=2.5e-3)
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_pass() -> None:
+    passed = [True, False, False, True, False]
+    for k in range(1, 6):
+        subsets = list(itertools.combinations(passed, k))
+        truth = sum(any(s) for s in subsets) / len(subsets)
+        assert compute_pass_at_k({"a": passed}, k) == pytest.approx(truth)
+
+
+def test_pass_at_k_averages_over_tasks_with_enough_attempts() -> None:
+    outcomes = {"a": [True, True], "b": [False, False], "c": [True]}
+    assert compute_pass_at_k(outcomes, 1) == pytest.approx(2 / 3)
+    assert compute_pass_at_k(outcomes, 2) == pytest.approx(0.5)
+    assert compute_pass_at_k(outcomes, 3) is None
+    assert compute_pass_at_k({}, 1) is None
+
+
+def test_pass_at_k_of_many_attempts_is_finite() -> None:
+    value = compute_pass_at_k({"a": [True] + [False] * 9999}, 100)
+    assert value == pytest.approx(0.01)
+    assert math.isfinite(value or math.inf)
