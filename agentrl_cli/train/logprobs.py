@@ -1,0 +1,163 @@
+"""Logprobs and entropies of sampled tokens, the output head applied only where they are.
+
+They are those of the distribution that was sampled from, after temperature and top_p, and
+so comparable with the engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, log_softmax
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from agentrl_cli.errors import ModelError
+from agentrl_cli.train.attention import packing_arguments
+from agentrl_cli.train.packing import MicroBatch
+
+Head = Callable[[Tensor], Tensor]
+
+#: Most logits that stand in memory at once: 128 MiB in float32.
+MAX_LOGITS = 2**25
+
+#: Settings of architectures whose logits are more than the output head of the hidden states.
+_LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs and entropies per token: float32 nats, shape [tokens], 0 where not scored."""
+
+    logprobs: Tensor
+    entropies: Tensor
+    """Without gradient."""
+
+
+def check_head(model: PreTrainedModel) -> None:
+    """Refuses architectures that change the logits after the output head.
+
+    Raises:
+        ModelError: names the setting.
+    """
+    for name in _LOGIT_SETTINGS:
+        value = getattr(model.config, name, None)
+        if value not in (None, 1.0):
+            raise ModelError(
+                f"model.path: {type(model).__name__} has {name}={value} in its config.json, which "
+                "agentrl does not compute. Allowed: models without it, such as Qwen2, Qwen3, "
+                "Llama and Mistral"
+            )
+
+
+def compute_micro_batch_logprobs(model: PreTrainedModel, batch: MicroBatch) -> TokenLogprobs:
+    """Logprobs and entropies of the micro-batch's trained tokens, from one forward pass."""
+    hidden_states = model.base_model(
+        input_ids=batch.input_ids[None],
+        position_ids=batch.position_ids[None],
+        use_cache=False,
+        **packing_arguments(batch.lengths, batch.input_ids.device),
+    ).last_hidden_state[0]
+    # The hidden state before a token predicts it; the mask is False on every first token,
+    # so the one before is of the same sample.
+    places = batch.loss_mask.nonzero().squeeze(1)
+    scored = compute_logprobs(
+        hidden_states[places - 1],
+        model.get_output_embeddings(),
+        batch.input_ids[places],
+        batch.temperatures[places],
+        batch.top_ps[places],
+    )
+    empty = torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
+    return TokenLogprobs(
+        empty.index_put((places,), scored.logprobs), empty.index_put((places,), scored.entropies)
+    )
+
+
+def compute_logprobs(
+    hidden_states: Tensor,
+    head: Head,
+    target_ids: Tensor,
+    temperatures: Tensor,
+    top_ps: Tensor,
+    *,
+    max_logits: int = MAX_LOGITS,
+) -> TokenLogprobs:
+    """Logprobs and entropies of ``target_ids``, in chunks that hold ``max_logits`` at most.
+
+    Args:
+        hidden_states: [tokens, width], each predicting the target of its row.
+        head: the output head, [tokens, width] to [tokens, vocabulary].
+        target_ids: int64 [tokens].
+        temperatures: float32 [tokens], above 0.
+        top_ps: float32 [tokens]; below 1, the distribution is renormalized within the
+            nucleus of these logits, in which the target is always kept.
+        max_logits: bounds the rows of a chunk. With several chunks, each is computed again
+            in the backward pass, so that the logits of one chunk alone stand at a time.
+    """
+    if target_ids.numel() == 0:
+        # Connected to the hidden states, so that a backward pass has a path.
+        nothing = hidden_states.float().sum(-1)
+        return TokenLogprobs(nothing, nothing.detach())
+    with torch.no_grad():
+        vocabulary_size = head(hidden_states[:1]).shape[-1]
+        has_nucleus = bool((top_ps < 1.0).any())
+    rows = max(1, max_logits // vocabulary_size)
+    if target_ids.numel() <= rows:
+        return TokenLogprobs(
+            *_compute_chunk(head, hidden_states, target_ids, temperatures, top_ps, has_nucleus)
+        )
+    chunks = [
+        checkpoint(_compute_chunk, head, *chunk, has_nucleus, use_reentrant=False)
+        for chunk in zip(
+            torch.split(hidden_states, rows),
+            torch.split(target_ids, rows),
+            torch.split(temperatures, rows),
+            torch.split(top_ps, rows),
+            strict=True,
+        )
+    ]
+    return TokenLogprobs(
+        torch.cat([logprobs for logprobs, _ in chunks]),
+        torch.cat([entropies for _, entropies in chunks]),
+    )
+
+
+def _compute_chunk(
+    head: Head,
+    hidden_states: Tensor,
+    target_ids: Tensor,
+    temperatures: Tensor,
+    top_ps: Tensor,
+    has_nucleus: bool,
+) -> tuple[Tensor, Tensor]:
+    logits = head(hidden_states).float() / temperatures[:, None]
+    if has_nucleus:
+        removed = find_outside_nucleus(logits.detach(), top_ps, target_ids)
+        logits = logits.masked_fill(removed, -torch.inf)
+    logprobs = -cross_entropy(logits, target_ids, reduction="none")
+    return logprobs, _compute_entropies(logits.detach())
+
+
+def find_outside_nucleus(logits: Tensor, top_ps: Tensor, target_ids: Tensor) -> Tensor:
+    """True for the tokens that top_p sampling removes: bool [tokens, vocabulary].
+
+    The nucleus is the smallest set of the most probable tokens whose probabilities reach
+    top_p (arXiv 1904.09751, equation 2); the target is always in it.
+    """
+    ascending, order = logits.sort(dim=-1)
+    removed_in_order = ascending.softmax(-1).cumsum(-1) <= 1.0 - top_ps[:, None]
+    removed_in_order[:, -1] = False
+    removed_in_order &= top_ps[:, None] < 1.0
+    removed = torch.zeros_like(removed_in_order).scatter(1, order, removed_in_order)
+    return removed.scatter(1, target_ids[:, None], False)
+
+
+@torch.no_grad()
+def _compute_entropies(logits: Tensor) -> Tensor:
+    logprobs = log_softmax(logits, dim=-1)
+    # 0 x -inf outside the nucleus would be NaN; its limit is 0.
+    return -(logprobs.exp() * logprobs.clamp(min=-1e9)).sum(-1)

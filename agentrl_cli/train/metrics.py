@@ -1,0 +1,90 @@
+"""The metrics of a batch of trajectories: how they went, whatever is learned from them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+from agentrl_cli.records import Boundary, BreakCause, Trajectory
+from agentrl_cli.train.advantages import compute_group_statistics, compute_score
+
+
+def summarize_trajectories(
+    trajectories: Sequence[Trajectory], policy_version: int
+) -> dict[str, float]:
+    """The step's metrics of its trajectories; every value is finite.
+
+    ``reward_mean`` and ``reward_std`` (unbiased) are over the scored trajectories and
+    missing when there are none, as 0 would be read as a reward. ``truncated_fraction`` is
+    the share of trajectories with a reply cut by its length limit; ``staleness_*`` is
+    ``policy_version`` minus the version of each sampled token. Lengths, turns and tool calls
+    are per trajectory.
+    """
+    return {
+        **_summarize_rewards(trajectories),
+        **_summarize_lengths(trajectories),
+        **_summarize_staleness(trajectories, policy_version),
+        **_count_failures(trajectories),
+        **_count_breaks(trajectories),
+    }
+
+
+def _summarize_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    rewards = [t.reward for t in trajectories if t.reward is not None and math.isfinite(t.reward)]
+    num_scored = sum(compute_score(t) is not None for t in trajectories)
+    groups = compute_group_statistics(trajectories).values()
+    summary = {
+        "num_trajectories": float(len(trajectories)),
+        "num_unscored": float(len(trajectories) - num_scored),
+        "num_groups_without_signal": float(sum(not group.has_signal for group in groups)),
+    }
+    if rewards:
+        summary["reward_mean"] = statistics.fmean(rewards)
+        summary["reward_std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+    return summary
+
+
+def _summarize_lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    tokens = [t.num_completion_tokens for t in trajectories]
+    num_truncated = sum(
+        any(i.finish_reason == "length" for i in t.interactions) for t in trajectories
+    )
+    return {
+        "turns_mean": _mean([t.num_turns for t in trajectories]),
+        "tool_calls_mean": _mean([t.num_tool_calls for t in trajectories]),
+        "completion_tokens_mean": _mean(tokens),
+        "completion_tokens_max": float(max(tokens, default=0)),
+        "truncated_fraction": num_truncated / max(len(trajectories), 1),
+    }
+
+
+def _summarize_staleness(
+    trajectories: Sequence[Trajectory], policy_version: int
+) -> dict[str, float]:
+    staleness = [
+        policy_version - version
+        for trajectory in trajectories
+        for interaction in trajectory.interactions
+        for version in interaction.versions
+    ]
+    return {
+        "staleness_mean": _mean(staleness),
+        "staleness_max": float(max(staleness, default=0)),
+    }
+
+
+def _count_failures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    counts = Counter(t.failure.boundary for t in trajectories if t.failure is not None)
+    by_boundary = {f"failures_{boundary}": float(counts[boundary]) for boundary in Boundary}
+    return {"failures": float(counts.total()), **by_boundary}
+
+
+def _count_breaks(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    counts = Counter(i.break_cause for t in trajectories for i in t.interactions)
+    return {f"breaks_{cause}": float(counts[cause]) for cause in BreakCause}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0

@@ -1,0 +1,69 @@
+"""The metrics of one update, added up over its micro-batches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from agentrl_cli.train.losses import LossOutput, fill_masked
+from agentrl_cli.train.packing import MicroBatch
+from agentrl_cli.train.samples import Sample
+
+
+class UpdateStatistics:
+    """Collects what happens in an update; every mean is over the tokens passed forward."""
+
+    def __init__(self, samples: Sequence[Sample], policy_version: int) -> None:
+        self._num_samples = len(samples)
+        self._off_policy_fraction = _compute_off_policy_fraction(samples, policy_version)
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._num_scored_tokens = 0
+        self._num_micro_batches = 0
+        self._num_forward_tokens = 0
+        self._gap_max = 0.0
+        self._grad_norms: list[float] = []
+
+    def add_micro_batch(self, batch: MicroBatch, output: LossOutput, entropies: Tensor) -> None:
+        """Counts one micro-batch."""
+        for name, value in output.sums.items():
+            self._sums[name] += float(value)
+        self._sums["entropy"] += float(fill_masked(entropies, batch.loss_mask).sum())
+        self._sums["loss"] += float(output.loss.detach())
+        self._num_scored_tokens += int(output.num_tokens)
+        self._num_micro_batches += 1
+        self._num_forward_tokens += sum(batch.lengths)
+        self._gap_max = max(self._gap_max, float(output.logprob_gap_max))
+
+    def add_update(self, grad_norm: float) -> None:
+        """Counts one optimizer update; ``grad_norm`` is before clipping."""
+        self._grad_norms.append(grad_norm)
+
+    def summarize(self) -> dict[str, float]:
+        """The metrics; means of nothing are 0."""
+        num_tokens = max(self._num_scored_tokens, 1)
+        num_updates = len(self._grad_norms)
+        means = {
+            name: self._sums[name] / num_tokens
+            for name in ("approx_kl", "clipfrac", "kl", "entropy")
+        }
+        return means | {
+            "loss": self._sums["loss"] / max(num_updates, 1),
+            "grad_norm": sum(self._grad_norms) / max(num_updates, 1),
+            "logprob_gap_mean": self._sums["logprob_gap"] / num_tokens,
+            "logprob_gap_max": self._gap_max,
+            "off_policy_fraction": self._off_policy_fraction,
+            "num_samples": float(self._num_samples),
+            "num_micro_batches": float(self._num_micro_batches),
+            "num_updates": float(num_updates),
+            "train_tokens": float(self._num_forward_tokens),
+        }
+
+
+def _compute_off_policy_fraction(samples: Sequence[Sample], policy_version: int) -> float:
+    """Share of the trained tokens that another policy version sampled."""
+    versions = [s.versions[s.loss_mask] for s in samples]
+    joined = torch.cat(versions) if versions else torch.empty(0)
+    return float((joined != policy_version).float().mean()) if joined.numel() else 0.0
