@@ -1,0 +1,85 @@
+"""The user's cache folder, and folders in it that are made once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from agentrl_cli.errors import ModelError, RunError
+from agentrl_cli.log import Observer
+
+#: Another process that makes the same folder is waited for this long; ten times what it takes.
+_LOCK_TIMEOUT_SECONDS = 1200.0
+_LOCK_POLL_SECONDS = 0.2
+
+
+def resolve_cache_folder() -> Path:
+    """The folder that agentrl keeps its own files in, between runs.
+
+    ``AGENTRL_CACHE``, else ``XDG_CACHE_HOME/agentrl``, else ``~/.cache/agentrl``.
+    """
+    own = os.environ.get("AGENTRL_CACHE")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "agentrl"
+
+
+def make_once(name: str, make: Callable[[Path], object], observer: Observer) -> Path:
+    """The cache's folder ``name``, which ``make`` fills if it is not there yet.
+
+    ``make`` gets a path that does not exist, beside the final one, and makes a folder of
+    it, which is renamed when it is whole. Processes that want the same folder take turns.
+
+    Raises:
+        ModelError: the cache folder cannot be written.
+        RunError: another process holds the lock for too long.
+    """
+    cache = resolve_cache_folder()
+    folder = cache / name
+    if folder.is_dir():
+        return folder
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _wait_for_lock(cache / f"{name}.lock", observer):
+            if not folder.is_dir():
+                _make_and_rename(folder, make)
+    except PermissionError as error:
+        raise ModelError(
+            f"the cache folder {cache} cannot be written: {error}. Type "
+            "AGENTRL_CACHE=SOME_FOLDER before the command"
+        ) from error
+    return folder
+
+
+def _wait_for_lock(path: Path, observer: Observer) -> FileLock:
+    """The lock, held; a process that dies lets go of it."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        observer.on_message(f"another process is making {path.stem}: waiting for it")
+        try:
+            lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS, poll_interval=_LOCK_POLL_SECONDS)
+        except Timeout:
+            raise RunError(
+                f"another process has held {path} for {_LOCK_TIMEOUT_SECONDS:.0f} seconds. End "
+                "it, or type AGENTRL_CACHE=ANOTHER_FOLDER before the command"
+            ) from None
+    return lock
+
+
+def _make_and_rename(folder: Path, make: Callable[[Path], object]) -> None:
+    """Fills a temporary folder and renames it; what a killed process left behind is removed."""
+    for leftover in folder.parent.glob(f"{folder.name}.*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    try:
+        make(partial)
+        partial.replace(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
