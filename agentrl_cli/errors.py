@@ -67,6 +67,10 @@ class RolloutFailedError(RunError):
     """Every trajectory of a batch failed in the same way."""
 
 
+class RewardError(RunError):
+    """A reward function passed its deadline, died, or returned something that is no reward."""
+
+
 class WeightMismatchError(RunError):
     """The engine does not hold the weights that the trainer gave it."""
 

@@ -1,0 +1,109 @@
+"""Calling agent builders: once for a run, or once for every trajectory."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from agentrl_cli.agents.adapt import adapt_agent
+from agentrl_cli.agents.runner import AgentRunner
+from agentrl_cli.config.imports import import_object
+from agentrl_cli.errors import BuilderError
+
+#: What a builder gets besides ``agent_builder_kwargs``, if its signature names it.
+SUPPLIED = ("client", "model")
+
+
+class AgentSource:
+    """The agent of a config key, as often as trajectories need it.
+
+    A builder that names ``client`` or ``model`` is called for every trajectory: what it
+    returns belongs to that trajectory alone. Any other builder is called once, and
+    trajectories that run at the same time share what it returned: right for agents that
+    are descriptions (an ``agents.Agent``) or functions; an object that keeps something
+    about the task in ``self`` should name ``client`` in its builder to get one per trajectory.
+
+    Args:
+        builder: the user's function.
+        kwargs: ``agent_builder_kwargs``.
+        key: the config key, for messages.
+
+    Raises:
+        BuilderError: the builder cannot be called with these arguments, raises, or returns
+            something unknown (found out by building once with a client that leads nowhere).
+    """
+
+    def __init__(self, builder: Callable[..., Any], kwargs: Mapping[str, Any], key: str) -> None:
+        self._builder = builder
+        self._kwargs = dict(kwargs)
+        self._key = key
+        self._supplied = self._check_signature()
+        self.per_trajectory = bool(self._supplied)
+        stand_in = AsyncOpenAI(base_url="http://agentrl.invalid/v1", api_key="opens-nothing")
+        try:
+            built = self._build(stand_in, "model")
+        except Exception as error:
+            raise BuilderError(self._describe_raised(error)) from error
+        self.runner: AgentRunner = adapt_agent(built, key)
+        """The agent as built on trial: what it is can be read from it, and a shared one runs."""
+
+    def get_runner(self, client: AsyncOpenAI, model: str) -> AgentRunner:
+        """The agent for one trajectory. Raises what the builder raises."""
+        if not self.per_trajectory:
+            return self.runner
+        return adapt_agent(self._build(client, model), self._key)
+
+    def _build(self, client: AsyncOpenAI, model: str) -> Any:
+        values = {"client": client, "model": model}
+        return self._builder(**self._kwargs, **{name: values[name] for name in self._supplied})
+
+    def _check_signature(self) -> tuple[str, ...]:
+        name = getattr(self._builder, "__qualname__", type(self._builder).__name__)
+        if not callable(self._builder):
+            raise BuilderError(
+                f"{self._key}: {type(self._builder).__name__} is not a function. Name a function "
+                "that returns the agent: def build(): return agent"
+            )
+        if inspect.iscoroutinefunction(self._builder):
+            raise BuilderError(
+                f"{self._key}: {name} is async. A builder is a plain def that returns the agent; "
+                f"if {name} is the agent itself, wrap it: def build(): return {name}"
+            )
+        signature = inspect.signature(self._builder)
+        named = {
+            n
+            for n, p in signature.parameters.items()
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
+        supplied = tuple(n for n in SUPPLIED if n in named and n not in self._kwargs)
+        try:
+            signature.bind(**self._kwargs, **dict.fromkeys(supplied))
+        except TypeError as error:
+            raise BuilderError(
+                f"{self._key}: {name}{signature} cannot be called: {error}. It gets "
+                f"agent_builder_kwargs ({', '.join(self._kwargs) or 'empty'}) and, if it names "
+                f"them, {' and '.join(SUPPLIED)}"
+            ) from None
+        return supplied
+
+    def _describe_raised(self, error: Exception) -> str:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+        place = f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
+        return (
+            f"{self._key}: the builder raised {type(error).__name__}: {error}"
+            f"{place if frames else ''}"
+        )
+
+
+def import_agent(import_path: str, kwargs: Mapping[str, Any], key: str) -> AgentSource:
+    """The source of the agent whose builder is at ``import_path``.
+
+    Raises:
+        ImportPathError: the path leads to nothing.
+        BuilderError: as :class:`AgentSource`.
+    """
+    return AgentSource(import_object(import_path, key), kwargs, key)

@@ -1,0 +1,259 @@
+"""The workflow that a YAML file names by its agent and its reward function."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from agentrl_cli.agents.building import AgentSource
+from agentrl_cli.agents.runner import AgentOutcome
+from agentrl_cli.agents.task_input import find_prompt_text
+from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
+from agentrl_cli.engine.protocol import InferenceEngine, Sampling
+from agentrl_cli.errors import DatasetError, RewardError, UserInputError, format_nearest
+from agentrl_cli.records import Boundary, Interaction, InteractionStatus, Trajectory
+from agentrl_cli.rollout.deadline import run_with_deadline
+from agentrl_cli.rollout.failures import describe_failure
+from agentrl_cli.rollout.reward_results import parse_reward_result
+from agentrl_cli.rollout.rewards import AsyncRewardWrapper, Score
+from agentrl_cli.rollout.workflow import (
+    Attempt,
+    RolloutWorkflow,
+    find_last_answer,
+    find_last_reward,
+)
+from agentrl_cli.tracking.client import TrackingClient
+from agentrl_cli.tracking.export import ExportedInteraction
+from agentrl_cli.tracking.session import Budget
+
+#: Opens the client of one trajectory; anything with TrackingClient's methods will do.
+ClientFactory = Callable[[InferenceEngine, Sampling, Budget], TrackingClient]
+
+
+class AgentRolloutWorkflow(RolloutWorkflow):
+    """Runs an agent of any framework on a row, and rewards what it did.
+
+    Args:
+        agents: the agents by name; None is the one for rows without ``agent_name``.
+        reward: judges what an agent did not reward itself.
+        gconfig: sampling, where the agent's requests do not say otherwise.
+        rollout: budgets, deadline, credit and export style.
+        open_client: makes the client of one trajectory.
+        seed: with one, a trajectory samples the same whenever it is made again with the
+            same weights; None: free-running.
+    """
+
+    def __init__(
+        self,
+        agents: Mapping[str | None, AgentSource],
+        *,
+        reward: AsyncRewardWrapper | None,
+        gconfig: GenerationConfig,
+        rollout: RolloutConfig,
+        open_client: ClientFactory,
+        seed: int | None = None,
+    ) -> None:
+        self._agents = agents
+        self._reward = reward
+        self._gconfig = gconfig
+        self._rollout = rollout
+        self._open_client = open_client
+        self._seed = seed
+        self.timeout_seconds = rollout.timeout_seconds
+
+    def check_rows(self, rows: list[dict[str, Any]], where: str) -> None:
+        """Refuses rows without an agent, without anything to ask it, or without a reward's field.
+
+        Raises:
+            DatasetError: with the number of the row.
+            RewardSignatureError: the reward function needs a field that no row has.
+        """
+        for number, row in enumerate(rows, start=1):
+            place = f"{where}: row {number} (counted from 1)"
+            fields = self._find_source(row, place).runner.input_fields
+            if fields and not any(row.get(name) is not None for name in fields):
+                raise DatasetError(
+                    f"{place} has nothing to ask the agent: its fields are "
+                    f"{', '.join(map(repr, row))}; one of {', '.join(fields)} is needed"
+                )
+        if self._reward is not None:
+            self._reward.check_rows(rows, where)
+
+    async def arun_episode(
+        self, engine: InferenceEngine, data: Mapping[str, Any]
+    ) -> dict[str, ExportedInteraction]:
+        """The interactions of one run on the row ``data``. Raises what the run raises."""
+        client = self._open(engine, seed=None)
+        try:
+            outcome = await run_with_deadline(
+                self._run_agent(engine, client, data), self.timeout_seconds, "the agent"
+            )
+            await self._score(client, data, outcome, _find_answer(outcome, client))
+            client.apply_reward_discount(self._rollout.turn_discount)
+            return client.export_interactions(self._rollout.export_style)
+        finally:
+            await client.close()
+
+    async def arun_trajectory(self, engine: InferenceEngine, attempt: Attempt) -> Trajectory:
+        """The record of one attempt, its partial interactions kept when it fails."""
+        row, started = attempt.task.row, time.perf_counter()
+        client = self._open(engine, None if self._seed is None else f"{self._seed}/{attempt.id}")
+        score, answer, failure, scoring = Score(reward=None), None, None, False
+        try:
+            outcome = await run_with_deadline(
+                self._run_agent(engine, client, row),
+                self.timeout_seconds,
+                f"trajectory {attempt.id}",
+            )
+            answer, scoring = _find_answer(outcome, client), True
+            score = await self._score(client, row, outcome, answer)
+        except UserInputError:
+            raise
+        except Exception as error:
+            failure = describe_failure(
+                error,
+                boundary=Boundary.REWARD if scoring else None,
+                budget_exceeded=client.session.budget_exceeded,
+                engine_error=client.session.engine_error,
+            )
+        finally:
+            await client.close()
+        client.apply_reward_discount(self._rollout.turn_discount)
+        interactions = client.interactions
+        return attempt.begin_trajectory(
+            agent_name=row.get("agent_name"),
+            interactions=interactions,
+            reward=find_last_reward(interactions) if failure else score.reward,
+            reward_parts=score.parts,
+            final_answer=answer,
+            failure=failure,
+            seconds=time.perf_counter() - started,
+            reward_seconds=score.seconds,
+        )
+
+    def close(self) -> None:
+        """Ends the reward processes."""
+        if self._reward is not None:
+            self._reward.close()
+
+    def _open(self, engine: InferenceEngine, seed: str | None) -> TrackingClient:
+        sampling = Sampling(
+            max_tokens=self._gconfig.max_tokens,
+            temperature=self._gconfig.temperature,
+            top_p=self._gconfig.top_p,
+            seed=None if seed is None else _derive_seed(seed),
+        )
+        budget = Budget(
+            max_turns=self._rollout.max_turns, max_tokens=self._rollout.max_tokens_per_trajectory
+        )
+        return self._open_client(engine, sampling, budget)
+
+    def _find_source(self, row: Mapping[str, Any], place: str = "the row") -> AgentSource:
+        name = row.get("agent_name")
+        if name not in self._agents:
+            names = [n for n in self._agents if n is not None]
+            problem = (
+                f"names the agent {name!r}, which is not in agents"
+                if name is not None
+                else "has no agent_name, and there is no agent_builder_path for such rows"
+            )
+            raise DatasetError(f"{place} {problem}; {format_nearest(str(name), names)}")
+        return self._agents[name]
+
+    async def _run_agent(
+        self, engine: InferenceEngine, client: TrackingClient, row: Mapping[str, Any]
+    ) -> AgentOutcome:
+        source = self._find_source(row)
+        runner = source.get_runner(client, engine.model_name)
+        served = runner.needs_base_url
+        return await runner.run(
+            row,
+            client,
+            model=engine.model_name,
+            base_url=await client.gateway.serve() if served else str(client.base_url),
+            api_key=client.session_key,
+            http_client=client.gateway.http_client,
+            max_turns=self._rollout.max_turns,
+        )
+
+    async def _score(
+        self,
+        client: TrackingClient,
+        row: Mapping[str, Any],
+        outcome: AgentOutcome,
+        answer: str | None,
+    ) -> Score:
+        """The trajectory's reward, laid on the interactions that it is for."""
+        if isinstance(outcome.returned, Mapping):
+            _set_rewards(client, outcome.returned)
+            return Score(reward=find_last_reward(client.interactions))
+        last = _find_last(client)
+        if outcome.returned is not None:
+            reward, _ = parse_reward_result(outcome.returned)
+            score = Score(reward=reward)
+        elif last is not None and last.reward is not None:
+            # The agent has rewarded its last call through the client: nothing is left to judge.
+            return Score(reward=last.reward)
+        elif self._reward is not None:
+            supplied = _collect_arguments(row, last, answer)
+            score = await self._reward.score(**supplied)
+        elif any(i.reward is not None for i in client.interactions):
+            return Score(reward=find_last_reward(client.interactions))
+        else:
+            raise RewardError(
+                "nothing gave a reward: the agent returned "
+                f"{'text' if outcome.final_answer is not None else 'None'} and no reward function "
+                "is set. Set reward_fn_path, or return a number from the agent"
+            )
+        if last is not None:
+            client.set_final_reward(score.reward)
+        return score
+
+
+def _find_answer(outcome: AgentOutcome, client: TrackingClient) -> str | None:
+    if outcome.final_answer is not None:
+        return outcome.final_answer
+    return find_last_answer(client.interactions)
+
+
+def _find_last(client: TrackingClient) -> Interaction | None:
+    """The completed call that ended last: the one that a final reward is laid on."""
+    completed = [i for i in client.interactions if i.status is InteractionStatus.COMPLETED]
+    return max(completed, key=lambda i: i.ended or 0) if completed else None
+
+
+def _set_rewards(client: TrackingClient, rewards: Mapping[Any, Any]) -> None:
+    """Lays every reward of a dict on its interaction, or none of them."""
+    known = {i.id for i in client.interactions if i.status is InteractionStatus.COMPLETED}
+    for interaction_id, reward in rewards.items():
+        if interaction_id not in known:
+            raise RewardError(
+                f"the agent returned a reward for {interaction_id!r}, which is no completed "
+                f"interaction of this trajectory; {format_nearest(str(interaction_id), known)}. "
+                "Use the id of the completion: response.id"
+            )
+        parse_reward_result(reward)
+    for interaction_id, reward in rewards.items():
+        client.set_reward(interaction_id, reward)
+
+
+def _collect_arguments(
+    row: Mapping[str, Any], last: Interaction | None, answer: str | None
+) -> dict[str, Any]:
+    """What a reward function may name; the row's own fields besides, save those taken."""
+    messages = [] if last is None else [*last.messages, *([last.reply] if last.reply else [])]
+    return {
+        **{str(name): value for name, value in row.items()},
+        "prompt": row.get("prompt") or find_prompt_text(row),
+        "completions": answer or "",
+        "messages": messages,
+        "prompt_ids": [] if last is None else list(last.prompt_ids),
+        "completion_ids": [] if last is None else list(last.completion_ids),
+    }
+
+
+def _derive_seed(text: str) -> int:
+    """A seed from a text, the same in every process and version."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

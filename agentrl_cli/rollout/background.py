@@ -1,0 +1,101 @@
+"""An event loop in a thread of its own: agents go on while the trainer computes."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from agentrl_cli.log import get_logger
+
+ResultT = TypeVar("ResultT")
+
+_log = get_logger(__name__)
+
+
+class BackgroundLoop:
+    """Runs coroutines for a thread that has no event loop.
+
+    The thread is a daemon: a command that was told to stop twice never waits for it.
+    """
+
+    def __init__(self, name: str = "agentrl-rollout") -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
+        self._thread.start()
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def submit(self, coroutine: Coroutine[Any, Any, ResultT]) -> concurrent.futures.Future[ResultT]:
+        """A future of the coroutine, which starts at once; cancelling it cancels the coroutine."""
+        if self._loop.is_closed():
+            coroutine.close()
+            raise RuntimeError("the background loop was closed")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, ResultT], timeout_seconds: float) -> ResultT:
+        """The coroutine's result; it is cancelled at the deadline, or when Ctrl-C interrupts.
+
+        Raises:
+            TimeoutError: the deadline passed.
+        """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("run() would wait for its own thread: await the coroutine instead")
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout_seconds)
+        except concurrent.futures.TimeoutError:
+            if future.done():  # The coroutine's own TimeoutError, not our deadline.
+                raise
+            future.cancel()
+            name = getattr(coroutine, "__qualname__", "the coroutine")
+            raise TimeoutError(f"{name} did not finish in {timeout_seconds:g} seconds") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self, timeout_seconds: float = 10.0) -> None:
+        """Cancels what still runs and ends the thread; may be called twice."""
+        if self._loop.is_closed():
+            return
+        future = self.submit(_cancel_all(timeout_seconds))
+        try:
+            future.result(timeout_seconds + 1.0)
+        except concurrent.futures.TimeoutError:
+            _log.warning("the background loop is blocked by code that does not await; leaving it")
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_seconds)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+async def _cancel_all(timeout_seconds: float) -> None:
+    """Cancels every other task of the running loop and waits until they have ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if not others:
+        return
+    _, pending = await asyncio.wait(others, timeout=timeout_seconds)
+    for task in pending:
+        _log.warning("a task ignored its cancellation and is left behind: %r", task)
+    await asyncio.get_running_loop().shutdown_asyncgens()

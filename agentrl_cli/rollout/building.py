@@ -1,0 +1,141 @@
+"""From a configuration to the workflow that makes its trajectories."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from agentrl_cli.agents.building import AgentSource, import_agent
+from agentrl_cli.config.experiment import ExperimentConfig, GenerationConfig
+from agentrl_cli.config.imports import import_object
+from agentrl_cli.engine.protocol import InferenceEngine, Sampling
+from agentrl_cli.errors import ConfigError, ImportPathError
+from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow, ClientFactory
+from agentrl_cli.rollout.rewards import AsyncRewardWrapper
+from agentrl_cli.rollout.workflow import RolloutWorkflow
+from agentrl_cli.tracking.client import TrackingClient
+from agentrl_cli.tracking.session import Budget
+
+
+def build_workflow(
+    config: ExperimentConfig,
+    tokenizer: Any,
+    *,
+    gconfig: GenerationConfig | None = None,
+    open_client: ClientFactory | None = None,
+    seed: int | None = None,
+) -> RolloutWorkflow:
+    """The workflow of a configuration, its builders and reward function imported and tried.
+
+    Args:
+        config: the configuration.
+        tokenizer: the model's tokenizer.
+        gconfig: sampling; None: the configuration's ``gconfig``. Evaluations pass
+            ``config.resolve_eval_gconfig()``.
+        open_client: makes the client of a trajectory; None: a TrackingClient on the engine.
+        seed: see :class:`AgentRolloutWorkflow`.
+
+    Raises:
+        UserInputError: an import path, a builder, a signature or a combination that cannot work.
+    """
+    gconfig = gconfig or config.gconfig
+    if config.workflow_path is not None:
+        return _build_own_workflow(config, tokenizer, gconfig)
+    reward = _build_reward(config)
+    agents = _build_agents(config)
+    if reward is None:
+        _check_rewarded(agents)
+    return AgentRolloutWorkflow(
+        agents,
+        reward=reward,
+        gconfig=gconfig,
+        rollout=config.rollout,
+        open_client=open_client or _make_client_factory(tokenizer, config.engine.tool_call_parser),
+        seed=seed,
+    )
+
+
+def _make_client_factory(tokenizer: Any, tool_call_parser: str) -> ClientFactory:
+    held: list[Any] = []
+
+    def open_client(engine: InferenceEngine, sampling: Sampling, budget: Budget) -> TrackingClient:
+        client = TrackingClient(
+            engine=engine,
+            tokenizer=tokenizer,
+            tool_call_parser=tool_call_parser,
+            sampling=sampling,
+            budget=budget,
+        )
+        # An engine's gateway lives as long as somebody holds it; between two trajectories
+        # that is us.
+        held[:] = [client.gateway]
+        return client
+
+    return open_client
+
+
+def _build_agents(config: ExperimentConfig) -> dict[str | None, AgentSource]:
+    agents: dict[str | None, AgentSource] = {}
+    if config.agent_builder_path is not None:
+        agents[None] = import_agent(
+            config.agent_builder_path, config.agent_builder_kwargs, "agent_builder_path"
+        )
+    for name, agent in config.agents.items():
+        key = f"agents.{name}.agent_builder_path"
+        agents[name] = import_agent(agent.agent_builder_path, agent.agent_builder_kwargs, key)
+    if len(agents) == 1:
+        # With one agent there is nothing to choose.
+        agents.setdefault(None, next(iter(agents.values())))
+    return agents
+
+
+def _build_reward(config: ExperimentConfig) -> AsyncRewardWrapper | None:
+    if config.reward_fn_path is None:
+        return None
+    return AsyncRewardWrapper(
+        import_object(config.reward_fn_path, "reward_fn_path"),
+        timeout_seconds=config.rollout.reward_timeout_seconds,
+        num_workers=config.rollout.reward_workers,
+        import_path=config.reward_fn_path,
+    )
+
+
+def _check_rewarded(agents: dict[str | None, AgentSource]) -> None:
+    for name, source in agents.items():
+        if not source.runner.gives_rewards:
+            which = "the agent" if name is None else f"agents.{name}"
+            raise ConfigError(
+                f"reward_fn_path is not set, and {which} ({source.runner.framework}) answers "
+                "in text, so nothing would give a reward. "
+                "Type reward_fn_path=rewards.gsm8k.gsm8k_reward_fn (or one of your own)"
+            )
+
+
+def _build_own_workflow(
+    config: ExperimentConfig, tokenizer: Any, gconfig: GenerationConfig
+) -> RolloutWorkflow:
+    """The user's RolloutWorkflow: gets ``workflow_kwargs``, and what else its signature names."""
+    where = f"workflow_path: {config.workflow_path!r}"
+    factory = import_object(config.workflow_path or "", "workflow_path")
+    if not callable(factory):
+        raise ImportPathError(f"{where} is {type(factory).__name__}; name a RolloutWorkflow class")
+    named = inspect.signature(factory).parameters
+    supplied: dict[str, Any] = {"tokenizer": tokenizer, "gconfig": gconfig, "config": config}
+    if "reward" in named:
+        supplied["reward"] = _build_reward(config)
+    chosen = {k: v for k, v in supplied.items() if k in named and k not in config.workflow_kwargs}
+    try:
+        workflow = factory(**config.workflow_kwargs, **chosen)
+    except Exception as error:
+        raise ImportPathError(
+            f"{where} raised {type(error).__name__}: {error}. It is called with workflow_kwargs "
+            f"({', '.join(config.workflow_kwargs) or 'empty'}) and, if it names them, tokenizer, "
+            "gconfig, config and reward"
+        ) from error
+    if not isinstance(workflow, RolloutWorkflow):
+        raise ImportPathError(
+            f"{where} gave {type(workflow).__name__}. Allowed: a class derived from "
+            "agentrl_cli.RolloutWorkflow, or a function that returns an object of one"
+        )
+    workflow.timeout_seconds = config.rollout.timeout_seconds
+    return workflow

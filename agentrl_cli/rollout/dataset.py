@@ -1,0 +1,242 @@
+"""Dataset rows, and the tasks of every step: a pure function of the seed and the step."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import inspect
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from agentrl_cli.config.experiment import DatasetConfig
+from agentrl_cli.config.imports import import_object
+from agentrl_cli.errors import DatasetError, format_nearest
+
+Row = dict[str, Any]
+
+_ALLOWED = (
+    "Allowed: a .jsonl, .json, .csv or .parquet file, a hub dataset such as openai/gsm8k, "
+    "or module:function that returns rows"
+)
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.\-]*(/[\w.\-]+)?$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One dataset row, as one group of trajectories will attempt it."""
+
+    task_id: str
+    """The row's position in the unshuffled dataset, as text."""
+    row: Mapping[str, Any]
+    group_id: str
+    """``<step>.<position in the batch>``: no two groups of a run share it."""
+
+
+class TaskStream:
+    """The tasks of every step, the same for the same seed however often a run is resumed."""
+
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], *, batch_size: int, shuffle: bool, seed: int
+    ) -> None:
+        if not rows:
+            raise DatasetError("the dataset has no rows: give one with at least one row")
+        self._rows = rows
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._orders: dict[int, list[int]] = {}
+
+    @property
+    def batch_size(self) -> int:
+        """Tasks per step."""
+        return self._batch_size
+
+    def batch(self, step: int) -> list[Task]:
+        """The tasks of ``step`` (from 1); a batch goes on into the next epoch where one ends."""
+        if step < 1:
+            raise ValueError(f"steps count from 1, found {step}")
+        tasks = []
+        for position in range(self._batch_size):
+            epoch, offset = divmod((step - 1) * self._batch_size + position, len(self._rows))
+            index = self._order(epoch)[offset]
+            tasks.append(
+                Task(
+                    task_id=str(index),
+                    row=self._rows[index],
+                    group_id=f"{step:06d}.{position:03d}",
+                )
+            )
+        return tasks
+
+    def _order(self, epoch: int) -> list[int]:
+        if epoch not in self._orders:
+            # Only the two epochs that a batch can touch are worth keeping.
+            self._orders = {e: o for e, o in self._orders.items() if e == epoch - 1}
+            order = list(range(len(self._rows)))
+            if self._shuffle:
+                # Sorting by random() and not shuffle(): of the two, only random() is
+                # promised to give the same numbers in every Python version.
+                generator = random.Random((self._seed << 32) + epoch)
+                order.sort(key=[generator.random() for _ in order].__getitem__)
+            self._orders[epoch] = order
+        return self._orders[epoch]
+
+
+def build_eval_tasks(rows: Sequence[Mapping[str, Any]], step: int = 0) -> list[Task]:
+    """Every row once, in order, as the tasks of the evaluation before ``step + 1``."""
+    return [
+        Task(task_id=str(index), row=row, group_id=f"eval-{step:06d}.{index:03d}")
+        for index, row in enumerate(rows)
+    ]
+
+
+def load_rows(config: DatasetConfig, key: str) -> list[Row]:
+    """The rows of a dataset; ``key`` is its config key (``train_dataset``), for messages.
+
+    Raises:
+        DatasetError: no such file, text that does not parse, a row that is not a mapping,
+            no rows, or a hub dataset that cannot be fetched.
+    """
+    where = f"{key}.path: {config.path!r}"
+    path = Path(config.path)
+    reader = _READERS.get(path.suffix.lower())
+    if reader is not None and path.is_file():
+        try:
+            rows = list(islice(reader(path), config.limit))
+        except (OSError, UnicodeDecodeError) as error:
+            raise DatasetError(f"{where} cannot be read: {error}") from None
+    elif ":" in config.path:
+        rows = _check_rows(_call_function(config, key), where, config.limit)
+    elif reader is None and not path.exists() and _HUB_ID.match(config.path):
+        rows = _check_rows(_load_hub(config, key), where, config.limit)
+    else:
+        raise DatasetError(_describe_missing(path, where))
+    if not rows:
+        raise DatasetError(f"{where} has no rows: a dataset needs at least one")
+    return rows
+
+
+def _describe_missing(path: Path, where: str) -> str:
+    if path.is_dir():
+        return f"{where} is a folder. {_ALLOWED}"
+    if path.is_file():
+        return f"{where}: files that end in {path.suffix!r} are not read. {_ALLOWED}"
+    if not path.parent.is_dir():
+        return f"{where}: no such file: there is no folder {str(path.parent)!r}. {_ALLOWED}"
+    names = [p.name for p in path.parent.iterdir() if p.suffix.lower() in _READERS]
+    return f"{where}: no such file; {format_nearest(path.name, names)}. {_ALLOWED}"
+
+
+def _check_rows(rows: Any, where: str, limit: int | None) -> list[Row]:
+    """Rows from code: checked to be mappings, cut to ``limit``."""
+    if isinstance(rows, Mapping | str) or not hasattr(rows, "__iter__"):
+        raise DatasetError(
+            f"{where}: expected a list of rows, found {type(rows).__name__}. Return a list of dicts"
+        )
+    return [
+        _check_row(row, f"{where}: row {number}")
+        for number, row in enumerate(islice(rows, limit), start=1)
+    ]
+
+
+def _check_row(row: Any, where: str) -> Row:
+    if not isinstance(row, Mapping):
+        raise DatasetError(
+            f"{where} is {type(row).__name__}, not a mapping: every row must be an object such as "
+            '{"question": "...", "answer": "..."}'
+        )
+    return dict(row)
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _check_row(_parse_json(line, path, number), f"{path}:{number}: the row")
+
+
+def _parse_json(text: str, path: Path, first_line: int) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = first_line + error.lineno - 1
+        hint = "; for one object per line, name the file .jsonl" if path.suffix == ".json" else ""
+        raise DatasetError(
+            f"{path}:{line}: not valid JSON: {error.msg} at column {error.colno}{hint}"
+        ) from None
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    rows = _parse_json(path.read_text(encoding="utf-8"), path, 1)
+    yield from _check_rows(rows, str(path), None)
+
+
+def _read_csv(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        for row in reader:
+            if None in row or None in row.values():
+                raise DatasetError(
+                    f"{path}:{reader.line_num}: this row does not have the "
+                    f"{len(reader.fieldnames or ())} columns of the header; quote values that "
+                    "hold commas"
+                )
+            yield dict(row)
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    parquet = importlib.import_module("pyarrow.parquet")
+    try:
+        batches = parquet.ParquetFile(path).iter_batches()
+        for batch in batches:
+            yield from batch.to_pylist()
+    except importlib.import_module("pyarrow").ArrowInvalid as error:
+        raise DatasetError(f"{path}: not a Parquet file: {error}") from None
+
+
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}
+
+
+def _call_function(config: DatasetConfig, key: str) -> Any:
+    function = import_object(config.path, f"{key}.path")
+    where = f"{key}.path: {config.path!r}"
+    if not callable(function):
+        raise DatasetError(f"{where} is {type(function).__name__}, not a function. {_ALLOWED}")
+    named = inspect.signature(function).parameters
+    try:
+        return function(split=config.split) if "split" in named else function()
+    except Exception as error:
+        raise DatasetError(
+            f"{where} raised {type(error).__name__}: {error}. It is called with split= if it "
+            "names it, and with nothing else"
+        ) from error
+
+
+def _load_hub(config: DatasetConfig, key: str) -> Any:
+    datasets = importlib.import_module("datasets")
+    where = f"{key}.path: {config.path!r}"
+    try:
+        loaded = datasets.load_dataset(config.path, config.name, split=config.split)
+    except Exception as error:
+        raise DatasetError(
+            f"{where} (name {config.name!r}, split {config.split!r}) could not be loaded from the "
+            f"hub: {type(error).__name__}: {error}\nWithout internet, give a local file with the "
+            f"same fields: {key}.path=FILE.jsonl (one JSON object per line)"
+        ) from error
+    if isinstance(loaded, Mapping):
+        raise DatasetError(
+            f"{where} has the splits {', '.join(map(str, loaded))}. Type {key}.split="
+            f"{next(iter(loaded), 'train')}"
+        )
+    return loaded

@@ -1,0 +1,112 @@
+"""Failures as data: which boundary an exception crossed, and when failures stop a run."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+
+from openai import APIError
+
+from agentrl_cli.agents.runner import BoundaryError
+from agentrl_cli.errors import EngineError, RolloutFailedError
+from agentrl_cli.records import Boundary, Failure, Trajectory
+from agentrl_cli.rollout.deadline import DeadlineError
+
+_MAX_TRACEBACK_CHARS = 8_000
+_SHOWN_LINES = 12
+
+_ADVICE = {
+    Boundary.AGENT: "Run the agent on one task of your own to see it fail, mend it, start again",
+    Boundary.TOOL: "Let the tool return its errors as text, so that the model can react to them",
+    Boundary.REWARD: "Call the reward function on one answer of your own, mend it, start again",
+    Boundary.ENGINE: "See the engine's log in the run folder. For prompts that are too long, "
+    "raise engine.max_model_len",
+    Boundary.GATEWAY: "The gateway refused the agent's requests: its message says which field or "
+    "message to change in the agent",
+    Boundary.TIMEOUT: "Raise rollout.timeout_seconds, or lower rollout.max_concurrent so that each "
+    "trajectory gets a larger share of the engine",
+    Boundary.BUDGET: "Raise rollout.max_turns or rollout.max_tokens_per_trajectory, or let the "
+    "agent stop earlier",
+}
+
+
+def describe_failure(
+    error: BaseException,
+    *,
+    boundary: Boundary | None = None,
+    budget_exceeded: str | None = None,
+    engine_error: BaseException | None = None,
+) -> Failure:
+    """The failure that ``error`` was, attributed once.
+
+    Args:
+        error: what ended the rollout.
+        boundary: the boundary, where the place of the exception tells (the reward).
+        budget_exceeded: the budget that the session ran out of, if it did.
+        engine_error: the last engine error that a call of the session crossed.
+    """
+    chain = list(_walk_causes(error))
+    api_error = any(isinstance(e, APIError) for e in chain)
+    shown = error
+    if boundary is None:
+        carrier = next((e for e in chain if isinstance(e, BoundaryError)), None)
+        engine = next((e for e in chain if isinstance(e, EngineError)), None)
+        if carrier is not None:
+            boundary, shown = carrier.boundary, carrier.original
+        elif isinstance(error, DeadlineError):
+            boundary = Boundary.TIMEOUT
+        elif budget_exceeded is not None and api_error:
+            boundary = Boundary.BUDGET
+        elif engine is not None or (engine_error is not None and api_error):
+            boundary, shown = Boundary.ENGINE, engine or engine_error or error
+        else:
+            boundary = Boundary.GATEWAY if api_error else Boundary.AGENT
+    message = str(shown)
+    if boundary is Boundary.BUDGET and budget_exceeded is not None:
+        message = f"{budget_exceeded} was reached: {message}"
+    text = "".join(traceback.format_exception(error))
+    return Failure(
+        boundary=boundary,
+        kind=type(shown).__name__,
+        message=message,
+        traceback=text[-_MAX_TRACEBACK_CHARS:],
+    )
+
+
+def _walk_causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from, and the members of exception groups."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        current = waiting.pop(0)
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        waiting.append(current.__cause__)
+        if not current.__suppress_context__:
+            waiting.append(current.__context__)
+        if isinstance(current, BaseExceptionGroup):
+            waiting.extend(current.exceptions)
+
+
+def check_not_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
+    """Stops a run in which nothing works; ``what`` names the batch.
+
+    Raises:
+        RolloutFailedError: every trajectory failed at the same boundary with the same
+            exception class, and none of them has a reward.
+    """
+    failures = [t.failure for t in trajectories if t.failure is not None and t.reward is None]
+    causes = {(f.boundary, f.kind) for f in failures}
+    if not trajectories or len(failures) < len(trajectories) or len(causes) != 1:
+        return
+    first = failures[0]
+    lines = first.traceback.rstrip().splitlines()[-_SHOWN_LINES:]
+    raise RolloutFailedError(
+        f"{what}: all {len(trajectories)} trajectories failed in the same way, at the boundary "
+        f"'{first.boundary}' with {first.kind}: {first.message}\n"
+        + "\n".join(f"  | {line}" for line in lines)
+        + f"\n{_ADVICE[first.boundary]}. The failed trajectories are kept in the run folder: "
+        "agentrl inspect-trajectories shows them."
+    )

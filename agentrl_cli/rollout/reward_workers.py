@@ -1,0 +1,216 @@
+"""Where blocking reward functions run: worker processes, or threads where that cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import importlib.util
+import multiprocessing
+import pickle
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pebble import ProcessExpired, ProcessPool
+
+from agentrl_cli.config.imports import import_object
+from agentrl_cli.errors import ImportPathError, RewardError
+from agentrl_cli.log import get_logger
+from agentrl_cli.rollout.reward_results import parse_reward_result
+
+Parsed = tuple[float | None, dict[str, float]]
+
+_log = get_logger(__name__)
+
+#: A fresh worker imports the user's module first; its deadline begins after that.
+STARTUP_SECONDS = 60.0
+MAX_STUCK_THREADS = 8
+
+
+def find_import_path(fn: Callable[..., Any]) -> str | None:
+    """The path under which another process finds ``fn``; None where there is none.
+
+    Functions of ``__main__`` have none: importing the script again in a worker would run it.
+    """
+    module_name = getattr(fn, "__module__", None)
+    name = getattr(fn, "__qualname__", "")
+    if not module_name or module_name in ("__main__", "__mp_main__") or not name.isidentifier():
+        return None
+    module = sys.modules.get(module_name)
+    if module is None or getattr(module, name, None) is not fn:
+        return None
+    try:
+        if importlib.util.find_spec(module_name) is not None:
+            return f"{module_name}:{name}"
+    except (ImportError, ValueError):
+        # Loaded from a file under a made-up name: the file is the way to it.
+        pass
+    file = getattr(module, "__file__", None)
+    return f"{Path(file).resolve()}:{name}" if file else None
+
+
+class RewardWorkers:
+    """Calls one blocking reward function without holding up the event loop."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        import_path: str | None,
+        num_workers: int,
+        timeout_seconds: float,
+    ) -> None:
+        self._fn = fn
+        self._import_path = import_path
+        self._num_workers = num_workers
+        self._timeout_seconds = timeout_seconds
+        self._pool: ProcessPool | None = None
+        self._lock = threading.Lock()
+        self._num_waiting = 0
+        self._finalizer: weakref.finalize[..., RewardWorkers] | None = None
+        self._semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._num_stuck = 0
+
+    async def call(self, arguments: Mapping[str, Any]) -> Parsed:
+        """The function's parsed result.
+
+        Raises:
+            RewardError: the deadline passed, the worker died, or the result is no reward.
+            Exception: whatever the function itself raised.
+        """
+        if self._import_path is None:
+            return await self._call_in_thread(arguments)
+        return await self._call_in_process(self._import_path, arguments)
+
+    async def _call_in_process(self, import_path: str, arguments: Mapping[str, Any]) -> Parsed:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ProcessPool(
+                    max_workers=self._num_workers,
+                    context=multiprocessing.get_context("spawn"),
+                    initializer=_import_early,
+                    initargs=(import_path,),
+                )
+                self._finalizer = weakref.finalize(self, _stop_pool, self._pool)
+            self._num_waiting += 1
+            rounds = 1 + self._num_waiting // self._num_workers
+        future = self._pool.schedule(
+            _call_imported, args=(import_path, dict(arguments)), timeout=self._timeout_seconds
+        )
+        try:
+            # The pool's own deadline counts from the call's start in a worker. This one
+            # only ends the wait for a pool whose workers cannot start at all.
+            async with asyncio.timeout(rounds * self._timeout_seconds + STARTUP_SECONDS):
+                parsed, error = await asyncio.wrap_future(future)
+        except (TimeoutError, concurrent.futures.TimeoutError):
+            future.cancel()
+            raise self._late() from None
+        except ProcessExpired as expired:
+            raise RewardError(
+                f"the process of reward function {import_path} died (exit code "
+                f"{expired.exitcode}): it crashed, called exit, or ran out of memory"
+            ) from None
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+        if error is not None:
+            raise error
+        return parsed
+
+    async def _call_in_thread(self, arguments: Mapping[str, Any]) -> Parsed:
+        if self._num_stuck >= MAX_STUCK_THREADS:
+            raise RewardError(
+                f"{self._num_stuck} calls of the reward function passed their deadline and still "
+                "run in threads, which cannot be killed. Put the function into a module or file "
+                "of its own (reward_fn_path: path/to/file.py:name), so that it runs in a process"
+            )
+        async with self._slots():
+            future: concurrent.futures.Future[Parsed] = concurrent.futures.Future()
+            threading.Thread(
+                target=self._run_thread, args=(arguments, future), name="reward", daemon=True
+            ).start()
+            waiting = asyncio.wrap_future(future)
+            done, _ = await asyncio.wait({waiting}, timeout=self._timeout_seconds)
+            if done:
+                return waiting.result()
+            with self._lock:
+                self._num_stuck += 1
+            future.add_done_callback(self._unstick)
+            raise self._late()
+
+    def _slots(self) -> asyncio.Semaphore:
+        """The running loop's semaphore: asyncio's belong to the loop that first waits on them."""
+        loop = asyncio.get_running_loop()
+        if self._semaphore is None or self._semaphore[0] is not loop:
+            self._semaphore = (loop, asyncio.Semaphore(self._num_workers))
+        return self._semaphore[1]
+
+    def _run_thread(
+        self, arguments: Mapping[str, Any], future: concurrent.futures.Future[Parsed]
+    ) -> None:
+        try:
+            parsed = parse_reward_result(self._fn(**arguments))
+        except BaseException as error:
+            _settle(future, error)
+        else:
+            _settle(future, parsed)
+
+    def _unstick(self, _future: concurrent.futures.Future[Parsed]) -> None:
+        with self._lock:
+            self._num_stuck -= 1
+
+    def _late(self) -> RewardError:
+        return RewardError(
+            f"the reward function did not finish in {self._timeout_seconds:g} seconds "
+            "(rollout.reward_timeout_seconds)"
+        )
+
+    def close(self) -> None:
+        """Ends the processes; may be called twice."""
+        with self._lock:
+            self._pool = None
+            if self._finalizer is not None:
+                self._finalizer()
+
+
+def _settle(future: concurrent.futures.Future[Parsed], result: Parsed | BaseException) -> None:
+    """Gives a thread's result to whoever waits; nobody does once the waiter was cancelled."""
+    if not future.set_running_or_notify_cancel():
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+def _stop_pool(pool: ProcessPool) -> None:
+    pool.stop()
+    pool.join(timeout=10)
+
+
+def _import_early(import_path: str) -> None:
+    """Runs in a fresh worker: a slow import must not count against the first call's deadline."""
+    try:
+        import_object(import_path, "reward_fn_path")
+    except ImportPathError as error:
+        # The call that follows imports again and carries the error back.
+        _log.debug("reward worker: %s", error)
+
+
+def _call_imported(import_path: str, arguments: dict[str, Any]) -> tuple[Parsed, Exception | None]:
+    """Runs in a worker: what the function returned, or raised, in a form that can travel."""
+    try:
+        fn = import_object(import_path, "reward_fn_path")
+        # Parsed here, so that no array or tensor has to cross between processes.
+        return parse_reward_result(fn(**arguments)), None
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            error = RewardError(f"{type(error).__name__}: {error}")
+        error.add_note(f"In the reward process:\n{text}")
+        return (None, {}), error

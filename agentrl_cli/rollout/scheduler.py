@@ -1,0 +1,221 @@
+"""Which trajectory starts when: order, concurrency and staleness."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from agentrl_cli.config.experiment import RolloutConfig
+from agentrl_cli.engine.protocol import InferenceEngine
+from agentrl_cli.errors import RunError
+from agentrl_cli.records import Trajectory
+from agentrl_cli.rollout.dataset import Task, TaskStream
+from agentrl_cli.rollout.failures import check_not_all_failed
+from agentrl_cli.rollout.pool import OnFinished, TrajectoryPool
+from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
+
+
+async def run_tasks(
+    workflow: RolloutWorkflow,
+    engine: InferenceEngine,
+    tasks: Sequence[Task],
+    *,
+    n_samples: int,
+    max_concurrent: int,
+    step: int = 0,
+    on_finished: OnFinished | None = None,
+) -> list[Trajectory]:
+    """``n_samples`` trajectories of every task, in the order of the tasks.
+
+    ``on_finished`` is called with each as it ends. What it raises ends the whole.
+
+    Raises:
+        RolloutFailedError: every trajectory failed in the same way.
+        UserInputError: a mistake that would repeat itself in every trajectory.
+    """
+    finished: dict[str, Trajectory] = {}
+
+    def keep(trajectory: Trajectory) -> None:
+        finished[trajectory.id] = trajectory
+        if on_finished is not None:
+            on_finished(trajectory)
+
+    pool = TrajectoryPool(workflow, engine, max_concurrent, keep)
+    attempts = _list_attempts(tasks, n_samples, step)
+    try:
+        for attempt in attempts:
+            await pool.start(attempt)
+        await pool.drain()
+    finally:
+        await pool.close()
+    if pool.error is not None:
+        raise pool.error
+    trajectories = [finished[attempt.id] for attempt in attempts]
+    check_not_all_failed(trajectories, f"evaluation before step {step + 1}")
+    return trajectories
+
+
+class RolloutScheduler:
+    """Makes the batches of a run's steps ahead of the trainer, within ``max_staleness``.
+
+    The policy version after training step k is k, and step k trains on top of version
+    k - 1. A trajectory of step k may start when the version is at least
+    (k - 1) - max_staleness, so that no token in its batch is older than that; the batch
+    is exactly ``stream.batch(k)``: a slow trajectory delays its step and is never dropped.
+
+    All methods but :meth:`set_policy_version` belong to one event loop.
+    """
+
+    def __init__(
+        self,
+        workflow: RolloutWorkflow,
+        engine: InferenceEngine,
+        stream: TaskStream,
+        *,
+        rollout: RolloutConfig,
+        n_samples: int,
+        first_step: int,
+        last_step: int,
+        on_finished: OnFinished | None = None,
+    ) -> None:
+        self._workflow = workflow
+        self._engine = engine
+        self._stream = stream
+        self._rollout = rollout
+        self._n_samples = n_samples
+        self._next_step = first_step
+        self._steps = range(first_step, last_step + 1)
+        self._on_finished = on_finished
+        self._policy_version = first_step - 1
+        self._finished: dict[int, dict[str, Trajectory]] = {}
+        self._num_finished: dict[int, int] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changed = asyncio.Event()
+        self._version_changed = asyncio.Event()
+        self._pool: TrajectoryPool | None = None
+        self._feeder: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Begins to make trajectories; the first :meth:`next_batch` does so too."""
+        if self._closed:
+            raise RunError("the rollout scheduler was closed")
+        if self._feeder is None:
+            self._loop = asyncio.get_running_loop()
+            self._pool = TrajectoryPool(
+                self._workflow, self._engine, self._rollout.max_concurrent, self._keep
+            )
+            self._pool.on_failed = self._changed.set
+            self._feeder = asyncio.create_task(self._feed(self._pool), name="rollout scheduler")
+
+    def set_policy_version(self, version: int) -> None:
+        """Tells that the engine now samples with ``version``. May be called from any thread."""
+        if self._loop is None or _find_running_loop() is self._loop:
+            self._update_version(version)
+        else:
+            self._loop.call_soon_threadsafe(self._update_version, version)
+
+    def num_finished(self, step: int) -> int:
+        """Trajectories of ``step`` that have ended."""
+        return self._num_finished.get(step, 0)
+
+    @property
+    def num_running(self) -> int:
+        """Trajectories in progress."""
+        return self._pool.num_running if self._pool is not None else 0
+
+    async def next_batch(self, step: int) -> list[Trajectory]:
+        """All trajectories of ``step``, group by group and by sample index; once for each step.
+
+        Raises:
+            RolloutFailedError: every trajectory failed in the same way.
+            UserInputError: a mistake that would repeat itself in every trajectory.
+            RunError: the batch cannot be had: it is another step's turn, its weights were never
+                published, or the scheduler was closed.
+        """
+        self.start()
+        self._check_turn(step)
+        attempts = _list_attempts(self._stream.batch(step), self._n_samples, step)
+        while self.num_finished(step) < len(attempts):
+            self._raise_error()
+            self._changed.clear()
+            await self._changed.wait()
+        self._raise_error()
+        self._next_step = step + 1
+        finished = self._finished.pop(step)
+        trajectories = [finished[attempt.id] for attempt in attempts]
+        check_not_all_failed(trajectories, f"step {step}")
+        return trajectories
+
+    async def close(self) -> None:
+        """Cancels what runs and waits until it has ended; may be called twice."""
+        self._closed = True
+        self._changed.set()
+        if self._feeder is not None:
+            self._feeder.cancel()
+            await asyncio.wait({self._feeder})
+        if self._pool is not None:
+            await self._pool.close()
+
+    async def _feed(self, pool: TrajectoryPool) -> None:
+        """Starts every trajectory of the run, step by step."""
+        try:
+            for step in self._steps:
+                oldest = step - 1 - self._rollout.max_staleness
+                for attempt in _list_attempts(self._stream.batch(step), self._n_samples, step):
+                    while self._policy_version < oldest:
+                        self._version_changed.clear()
+                        await self._version_changed.wait()
+                    await pool.start(attempt)
+                    if pool.error is not None:
+                        return
+        except Exception as error:
+            pool.fail(error)
+
+    def _keep(self, trajectory: Trajectory) -> None:
+        if self._on_finished is not None:
+            self._on_finished(trajectory)
+        step = trajectory.step
+        self._finished.setdefault(step, {})[trajectory.id] = trajectory
+        self._num_finished[step] = self.num_finished(step) + 1
+        self._changed.set()
+
+    def _update_version(self, version: int) -> None:
+        self._policy_version = version
+        self._version_changed.set()
+
+    def _check_turn(self, step: int) -> None:
+        if step != self._next_step or step not in self._steps:
+            raise RunError(
+                f"step {step} was asked for, and the next one is {self._next_step} of "
+                f"{self._steps.start} to {self._steps.stop - 1}"
+            )
+        oldest = step - 1 - self._rollout.max_staleness
+        if self._policy_version < oldest:
+            raise RunError(
+                f"step {step} needs policy version {oldest} or newer (rollout.max_staleness = "
+                f"{self._rollout.max_staleness}), and the last one published is "
+                f"{self._policy_version}: it would never begin"
+            )
+
+    def _raise_error(self) -> None:
+        if self._pool is not None and self._pool.error is not None:
+            raise self._pool.error
+        if self._closed:
+            raise RunError("the rollout scheduler was closed")
+
+
+def _find_running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _list_attempts(tasks: Sequence[Task], n_samples: int, step: int) -> list[Attempt]:
+    """Every attempt of a batch; the samples of a group are neighbours, so they share prefixes."""
+    return [
+        Attempt(task=task, sample_index=index, step=step)
+        for task in tasks
+        for index in range(n_samples)
+    ]

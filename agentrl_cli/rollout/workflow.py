@@ -1,0 +1,160 @@
+"""Workflows: how one trajectory is made. Yours derive from ``RolloutWorkflow``."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl_cli.engine.protocol import InferenceEngine
+from agentrl_cli.errors import UserInputError
+from agentrl_cli.records import Interaction, Trajectory
+from agentrl_cli.rollout.dataset import Task
+from agentrl_cli.rollout.deadline import run_with_deadline
+from agentrl_cli.rollout.failures import describe_failure
+from agentrl_cli.tracking.export import ExportedInteraction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One of the trajectories of a task's group."""
+
+    task: Task
+    sample_index: int = 0
+    step: int = 0
+    """The step that will train on it; 0: an evaluation before any."""
+
+    @property
+    def id(self) -> str:
+        """``<group_id>/<sample_index>``, the trajectory's id."""
+        return f"{self.task.group_id}/{self.sample_index}"
+
+    def begin_trajectory(self, **fields: Any) -> Trajectory:
+        """The attempt's record, with further fields filled in."""
+        return Trajectory(
+            id=self.id,
+            group_id=self.task.group_id,
+            task_id=self.task.task_id,
+            sample_index=self.sample_index,
+            step=self.step,
+            task=self.task.row,
+            **fields,
+        )
+
+
+class RolloutWorkflow(ABC):
+    """Makes trajectories. Write ``arun_episode``; agentrl calls ``arun_trajectory``.
+
+    Inside ``arun_episode``: make a ``TrackingClient`` (one per trajectory), run anything on
+    it, set rewards, return ``client.export_interactions(...)``. One workflow object makes
+    many trajectories at once, so keep what belongs to one of them in local variables.
+    """
+
+    timeout_seconds: float = 600.0
+    """Deadline of one trajectory; the YAML's ``rollout.timeout_seconds``."""
+
+    @abstractmethod
+    async def arun_episode(
+        self, engine: InferenceEngine, data: Mapping[str, Any]
+    ) -> dict[str, ExportedInteraction]:
+        """The interactions of one attempt at the row ``data``, by id."""
+
+    async def arun_trajectory(self, engine: InferenceEngine, attempt: Attempt) -> Trajectory:
+        """The record of one attempt; whatever goes wrong in it is a failure on the record.
+
+        Raises:
+            UserInputError: a mistake that would repeat itself in every trajectory.
+        """
+        started = time.perf_counter()
+        try:
+            exported = await run_with_deadline(
+                self.arun_episode(engine, dict(attempt.task.row)),
+                self.timeout_seconds,
+                f"trajectory {attempt.id}",
+            )
+            interactions = collect_interactions(exported)
+        except UserInputError:
+            raise
+        except Exception as error:
+            return attempt.begin_trajectory(
+                failure=describe_failure(error), seconds=time.perf_counter() - started
+            )
+        return attempt.begin_trajectory(
+            interactions=interactions,
+            reward=find_last_reward(interactions),
+            final_answer=find_last_answer(interactions),
+            seconds=time.perf_counter() - started,
+        )
+
+    def check_rows(self, rows: list[dict[str, Any]], where: str) -> None:  # noqa: B027 - optional
+        """Refuses a dataset (``where``: its config key) that this workflow cannot run on.
+
+        Raises:
+            UserInputError: naming the row and the field.
+        """
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """Ends what the workflow started; called once after the last trajectory."""
+
+
+class AgentWorkflow(ABC):
+    """The typed base of agents that are objects: a builder may return one.
+
+    ``extra_kwargs`` holds ``client``, ``base_url``, ``api_key``, ``http_client``, ``model``
+    and ``max_turns``; a signature that names some of them gets only those.
+    """
+
+    @abstractmethod
+    async def run(
+        self, data: Mapping[str, Any], **extra_kwargs: Any
+    ) -> float | int | bool | str | Mapping[str, float] | None:
+        """Runs the agent on one row.
+
+        Returns:
+            A reward; a dict {interaction id: reward}; or, for the reward function to
+            judge, the final answer as text or None (the last reply's text is judged).
+        """
+
+
+def collect_interactions(exported: Any) -> tuple[Interaction, ...]:
+    """The interactions inside a workflow's result, in the order in which the calls arrived.
+
+    Raises:
+        TypeError: the result is not what ``export_interactions`` gives.
+    """
+    if not isinstance(exported, Mapping):
+        hint = ": is there a return?" if exported is None else ""
+        raise TypeError(
+            f"arun_episode returned {type(exported).__name__}{hint}. Allowed: the dict of "
+            "client.export_interactions(style)"
+        )
+    found: dict[str, Interaction] = {}
+    for key, item in exported.items():
+        if not isinstance(item, ExportedInteraction):
+            raise TypeError(
+                f"arun_episode returned {type(item).__name__} under {key!r}. Allowed: the dict "
+                "of client.export_interactions(style), as it is"
+            )
+        for span in item.sequence.spans:
+            found[span.interaction.id] = span.interaction
+    return tuple(sorted(found.values(), key=lambda i: (i.started_at, i.started, i.id)))
+
+
+def find_last_reward(interactions: tuple[Interaction, ...]) -> float | None:
+    """The reward of the rewarded interaction that ended last; None: nothing was rewarded."""
+    rewarded = [i for i in interactions if i.reward is not None]
+    return max(rewarded, key=_ended_at).reward if rewarded else None
+
+
+def find_last_answer(interactions: tuple[Interaction, ...]) -> str | None:
+    """The text of the reply that ended last; None: there is none, or it has no text."""
+    replied = [i for i in interactions if i.reply is not None]
+    content = (max(replied, key=_ended_at).reply or {}).get("content") if replied else None
+    return content if isinstance(content, str) else None
+
+
+def _ended_at(interaction: Interaction) -> tuple[float, int]:
+    # Wall time first: a workflow may use several clients, each with its own logical clock.
+    return interaction.started_at + interaction.seconds, interaction.ended or interaction.started
