@@ -1,0 +1,364 @@
+"""DESIGN's rules 1 to 4 on whole conversations, through the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agentrl_cli.errors import EngineError
+from agentrl_cli.records import BreakCause, Interaction, InteractionStatus
+from agentrl_cli.tracking.client import TrackingClient
+
+Open = Callable[..., TrackingClient]
+USER = {"role": "user", "content": "What is the weather in Paris?"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def tool_text(**arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': 'f', 'arguments': arguments})}\n</tool_call>"
+
+
+async def ask(client: TrackingClient, messages: list[Any], **options: Any) -> Any:
+    completion = await client.chat.completions.create(model="m", messages=messages, **options)
+    return completion.choices[0].message
+
+
+def dump(message: Any, **changes: Any) -> dict[str, Any]:
+    return {**message.model_dump(exclude_none=True), **changes}
+
+
+def assert_continues(child: Interaction, parent: Interaction) -> None:
+    known = parent.prompt_ids + parent.completion_ids
+    assert child.parent_id == parent.id
+    assert child.extends_parent
+    assert child.prompt_ids[: len(known)] == known
+
+
+def rendered(client: TrackingClient, messages: list[Any], tools: Any = None) -> tuple[int, ...]:
+    """What the template itself makes of the messages: the judge of a splice."""
+    text = client.gateway.template.tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=True, tokenize=False
+    )
+    return client.gateway.template.encode(text)
+
+
+async def test_second_turn_is_spliced_to_the_first(open_client: Open) -> None:
+    client = open_client("The answer", "is forty two")
+    first = await ask(client, [USER])
+    messages = [USER, dump(first), {"role": "user", "content": "And then?"}]
+    await ask(client, messages)
+    one, two = client.interactions
+    assert_continues(two, one)
+    assert two.break_cause is None
+    assert two.prompt_ids == rendered(client, messages)
+
+
+async def test_splice_keeps_tokens_that_a_tokenizer_would_not_make(open_client: Open) -> None:
+    client = open_client("x", "y")
+    tokenizer = client.gateway.template.tokenizer
+    odd = [tokenizer.convert_tokens_to_ids(c) for c in "The"]  # one by one, not merged
+    client.gateway.engine.tokenizer = _Speller(tokenizer, odd)  # type: ignore[attr-defined]
+    first = await ask(client, [USER])
+    assert first.content == "The"
+    assert tokenizer.encode("The") != odd
+    await ask(client, [USER, dump(first), USER])
+    one, two = client.interactions
+    assert one.completion_ids == (*odd, tokenizer.eos_token_id)
+    assert_continues(two, one)
+
+
+class _Speller:
+    """Tokenizes every reply to the given ids."""
+
+    def __init__(self, tokenizer: Any, ids: list[int]) -> None:
+        self.eos_token_id = tokenizer.eos_token_id
+        self._ids = ids
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return list(self._ids)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"content": None}, {"content": ""}, {"refusal": None, "audio": None}, {"name": None}],
+)
+async def test_spelling_of_a_tool_turn_does_not_matter(
+    open_client: Open, changes: dict[str, Any]
+) -> None:
+    client = open_client(tool_text(a=1, b=[2]), "done")
+    first = dump(await ask(client, [USER], tools=[TOOL]), **changes)
+    first["tool_calls"][0]["function"]["arguments"] = '{"b": [2],\n "a": 1}'
+    call_id = first["tool_calls"][0]["id"]
+    result = {"role": "tool", "tool_call_id": call_id, "content": "sunny"}
+    await ask(client, [USER, first, result], tools=[TOOL])
+    one, two = client.interactions
+    assert_continues(two, one)
+    assert two.break_cause is None
+    assert client.gateway.template.tokenizer.decode(two.prompt_ids).endswith(
+        "</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\nsunny\n</tool_response>"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+async def test_text_before_a_tool_call_keeps_the_sampled_newlines(open_client: Open) -> None:
+    # Templates add a newline of their own here: tokenizing again would break the prefix.
+    client = open_client("I look.\n\n\n" + tool_text(a=1), "done")
+    first = await ask(client, [USER], tools=[TOOL])
+    assert first.content == "I look.\n\n\n"
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "42"}
+    await ask(client, [USER, dump(first), result], tools=[TOOL])
+    one, two = client.interactions
+    assert_continues(two, one)
+
+
+async def test_parallel_calls_of_one_turn_are_continued(open_client: Open) -> None:
+    client = open_client(tool_text(a=1) + "\n" + tool_text(a=2), "done")
+    first = await ask(client, [USER], tools=[TOOL])
+    assert len(first.tool_calls) == 2
+    results = [
+        {"role": "tool", "tool_call_id": c.id, "content": str(n)}
+        for n, c in enumerate(first.tool_calls)
+    ]
+    await ask(client, [USER, dump(first), *results], tools=[TOOL])
+    one, two = client.interactions
+    assert_continues(two, one)
+
+
+async def test_turn_stopped_for_length_is_closed_by_the_splice(open_client: Open) -> None:
+    client = open_client(("The answer is", "length"), "forty")
+    first = await ask(client, [USER])
+    await ask(client, [USER, dump(first), USER])
+    one, two = client.interactions
+    assert one.finish_reason == "length"
+    assert one.completion_ids[-1] != client.gateway.template.tokenizer.eos_token_id
+    assert_continues(two, one)
+    assert two.prompt_ids == rendered(client, [USER, dump(first), USER])
+    [exported] = client.export_interactions().values()
+    end = client.gateway.template.tokenizer.eos_token_id
+    at = len(one.prompt_ids) + len(one.completion_ids)
+    assert exported.sequence.input_ids[at] == end
+    assert not exported.sequence.loss_mask[at], "the end that was added was not sampled"
+
+
+async def test_edited_history_forks_with_its_cause(open_client: Open) -> None:
+    client = open_client("The answer", "is forty two", "again")
+    first = await ask(client, [USER])
+    second = await ask(client, [USER, dump(first), USER])
+    edited = [USER, dump(first), USER, dump(second, content="is Paris"), USER]
+    await ask(client, edited)
+    one, two, three = client.interactions
+    assert three.break_cause is BreakCause.HISTORY_EDITED
+    assert_continues(three, one)
+    assert three.prompt_ids == rendered(client, edited)
+    # What was sampled and then edited away is still trained, in a sequence of its own.
+    ends = {e.id for e in client.export_interactions().values()}
+    assert ends == {two.id, three.id}
+
+
+async def test_edited_first_turn_begins_a_new_root(open_client: Open) -> None:
+    client = open_client("The answer", "is forty two")
+    first = await ask(client, [USER])
+    await ask(client, [USER, dump(first, content="Paris"), USER])
+    _, two = client.interactions
+    assert (two.parent_id, two.break_cause) == (None, BreakCause.HISTORY_EDITED)
+
+
+async def test_edited_question_before_a_kept_reply_is_an_edit(open_client: Open) -> None:
+    client = open_client("The answer", "is forty two")
+    first = await ask(client, [USER])
+    await ask(client, [{"role": "user", "content": "Other?"}, dump(first), USER])
+    assert client.interactions[1].break_cause is BreakCause.HISTORY_EDITED
+
+
+async def test_changed_tool_arguments_are_named(open_client: Open) -> None:
+    client = open_client(tool_text(a=1), "done")
+    first = dump(await ask(client, [USER], tools=[TOOL]))
+    first["tool_calls"][0]["function"]["arguments"] = '{"a": 2}'
+    result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "x"}
+    await ask(client, [USER, first, result], tools=[TOOL])
+    assert client.interactions[1].break_cause is BreakCause.TOOL_ARGUMENTS_CHANGED
+
+
+async def test_changed_tools_keep_the_tree_and_cut_the_sample(open_client: Open) -> None:
+    client = open_client("The answer", "done")
+    first = await ask(client, [USER], tools=[TOOL])
+    messages = [USER, dump(first), USER]
+    await ask(client, messages)
+    one, two = client.interactions
+    assert two.parent_id == one.id
+    assert (two.extends_parent, two.break_cause) == (False, BreakCause.TEMPLATE_CHANGED)
+    assert two.prompt_ids == rendered(client, messages)
+    assert len(client.export_interactions()) == 2
+
+
+async def test_thinking_that_the_template_strips_is_named(
+    open_client: Open, thinking_tokenizer: Any
+) -> None:
+    client = open_client("<think>\nhm\n</think>\n\nParis", "yes", tokenizer=thinking_tokenizer)
+    first = await ask(client, [USER])
+    messages = [USER, dump(first), USER]
+    await ask(client, messages)
+    one, two = client.interactions
+    assert two.parent_id == one.id
+    assert (two.extends_parent, two.break_cause) == (False, BreakCause.THINKING_STRIPPED)
+    assert two.prompt_ids == rendered(client, messages)
+
+
+async def test_thinking_that_the_template_keeps_is_spliced(open_client: Open) -> None:
+    client = open_client("<think>\nhm\n</think>\n\nParis", "yes")
+    first = await ask(client, [USER])
+    await ask(client, [USER, dump(first), USER])
+    one, two = client.interactions
+    assert_continues(two, one)
+
+
+async def test_thinking_that_the_framework_strips_is_named(open_client: Open) -> None:
+    client = open_client("<think>\nhm\n</think>\n\nParis", "yes")
+    first = await ask(client, [USER])
+    await ask(client, [USER, dump(first, content="Paris"), USER])
+    assert client.interactions[1].break_cause is BreakCause.THINKING_STRIPPED
+
+
+async def test_other_system_prompt_is_another_conversation(open_client: Open) -> None:
+    # A handoff: the next agent gets the history under a system prompt of its own.
+    client = open_client("The answer", "done")
+    first = await ask(client, [{"role": "system", "content": "A"}, USER])
+    await ask(client, [{"role": "system", "content": "B"}, USER, dump(first), USER])
+    _, two = client.interactions
+    assert (two.parent_id, two.break_cause) == (None, None)
+
+
+async def test_two_unrelated_conversations_stay_apart(open_client: Open) -> None:
+    client = open_client("a1", "b1", "a2", "b2")
+    other = {"role": "user", "content": "Who?"}
+    a1 = await ask(client, [USER])
+    b1 = await ask(client, [other])
+    await ask(client, [USER, dump(a1), USER])
+    await ask(client, [other, dump(b1), USER])
+    one, two, three, four = client.interactions
+    assert_continues(three, one)
+    assert_continues(four, two)
+    assert len(client.export_interactions()) == 2
+
+
+async def test_branches_share_a_turn_that_is_trained_once(open_client: Open) -> None:
+    client = open_client("The answer", "is", "forty two")
+    first = await ask(client, [USER])
+    await ask(client, [USER, dump(first), {"role": "user", "content": "one"}])
+    await ask(client, [USER, dump(first), {"role": "user", "content": "two"}])
+    root, left, right = client.interactions
+    client.set_reward(left.id, 1.0)
+    client.set_reward(right.id, 0.0)
+    client.apply_reward_discount(0.5)
+    exported = client.export_interactions()
+    assert list(exported) == [left.id, right.id]
+    trained = [sum(e.sequence.loss_mask) for e in exported.values()]
+    assert trained[0] == len(root.completion_ids) + len(left.completion_ids)
+    assert trained[1] == len(right.completion_ids)
+    assert client.interactions[0].turn_return == 0.25
+    individual = client.export_interactions("individual")
+    assert [sum(e.sequence.loss_mask) for e in individual.values()] == [
+        len(i.completion_ids) for i in (root, left, right)
+    ]
+
+
+async def test_equal_replies_are_told_apart_by_id_else_the_latest(open_client: Open) -> None:
+    client = open_client(tool_text(a=1), tool_text(a=1), "x", "same", "same", "y")
+    first = await ask(client, [USER], tools=[TOOL])
+    await ask(client, [USER], tools=[TOOL])
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "x"}
+    await ask(client, [USER, dump(first), result], tools=[TOOL])
+    other = [{"role": "user", "content": "Who?"}]
+    await ask(client, other)
+    latest = await ask(client, other)
+    await ask(client, [*other, dump(latest), USER])
+    turns = client.interactions
+    assert_continues(turns[2], turns[0])
+    assert_continues(turns[5], turns[4])
+
+
+async def test_failed_call_is_recorded_and_nobodys_parent(open_client: Open) -> None:
+    client = open_client("The answer", EngineError("boom"), "is", max_model_len=4096)
+    first = await ask(client, [USER])
+    messages = [USER, dump(first), USER]
+    with pytest.raises(Exception, match="boom"):
+        await ask(client, messages)
+    await ask(client, messages)
+    one, failed, two = client.interactions
+    assert (failed.status, failed.reply) == (InteractionStatus.FAILED, None)
+    assert "boom" in (failed.error or "")
+    assert_continues(two, one)
+    client.set_final_reward(1)
+    client.apply_reward_discount()
+    assert [i.turn_return for i in client.interactions] == [1.0, None, 1.0]
+    with pytest.raises(KeyError, match="no completed interaction"):
+        client.set_reward(failed.id, 1.0)
+    assert list(client.export_interactions()) == [two.id]
+
+
+async def test_cancelled_call_is_recorded_and_aborted(open_client: Open) -> None:
+    client = open_client("The answer")
+    engine: Any = client.gateway.engine
+    engine.gate = asyncio.Event()
+    task = asyncio.create_task(ask(client, [USER]))
+    while not engine.prompts:
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    [cancelled] = client.interactions
+    assert cancelled.status is InteractionStatus.CANCELLED
+    assert engine.num_aborted == 1
+    assert client.export_interactions() == {}
+
+
+async def test_every_choice_is_an_interaction(open_client: Open) -> None:
+    client = open_client("The answer", "is forty", "done")
+    completion = await client.chat.completions.create(model="m", messages=[USER], n=2)  # type: ignore[list-item]
+    assert [c.message.content for c in completion.choices] == ["The answer", "is forty"]
+    assert completion.usage is not None
+    one, two = client.interactions
+    assert (one.id, two.id) == (completion.id, f"{completion.id}-1")
+    assert completion.usage.completion_tokens == len(one.completion_ids + two.completion_ids)
+    await ask(client, [USER, dump(completion.choices[1].message), USER])
+    assert_continues(client.interactions[2], two)
+
+
+async def test_tensor_dict_holds_what_was_sampled(open_client: Open) -> None:
+    client = open_client("The answer", "is")
+    first = await ask(client, [USER])
+    client.gateway.engine.version = 3  # type: ignore[attr-defined]
+    await ask(client, [USER, dump(first), USER])
+    client.set_final_reward(True)
+    client.apply_reward_discount(0.5)
+    one, two = client.interactions
+    [exported] = client.export_interactions().values()
+    tensors = exported.to_tensor_dict()
+    ids = list(two.prompt_ids + two.completion_ids)
+    assert tensors["input_ids"].tolist() == [ids]
+    assert tensors["attention_mask"].all()
+    assert tensors["attention_mask"].shape == (1, len(ids))
+    mask = tensors["loss_mask"][0]
+    sampled = one.completion_ids + two.completion_ids
+    assert tuple(tensors["input_ids"][0][mask].tolist()) == sampled
+    logprobs = one.rollout_logprobs + two.rollout_logprobs
+    assert tuple(tensors["logprobs"][0][mask].tolist()) == logprobs
+    assert set(tensors["logprobs"][0][~mask].tolist()) == {0.0}
+    assert tensors["versions"][0][mask].tolist() == [0] * len(one.completion_ids) + [3] * len(
+        two.completion_ids
+    )
+    assert set(tensors["versions"][0][~mask].tolist()) == {-1}
+    assert tensors["rewards"].tolist() == [1.0]
+    single = client.export_interactions("individual")[one.id].to_tensor_dict()
+    assert single["rewards"].tolist() == [0.5]
+
+
+async def test_greedy_turns_are_context_and_not_trained(open_client: Open) -> None:
+    client = open_client("The answer")
+    await ask(client, [USER], temperature=0)
+    [exported] = client.export_interactions().values()
+    assert not any(exported.sequence.loss_mask)

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentrl_cli.records import BreakCause
+from agentrl_cli.tracking.matching import diagnose_edit, fingerprint
+
+
+def call(arguments: Any = '{"a": 1, "b": 2}', call_id: str = "c1", **extra: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function, **extra}
+
+
+def assistant(**fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", **fields}
+
+
+SAME = [
+    (assistant(content=None), assistant(content="")),
+    (assistant(content=None), assistant()),
+    (assistant(content="x", refusal=None), assistant(content="x")),
+    (assistant(content="x"), assistant(content=[{"type": "text", "text": "x"}])),
+    (assistant(content="x", tool_calls=[]), assistant(content="x", tool_calls=None)),
+    (assistant(tool_calls=[call()]), assistant(tool_calls=[call('{"b":2,"a":1}')])),
+    (assistant(tool_calls=[call()]), assistant(content="", tool_calls=[call(index=0)])),
+    ({"role": "developer", "content": "s"}, {"role": "system", "content": "s"}),
+    ({"content": "x", "role": "user"}, {"role": "user", "content": "x"}),
+]
+DIFFERENT = [
+    (assistant(content="x"), assistant(content="x ")),
+    (assistant(content="x"), {"role": "user", "content": "x"}),
+    (assistant(tool_calls=[call()]), assistant(tool_calls=[call(call_id="c2")])),
+    (assistant(tool_calls=[call()]), assistant(tool_calls=[call('{"a": 1, "b": 3}')])),
+    (assistant(tool_calls=[call()]), assistant(tool_calls=[call(), call(call_id="c2")])),
+    (assistant(content="x"), assistant(content="x", mood="good")),
+    ({"role": "tool", "tool_call_id": "1", "content": "x"}, {"role": "tool", "content": "x"}),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_same_meaning_is_the_same_turn(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert fingerprint(one) == fingerprint(other)
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_other_meaning_is_another_turn(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert fingerprint(one) != fingerprint(other)
+
+
+def test_fingerprint_depends_on_what_came_before() -> None:
+    message = assistant(content="x")
+    assert fingerprint(message, fingerprint(message)) != fingerprint(message)
+
+
+def test_text_with_lone_surrogates_has_a_fingerprint() -> None:
+    assert fingerprint(assistant(content="\ud800")) != fingerprint(assistant(content="x"))
+
+
+@pytest.mark.parametrize(
+    ("sampled", "replayed", "cause"),
+    [
+        (assistant(content="a"), assistant(content="b"), BreakCause.HISTORY_EDITED),
+        (
+            assistant(content="<think>hm</think>\n\na"),
+            assistant(content="a"),
+            BreakCause.THINKING_STRIPPED,
+        ),
+        (
+            assistant(content="<think>hm</think>a"),
+            assistant(content="b"),
+            BreakCause.HISTORY_EDITED,
+        ),
+        (
+            assistant(tool_calls=[call()]),
+            assistant(tool_calls=[call('{"a": 9}')]),
+            BreakCause.TOOL_ARGUMENTS_CHANGED,
+        ),
+        (
+            assistant(content="a", tool_calls=[call()]),
+            assistant(content="b", tool_calls=[call('{"a": 9}')]),
+            BreakCause.HISTORY_EDITED,
+        ),
+    ],
+)
+def test_edit_is_named(
+    sampled: dict[str, Any], replayed: dict[str, Any], cause: BreakCause
+) -> None:
+    assert diagnose_edit(sampled, replayed) is cause
