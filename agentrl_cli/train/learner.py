@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,15 +18,16 @@ from transformers import PreTrainedModel
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunError, StoreError
 from agentrl_cli.records import Trajectory
-from agentrl_cli.train.advantages import compute_advantages, compute_score
+from agentrl_cli.train.advantages import compute_advantages
 from agentrl_cli.train.attention import use_packed_attention
 from agentrl_cli.train.checkpoint import load_learner_state, load_weights, save_learner_state
-from agentrl_cli.train.logprobs import check_head, compute_micro_batch_logprobs
-from agentrl_cli.train.losses import LossInputs, compute_loss, compute_token_weights
+from agentrl_cli.train.logprobs import check_head, compute_micro_batch_logprobs, score_samples
+from agentrl_cli.train.losses import LossInputs, compute_loss
+from agentrl_cli.train.minibatches import Minibatch, build_minibatches
 from agentrl_cli.train.optimizer import MasterOptimizer, compute_learning_rate
-from agentrl_cli.train.packing import MicroBatch, build_micro_batch, pack_lengths
-from agentrl_cli.train.samples import Sample, build_samples, count_trained_tokens
-from agentrl_cli.train.statistics import UpdateStatistics
+from agentrl_cli.train.packing import MicroBatch, pack_samples
+from agentrl_cli.train.samples import Sample, build_samples, build_scoring_sample
+from agentrl_cli.train.update_metrics import UpdateMetrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -114,19 +114,14 @@ class Learner:
         learning_rate = compute_learning_rate(self._train, self.step)
         advantages = compute_advantages(trajectories)
         samples = build_samples(trajectories, advantages, self._config.rollout.export_style)
-        statistics = UpdateStatistics(samples, policy_version)
-        needed = [s for s in samples if self._needs_forward(s)]
-        proximal = self._score_once(self.model, needed) if self._has_several_updates else {}
-        reference = self._score_once(self._reference, needed) if self._reference else {}
-        scored = [i for i, t in enumerate(trajectories) if compute_score(t) is not None]
+        metrics = UpdateMetrics(samples, policy_version)
+        fixed = self._score_fixed([s for s in samples if self._needs_forward(s)])
         for epoch in range(self._train.num_epochs):
-            for indices in self._split_groups(trajectories, scored, epoch):
-                minibatch = [s for s in samples if s.trajectory_index in indices]
-                self._train_minibatch(
-                    minibatch, indices, learning_rate, statistics, proximal, reference
-                )
+            shuffle_key = f"{self.step}/{epoch}"
+            for one in build_minibatches(trajectories, samples, self._config, shuffle_key):
+                self._train_minibatch(one, learning_rate, metrics, fixed)
         seconds = time.perf_counter() - started
-        return statistics.summarize() | {"learning_rate": learning_rate, "train_seconds": seconds}
+        return metrics.summarize() | {"learning_rate": learning_rate, "train_seconds": seconds}
 
     def compute_logprobs(
         self,
@@ -143,12 +138,12 @@ class Learner:
         self._use_threads()
         starts = [1] * len(token_id_lists) if starts is None else starts
         samples = [
-            _build_probe_sample(ids, start, index, temperature, top_p)
-            for index, (ids, start) in enumerate(zip(token_id_lists, starts, strict=True))
+            build_scoring_sample(ids, start, temperature=temperature, top_p=top_p)
+            for ids, start in zip(token_id_lists, starts, strict=True)
         ]
-        scored = self._score_once(self.model, [s for s in samples if s.num_trained_tokens])
+        scored = self._score(self.model, [s for s in samples if s.num_trained_tokens])
         return [
-            scored[id(sample)][sample.loss_mask].tolist() if sample.num_trained_tokens else []
+            scored[id(sample)][sample.loss_mask].tolist() if id(sample) in scored else []
             for sample in samples
         ]
 
@@ -204,12 +199,6 @@ class Learner:
             raise StoreError(f"the checkpoint {folder} is of another model: {error}") from error
         self.step = step
 
-    @property
-    def _has_several_updates(self) -> bool:
-        """Before the only update of a step, the new policy is the proximal one by definition,
-        however stale the tokens: a second forward pass would compute the same numbers."""
-        return self._train.num_minibatches * self._train.num_epochs > 1
-
     def _needs_forward(self, sample: Sample) -> bool:
         return sample.has_advantage or self._reference is not None
 
@@ -226,123 +215,102 @@ class Learner:
                 len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
             )
 
-    def _split_groups(
-        self, trajectories: Sequence[Trajectory], scored: Sequence[int], epoch: int
-    ) -> list[set[int]]:
-        """Scored trajectory indices of each minibatch: whole groups, shuffled from the seed."""
-        groups: defaultdict[str, set[int]] = defaultdict(set)
-        for index in scored:
-            groups[trajectories[index].group_id].add(index)
-        order = list(groups.values())
-        random.Random(f"{self._config.seed}/{self.step}/{epoch}").shuffle(order)
-        num_minibatches = min(self._train.num_minibatches, len(order))
-        return [set().union(*order[first::num_minibatches]) for first in range(num_minibatches)]
+    def _score(self, model: PreTrainedModel, samples: Sequence[Sample]) -> dict[int, Tensor]:
+        return score_samples(model, samples, self._train.micro_batch_tokens, self._device)
 
-    def _pack(self, samples: Sequence[Sample]) -> list[MicroBatch]:
-        bins = pack_lengths([s.num_tokens for s in samples], self._train.micro_batch_tokens)
-        return [build_micro_batch([samples[i] for i in one], self._device) for one in bins]
+    def _score_fixed(self, samples: Sequence[Sample]) -> _FixedLogprobs:
+        """What stays fixed during the step.
 
-    @torch.no_grad()
-    def _score_once(
-        self, model: PreTrainedModel | None, samples: Sequence[Sample]
-    ) -> dict[int, Tensor]:
-        """Logprobs [tokens] on the CPU of each sample, by ``id(sample)``, without gradient."""
-        scored: dict[int, Tensor] = {}
-        if model is None:
-            return scored
-        for batch in self._pack(samples):
-            logprobs = compute_micro_batch_logprobs(model, batch).logprobs.cpu()
-            for sample, values in zip(
-                batch.samples, torch.split(logprobs, list(batch.lengths)), strict=True
-            ):
-                scored[id(sample)] = values
-        return scored
+        Before the only update of a step the new policy is the proximal one by definition,
+        however stale the tokens: another forward pass would compute the same numbers.
+        """
+        has_several_updates = self._train.num_minibatches * self._train.num_epochs > 1
+        return _FixedLogprobs(
+            proximal=self._score(self.model, samples) if has_several_updates else None,
+            reference=None if self._reference is None else self._score(self._reference, samples),
+        )
 
     def _train_minibatch(
         self,
-        samples: Sequence[Sample],
-        indices: set[int],
+        minibatch: Minibatch,
         learning_rate: float,
-        statistics: UpdateStatistics,
-        proximal: Mapping[int, Tensor],
-        reference: Mapping[int, Tensor],
+        metrics: UpdateMetrics,
+        fixed: _FixedLogprobs,
     ) -> None:
         """One optimizer update, its gradient added up over packed micro-batches.
 
         Without anything to learn from (every advantage 0, no KL term) the weights and the
         optimizer stay untouched.
         """
-        token_weights = self._weigh_trajectories(samples, indices)
-        needed = [s for s in samples if self._needs_forward(s)]
+        needed = [s for s in minibatch.samples if self._needs_forward(s)]
         if not needed:
             return
-        ids: list[str] = []
-        for batch in self._pack(needed):
-            ids += batch.trajectory_ids
-            loss = self._compute_micro_batch_loss(
-                batch, token_weights, statistics, proximal, reference
-            )
+        for batch in pack_samples(needed, self._train.micro_batch_tokens, self._device):
+            loss = self._compute_part(batch, minibatch.token_weights, metrics, fixed)
             if not torch.isfinite(loss):
-                self._stop(f"the loss is {loss.item()}", batch.trajectory_ids)
+                self._stop(f"the loss is {loss.item()}", batch.samples)
             loss.backward()  # type: ignore[no-untyped-call]
         norm = self._optimizer.clip_gradients()
         if not math.isfinite(norm):
-            self._stop(f"the gradient's norm is {norm}", ids)
+            self._stop(f"the gradient's norm is {norm}", needed)
         self._optimizer.step(learning_rate)
-        statistics.add_update(norm)
+        metrics.add_update(norm)
 
-    def _weigh_trajectories(self, samples: Sequence[Sample], indices: set[int]) -> dict[int, float]:
-        """The weight of a token's loss in the minibatch's, by trajectory index."""
-        order = sorted(indices)
-        counts = count_trained_tokens(samples, order[-1] + 1)
-        algorithm = self._train.algorithm
-        weights = compute_token_weights(
-            algorithm.aggregation,
-            [counts[index] for index in order],
-            algorithm.constant_denominator or self._config.gconfig.max_tokens,
-        )
-        return dict(zip(order, weights, strict=True))
-
-    def _compute_micro_batch_loss(
+    def _compute_part(
         self,
         batch: MicroBatch,
         token_weights: Mapping[int, float],
-        statistics: UpdateStatistics,
-        proximal: Mapping[int, Tensor],
-        reference: Mapping[int, Tensor],
+        metrics: UpdateMetrics,
+        fixed: _FixedLogprobs,
     ) -> Tensor:
+        """The micro-batch's part in the minibatch's loss."""
         scored = compute_micro_batch_logprobs(self.model, batch)
-        new_logprobs = scored.logprobs
+        proximal, reference = fixed.join(batch)
         output = compute_loss(
             LossInputs(
-                new_logprobs=new_logprobs,
-                proximal_logprobs=self._gather(proximal, batch)
-                if proximal
-                else new_logprobs.detach(),
+                new_logprobs=scored.logprobs,
+                proximal_logprobs=scored.logprobs.detach() if proximal is None else proximal,
                 rollout_logprobs=batch.rollout_logprobs,
                 advantages=batch.advantages,
                 loss_mask=batch.loss_mask,
                 token_weights=batch.spread(
                     [token_weights[s.trajectory_index] for s in batch.samples]
                 ),
-                ref_logprobs=self._gather(reference, batch) if reference else None,
+                ref_logprobs=reference,
             ),
             self._train.algorithm,
         )
-        statistics.add_micro_batch(batch, output, scored.entropies)
+        metrics.add_micro_batch(batch, output, scored.entropies)
         return output.loss
 
-    def _gather(self, scored: Mapping[int, Tensor], batch: MicroBatch) -> Tensor:
-        return torch.cat([scored[id(s)] for s in batch.samples]).to(self._device)
-
-    def _stop(self, what: str, trajectory_ids: Sequence[str]) -> None:
+    def _stop(self, what: str, samples: Sequence[Sample]) -> None:
         self._optimizer.zero_gradients()
+        trajectory_ids = dict.fromkeys(sample.trajectory_id for sample in samples)
         raise RunError(
             f"step {self.step}: {what}. The weights were not changed by it. Trajectories: "
-            f"{', '.join(dict.fromkeys(trajectory_ids))}. Look at them with: agentrl "
-            "inspect-trajectories RUN; a lower train.learning_rate or model.dtype=float32 often "
-            "helps"
+            f"{', '.join(trajectory_ids)}. Look at them with: agentrl inspect-trajectories RUN. "
+            "A lower train.learning_rate or model.dtype=float32 often helps"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _FixedLogprobs:
+    """Logprobs [tokens] by ``id(sample)``, made once before the step's first update."""
+
+    proximal: Mapping[int, Tensor] | None
+    """None: those of the update's own forward pass."""
+    reference: Mapping[int, Tensor] | None
+    """None: there is no KL term."""
+
+    def join(self, batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
+        """Those of the micro-batch's tokens, on its device."""
+        return _join(self.proximal, batch), _join(self.reference, batch)
+
+
+def _join(scored: Mapping[int, Tensor] | None, batch: MicroBatch) -> Tensor | None:
+    if scored is None:
+        return None
+    return torch.cat([scored[id(s)] for s in batch.samples]).to(batch.input_ids.device)
 
 
 def _remove_dropout(model: nn.Module) -> None:
@@ -351,21 +319,3 @@ def _remove_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-
-
-def _build_probe_sample(
-    ids: Sequence[int], start: int, index: int, temperature: float, top_p: float
-) -> Sample:
-    num_tokens = len(ids)
-    loss_mask = torch.arange(num_tokens) >= max(start, 1)
-    return Sample(
-        input_ids=torch.tensor(ids, dtype=torch.long),
-        loss_mask=loss_mask,
-        rollout_logprobs=torch.zeros(num_tokens),
-        versions=torch.full((num_tokens,), -1),
-        advantages=torch.zeros(num_tokens),
-        temperatures=torch.full((num_tokens,), temperature),
-        top_ps=torch.full((num_tokens,), top_p),
-        trajectory_index=index,
-        trajectory_id=f"probe {index}",
-    )

@@ -6,7 +6,7 @@ so comparable with the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from agentrl_cli.errors import ModelError
 from agentrl_cli.train.attention import packing_arguments
-from agentrl_cli.train.packing import MicroBatch
+from agentrl_cli.train.packing import MicroBatch, pack_samples
+from agentrl_cli.train.samples import Sample
 
 Head = Callable[[Tensor], Tensor]
 
@@ -75,6 +76,22 @@ def compute_micro_batch_logprobs(model: PreTrainedModel, batch: MicroBatch) -> T
     return TokenLogprobs(
         empty.index_put((places,), scored.logprobs), empty.index_put((places,), scored.entropies)
     )
+
+
+@torch.no_grad()
+def score_samples(
+    model: PreTrainedModel, samples: Sequence[Sample], max_tokens: int, device: torch.device
+) -> dict[int, Tensor]:
+    """Logprobs of each sample's trained tokens, [tokens] on the CPU, by ``id(sample)``.
+
+    ``max_tokens`` is the budget of a micro-batch.
+    """
+    scored: dict[int, Tensor] = {}
+    for batch in pack_samples(samples, max_tokens, device):
+        logprobs = compute_micro_batch_logprobs(model, batch).logprobs.cpu()
+        parts = torch.split(logprobs, list(batch.lengths))
+        scored |= {id(sample): part for sample, part in zip(batch.samples, parts, strict=True)}
+    return scored
 
 
 def compute_logprobs(
@@ -146,14 +163,14 @@ def find_outside_nucleus(logits: Tensor, top_ps: Tensor, target_ids: Tensor) -> 
     """True for the tokens that top_p sampling removes: bool [tokens, vocabulary].
 
     The nucleus is the smallest set of the most probable tokens whose probabilities reach
-    top_p (arXiv 1904.09751, equation 2); the target is always in it.
+    top_p (arXiv 1904.09751, equation 2), the first of equal ones going before; the target is
+    always in it.
     """
-    ascending, order = logits.sort(dim=-1)
-    removed_in_order = ascending.softmax(-1).cumsum(-1) <= 1.0 - top_ps[:, None]
-    removed_in_order[:, -1] = False
-    removed_in_order &= top_ps[:, None] < 1.0
-    removed = torch.zeros_like(removed_in_order).scatter(1, order, removed_in_order)
-    return removed.scatter(1, target_ids[:, None], False)
+    ordered, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    mass_before = ordered.cumsum(-1) - ordered
+    removed = (mass_before >= top_ps[:, None]) & (top_ps[:, None] < 1.0)
+    removed[:, 0] = False
+    return removed.scatter(1, order, removed).scatter(1, target_ids[:, None], False)
 
 
 @torch.no_grad()

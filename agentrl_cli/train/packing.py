@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ def pack_lengths(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return bins
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
     """Some samples end to end; every tensor has shape [tokens] and is on one device."""
 
@@ -53,11 +52,6 @@ class MicroBatch:
     advantages: Tensor
     temperatures: Tensor
     top_ps: Tensor
-
-    @cached_property
-    def trajectory_ids(self) -> tuple[str, ...]:
-        """The trajectories that the samples come from, for messages."""
-        return tuple(dict.fromkeys(sample.trajectory_id for sample in self.samples))
 
     def spread(self, values: Sequence[float]) -> Tensor:
         """One value per sample, repeated over its tokens: float32 [tokens]."""
@@ -84,3 +78,11 @@ def build_micro_batch(samples: Sequence[Sample], device: torch.device) -> MicroB
         temperatures=join("temperatures"),
         top_ps=join("top_ps"),
     )
+
+
+def pack_samples(
+    samples: Sequence[Sample], max_tokens: int, device: torch.device
+) -> list[MicroBatch]:
+    """Micro-batches of at most ``max_tokens`` that hold every sample once."""
+    bins = pack_lengths([sample.num_tokens for sample in samples], max_tokens)
+    return [build_micro_batch([samples[i] for i in one], device) for one in bins]

@@ -91,6 +91,24 @@ def count_trained_tokens(samples: Sequence[Sample], num_trajectories: int) -> li
     return counts
 
 
+def build_scoring_sample(
+    token_ids: Sequence[int], start: int, *, temperature: float, top_p: float
+) -> Sample:
+    """A sample whose tokens from position ``start`` on are scored; for logprobs alone."""
+    num_tokens = len(token_ids)
+    return Sample(
+        input_ids=torch.tensor(token_ids, dtype=torch.long),
+        loss_mask=torch.arange(num_tokens) >= max(start, 1),
+        rollout_logprobs=torch.zeros(num_tokens),
+        versions=torch.full((num_tokens,), -1),
+        advantages=torch.zeros(num_tokens),
+        temperatures=torch.full((num_tokens,), temperature),
+        top_ps=torch.full((num_tokens,), top_p),
+        trajectory_index=0,
+        trajectory_id="",
+    )
+
+
 def _build_sample(
     sequence: TokenSequence, advantages: Mapping[str, float], index: int, trajectory_id: str
 ) -> Sample:

@@ -67,5 +67,4 @@ def test_a_micro_batch_lies_end_to_end():
     assert batch.loss_mask.tolist() == [False, True, True, False, True, False]
     assert batch.advantages.tolist() == [0, 0, 0, 1, 1, 1]
     assert batch.lengths == (3, 2, 1)
-    assert batch.trajectory_ids == ("g/0", "g/1")
     assert batch.spread([0.5, 2.0, 3.0]).tolist() == [0.5, 0.5, 0.5, 2.0, 2.0, 3.0]

@@ -13,7 +13,7 @@ from agentrl_cli.train.packing import MicroBatch
 from agentrl_cli.train.samples import Sample
 
 
-class UpdateStatistics:
+class UpdateMetrics:
     """Collects what happens in an update; every mean is over the tokens passed forward."""
 
     def __init__(self, samples: Sequence[Sample], policy_version: int) -> None:
