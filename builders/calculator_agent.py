@@ -64,7 +64,7 @@ def _parse(expression: str) -> ast.expr:
 
 
 def _evaluate(node: ast.expr) -> Number:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _check_size(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _UNARY[type(node.op)](_evaluate(node.operand))
@@ -78,7 +78,7 @@ def _evaluate(node: ast.expr) -> Number:
 
 def _check_size(number: Any) -> Number:
     if not isinstance(number, int | float) or not abs(number) <= _MAX_MAGNITUDE:
-        raise ValueError("the number is too large")
+        raise ValueError("the result is too large, or no real number")
     return number
 
 
