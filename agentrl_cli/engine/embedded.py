@@ -1,0 +1,279 @@
+"""The engine in this process: transformers continuous batching behind ``InferenceEngine``."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.engine.embedded_calls import Call, StopTextFinder
+from agentrl_cli.engine.embedded_delivery import Command, fail_call
+from agentrl_cli.engine.embedded_manager import EmbeddedManager
+from agentrl_cli.engine.embedded_weights import copy_weights
+from agentrl_cli.engine.protocol import Generation, Sampling
+from agentrl_cli.errors import ContextLengthError, EngineError, EngineTimeoutError
+from agentrl_cli.log import get_logger
+
+_log = get_logger(__name__)
+
+#: A step of the engine that has begun cannot be interrupted; more than this is a hang.
+_CLOSE_SECONDS = 10.0
+
+
+class EmbeddedEngine:
+    """An inference engine on a thread of this process, on CPU or CUDA.
+
+    Takes over ``model``: its own copy, in eval mode, on its device. Methods may be called
+    from any event loop. Requests of any sampling parameters share a batch; at most
+    ``config.max_num_seqs`` are sampled at once, in the order of their arrival.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: EngineConfig,
+        *,
+        model_name: str,
+        policy_version: int = 0,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._model_name = model_name
+        self._tokenizer = tokenizer
+        self._vocabulary_size = model.get_input_embeddings().num_embeddings
+        self._end_ids = _find_end_ids(model, tokenizer)
+        self._calls: dict[str, Call] = {}
+        self._call_numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._ended: EngineError | None = None
+        self._manager = EmbeddedManager(
+            model,
+            config,
+            num_threads=config.num_threads or max(1, (os.cpu_count() or 2) // 2),
+            policy_version=policy_version,
+            on_stopped=_call_weakly(self._on_stopped),
+        )
+        self._manager.start()
+        atexit.register(_call_weakly(self._shut_down))
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the model is served."""
+        return self._model_name
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and completion together."""
+        return self._config.max_model_len
+
+    @property
+    def num_in_flight(self) -> int:
+        """Calls that are being sampled or wait for a place."""
+        return self._manager.num_in_flight
+
+    @property
+    def cache_free_share(self) -> float:
+        """Share of the key-value cache that no call holds, from 0 to 1."""
+        return self._manager.cache_free_share
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session_id: str = "",  # noqa: ARG002 - one engine: nothing to route by session
+    ) -> Generation:
+        """Samples one completion; see :class:`InferenceEngine`."""
+        self._check_request(prompt_ids, sampling)
+        call = self._open_call(prompt_ids, sampling, streaming=False)
+        try:
+            return await self._await_piece(call)
+        finally:
+            self._close_call(call)
+
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session_id: str = "",  # noqa: ARG002 - one engine: nothing to route by session
+    ) -> AsyncIterator[Generation]:
+        """Samples one completion token by token; what cannot be served is refused at once."""
+        self._check_request(prompt_ids, sampling)
+        return self._stream_call(prompt_ids, sampling)
+
+    async def _stream_call(
+        self, prompt_ids: Sequence[int], sampling: Sampling
+    ) -> AsyncIterator[Generation]:
+        call = self._open_call(prompt_ids, sampling, streaming=True)
+        try:
+            while True:
+                piece = await self._await_piece(call)
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+        finally:
+            self._close_call(call)
+
+    async def _await_piece(self, call: Call) -> Generation:
+        try:
+            async with asyncio.timeout_at(call.opened + self._config.generate_timeout_seconds):
+                return await call.next_piece()
+        except TimeoutError:
+            raise EngineTimeoutError(
+                f"the completion was not finished after "
+                f"{self._config.generate_timeout_seconds:g} s (engine.generate_timeout_seconds)"
+            ) from None
+
+    async def policy_version(self) -> int:
+        """The version of the weights that the engine holds."""
+        self._check_alive()
+        return self._manager.policy_version
+
+    async def publish_weights(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
+        """Replaces the weights between two steps and drops all caches made by old ones.
+
+        Calls in flight go on with the new weights, their caches computed anew.
+
+        Raises:
+            EngineError: the weights do not fit (nothing was replaced), or the engine ended.
+            EngineTimeoutError: ``publish_timeout_seconds`` passed.
+        """
+
+        def publish() -> None:
+            copy_weights(self._model, weights)
+            self._manager.drop_caches()
+            self._manager.policy_version = version
+
+        await self._run_between_steps(publish, "publishing weights")
+
+    async def pause(self) -> None:
+        """Freezes sampling; returns when the last step is over."""
+        await self._run_between_steps(lambda: setattr(self._manager, "paused", True), "pausing")
+
+    async def resume(self) -> None:
+        """Lets frozen and held calls go on."""
+        await self._run_between_steps(lambda: setattr(self._manager, "paused", False), "resuming")
+
+    async def close(self) -> None:
+        """Ends the engine; calls in flight get an EngineError. May be called twice."""
+        await asyncio.to_thread(self._shut_down)
+
+    def _check_request(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
+        self._check_alive()
+        if len(prompt_ids) + 1 > self.max_model_len:
+            raise ContextLengthError(len(prompt_ids), self.max_model_len)
+        if not prompt_ids:
+            raise EngineError("the prompt is empty: at least one token id is needed")
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocabulary_size:
+            found = next(i for i in prompt_ids if not 0 <= i < self._vocabulary_size)
+            raise EngineError(
+                f"token id {found} is outside of the model's vocabulary: "
+                f"allowed are 0 to {self._vocabulary_size - 1}"
+            )
+        problem = _find_sampling_problem(sampling)
+        if problem:
+            raise EngineError(problem)
+
+    def _check_alive(self) -> None:
+        if self._ended is not None:
+            # A fresh error each time: a traceback grows with every raise of the same one.
+            raise type(self._ended)(*self._ended.args) from self._ended.__cause__
+
+    def _open_call(self, prompt_ids: Sequence[int], sampling: Sampling, streaming: bool) -> Call:
+        room = self.max_model_len - len(prompt_ids)
+        stop = tuple(text for text in sampling.stop if text)
+        call = Call(
+            f"call-{next(self._call_numbers)}",
+            list(prompt_ids),
+            sampling,
+            max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
+            end_ids=self._end_ids.union(sampling.stop_token_ids),
+            stop_finder=StopTextFinder(self._tokenizer, stop) if stop else None,
+            streaming=streaming,
+        )
+        with self._lock:
+            # Under the lock that _on_stopped takes: no call slips in behind a dead engine.
+            self._check_alive()
+            self._calls[call.id] = call
+        self._manager.submit(call)
+        return call
+
+    def _close_call(self, call: Call) -> None:
+        with self._lock:
+            self._calls.pop(call.id, None)
+        if not call.finished:
+            self._manager.cancel_request(call.id)
+
+    async def _run_between_steps(self, run: Callable[[], None], what: str) -> None:
+        command = Command(run)
+        with self._lock:
+            self._check_alive()
+            self._manager.run_between_steps(command)
+        try:
+            async with asyncio.timeout(self._config.publish_timeout_seconds):
+                await command.future
+        except TimeoutError:
+            raise EngineTimeoutError(
+                f"{what} was not finished after {self._config.publish_timeout_seconds:g} s "
+                "(engine.publish_timeout_seconds)"
+            ) from None
+
+    def _on_stopped(self, error: BaseException | None) -> None:
+        """Fails whatever waits. On the engine's thread, as its last act."""
+        with self._lock:
+            if self._ended is None:
+                self._ended = EngineError(
+                    "the embedded engine's thread died"
+                    + (f": {type(error).__name__}: {error}" if error else "")
+                )
+                self._ended.__cause__ = error
+                _log.error("%s", self._ended)
+            calls = list(self._calls.values())
+            self._calls.clear()
+        for call in calls:
+            fail_call(call, self._ended)
+
+    def _shut_down(self) -> None:
+        with self._lock:
+            if self._ended is None:
+                self._ended = EngineError("the embedded engine was closed")
+        self._manager.shut_down(_CLOSE_SECONDS)
+
+
+def _find_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The tokens that end a completion by the model's own word."""
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    ids = configured if isinstance(configured, list | tuple) else [configured]
+    return frozenset(int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None)
+
+
+def _find_sampling_problem(sampling: Sampling) -> str | None:
+    if not 0.0 <= sampling.temperature < float("inf"):
+        return f"temperature {sampling.temperature} is not allowed: 0 (greedy) or more"
+    if not 0.0 < sampling.top_p <= 1.0:
+        return f"top_p {sampling.top_p} is not allowed: above 0, at most 1"
+    if sampling.max_tokens is not None and sampling.max_tokens < 1:
+        return f"max_tokens {sampling.max_tokens} is not allowed: 1 or more"
+    return None
+
+
+def _call_weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """``method``, without keeping its object alive: an engine that is dropped can be freed."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: object) -> None:
+        bound = reference()
+        if bound is not None:
+            bound(*args)
+
+    return call

@@ -1,0 +1,353 @@
+"""The embedded engine: what it samples, and how calls end."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agentrl_cli.engine.embedded import EmbeddedEngine
+from agentrl_cli.engine.protocol import Generation, InferenceEngine, Sampling
+from agentrl_cli.errors import ContextLengthError, EngineError, EngineTimeoutError
+
+PROMPT = "You are a helpful assistant that can use tools. What is 12 plus 34?"
+
+
+@pytest.fixture
+def prompt_ids(tiny_tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return tiny_tokenizer.encode(PROMPT)
+
+
+async def _collect(engine: EmbeddedEngine, ids: list[int], sampling: Sampling) -> list[Generation]:
+    return [piece async for piece in engine.stream(ids, sampling)]
+
+
+async def test_the_engine_is_an_inference_engine(open_engine):
+    async with open_engine(max_model_len=96) as engine:
+        assert isinstance(engine, InferenceEngine)
+        assert engine.model_name == "tiny"
+        assert engine.max_model_len == 96
+        assert await engine.policy_version() == 0
+
+
+def _random_sampling(chance: random.Random) -> Sampling:
+    return Sampling(
+        max_tokens=chance.randint(1, 24),
+        temperature=chance.choice([0.5, 0.9, 1.0, 1.7]),
+        top_p=chance.choice([1.0, 1.0, 0.95, 0.6, 0.1]),
+        stop=chance.choice([(), (), ("e",), ("zz", "th")]),
+        seed=chance.choice([None, chance.randint(0, 99)]),
+    )
+
+
+async def _check_against_truth(
+    engine: EmbeddedEngine,
+    truth: PreTrainedModel,
+    compute_truth: Callable[..., list[float]],
+    vocabulary_size: int,
+    num_completions: int,
+    seed: int,
+) -> int:
+    """Samples a mixed batch and compares every logprob; the number of tokens compared."""
+    chance = random.Random(seed)
+    shared = [chance.randrange(vocabulary_size) for _ in range(40)]
+    asked = []
+    for _ in range(num_completions):
+        own = [chance.randrange(vocabulary_size) for _ in range(chance.randint(1, 30))]
+        asked.append((shared + own if chance.random() < 0.5 else own, _random_sampling(chance)))
+    done = await asyncio.gather(*(engine.generate(ids, sampling) for ids, sampling in asked))
+    num_tokens = 0
+    for (ids, sampling), generation in zip(asked, done, strict=True):
+        completion = list(generation.completion_ids)
+        expected = compute_truth(truth, ids, completion, sampling.temperature, sampling.top_p)
+        torch.testing.assert_close(
+            torch.tensor(generation.rollout_logprobs, dtype=torch.float64),
+            torch.tensor(expected, dtype=torch.float64),
+            atol=1e-4,
+            rtol=0,
+        )
+        num_tokens += len(completion)
+    return num_tokens
+
+
+@pytest.mark.parametrize("tied", [True, False])
+async def test_logprobs_equal_a_plain_forward_pass_also_after_publications(
+    open_engine, build_tiny_model, compute_truth, tied
+):
+    size = build_tiny_model(tied=tied).config.vocab_size
+    async with open_engine(build_tiny_model(tied=tied)) as engine:
+        first = await _check_against_truth(
+            engine, build_tiny_model(tied=tied), compute_truth, size, 200, seed=1
+        )
+        assert first > 1000
+        for version in (1, 2, 3):
+            published = build_tiny_model(seed=version, tied=tied)
+            await engine.publish_weights(version, dict(published.named_parameters()))
+            # The same prompts as before: caches of the old weights would be met again.
+            num_tokens = await _check_against_truth(
+                engine, published, compute_truth, size, 200 if version == 3 else 40, seed=1
+            )
+            assert num_tokens > 100
+            assert await engine.policy_version() == version
+
+
+async def test_greedy_follows_the_plain_model(open_engine, build_tiny_model, prompt_ids):
+    model = build_tiny_model()
+    ids = list(prompt_ids)
+    with torch.no_grad():
+        for _ in range(20):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    async with open_engine() as engine:
+        greedy = await engine.generate(prompt_ids, Sampling(max_tokens=20, temperature=0.0))
+    assert list(greedy.completion_ids) == ids[len(prompt_ids) :]
+    assert greedy.rollout_logprobs == (0.0,) * 20
+
+
+async def test_samples_follow_the_distribution(open_engine, build_tiny_model, prompt_ids):
+    with torch.no_grad():
+        logits = build_tiny_model()(torch.tensor([prompt_ids])).logits[0, -1]
+    probability, likeliest = (logits / 0.5).softmax(-1).max(-1)
+    async with open_engine(max_num_seqs=64) as engine:
+        one = Sampling(max_tokens=1, temperature=0.5)
+        done = await asyncio.gather(*(engine.generate(prompt_ids, one) for _ in range(2000)))
+    share = sum(g.completion_ids[0] == int(likeliest) for g in done) / 2000
+    deviation = (float(probability) * (1 - float(probability)) / 2000) ** 0.5
+    assert 0.05 < float(probability) < 0.95
+    assert abs(share - float(probability)) < 5 * deviation
+
+
+async def test_a_seed_gives_the_same_tokens_whatever_else_runs(open_engine, prompt_ids):
+    seeded = Sampling(max_tokens=30, seed=7, temperature=1.3, top_p=0.9)
+    async with open_engine(max_num_seqs=8) as engine:
+        alone = await engine.generate(prompt_ids, seeded)
+        crowd = [
+            engine.generate([5 + i, *prompt_ids], Sampling(max_tokens=5 + i, temperature=i / 5))
+            for i in range(20)
+        ]
+        together = (await asyncio.gather(*crowd, engine.generate(prompt_ids, seeded)))[-1]
+        other = await engine.generate(
+            prompt_ids, Sampling(max_tokens=30, seed=8, temperature=1.3, top_p=0.9)
+        )
+        unseeded = Sampling(max_tokens=30, temperature=1.3)
+        first, second = await asyncio.gather(
+            engine.generate(prompt_ids, unseeded), engine.generate(prompt_ids, unseeded)
+        )
+    assert together.completion_ids == alone.completion_ids
+    assert other.completion_ids != alone.completion_ids
+    assert first.completion_ids != second.completion_ids
+
+
+async def test_streaming_gives_the_tokens_one_by_one(open_engine, prompt_ids):
+    sampling = Sampling(max_tokens=25, seed=3)
+    async with open_engine() as engine:
+        whole = await engine.generate(prompt_ids, sampling)
+        pieces = await _collect(engine, prompt_ids, sampling)
+    assert [len(p.completion_ids) for p in pieces] == [1] * len(whole.completion_ids)
+    assert tuple(p.completion_ids[0] for p in pieces) == whole.completion_ids
+    assert [p.rollout_logprobs[0] for p in pieces] == pytest.approx(
+        whole.rollout_logprobs, abs=1e-5
+    )
+    assert [p.finish_reason for p in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert pieces[-1].finish_reason == whole.finish_reason
+
+
+async def test_stop_texts_end_the_completion_across_token_borders(
+    open_engine, tiny_tokenizer, prompt_ids
+):
+    async with open_engine() as engine:
+        free = await engine.generate(prompt_ids, Sampling(max_tokens=60, seed=11))
+        text = ""
+        for border in range(1, len(free.completion_ids)):
+            head = tiny_tokenizer.decode(free.completion_ids[:border])
+            text = tiny_tokenizer.decode(free.completion_ids)
+            stop = text[len(head) - 1 : len(head) + 1]  # a character of either side
+            if "\ufffd" not in head + stop and text.find(stop) == len(head) - 1:
+                break
+        else:
+            pytest.fail("this seed spells nothing to stop at; take another")
+        stopped = await engine.generate(
+            prompt_ids, Sampling(max_tokens=60, seed=11, stop=("never spelled", stop))
+        )
+    assert stopped.finish_reason == "stop"
+    assert stopped.stop_text == stop
+    assert stopped.completion_ids == free.completion_ids[: border + 1]
+    assert stop in tiny_tokenizer.decode(stopped.completion_ids)
+    assert stop not in tiny_tokenizer.decode(stopped.completion_ids[:-1])
+
+
+async def test_end_tokens_stop_and_are_kept(open_engine, tiny_tokenizer, prompt_ids):
+    async with open_engine() as engine:
+        free = await engine.generate(prompt_ids, Sampling(max_tokens=20, seed=5))
+        assert free.finish_reason == "length"
+        assert len(free.completion_ids) == 20
+        chosen = free.completion_ids[7]
+        cut = free.completion_ids.index(chosen) + 1
+        stopped = await engine.generate(
+            prompt_ids, Sampling(max_tokens=20, seed=5, stop_token_ids=(chosen,))
+        )
+        assert stopped.completion_ids == free.completion_ids[:cut]
+        assert (stopped.finish_reason, stopped.stop_text) == ("stop", None)
+        last = await engine.generate(
+            prompt_ids, Sampling(max_tokens=cut, seed=5, stop_token_ids=(chosen,))
+        )
+        assert last.finish_reason == "stop"
+
+
+async def test_the_models_own_end_tokens_stop(
+    open_engine, build_tiny_model, tiny_tokenizer, prompt_ids
+):
+    async with open_engine() as engine:
+        free = await engine.generate(prompt_ids, Sampling(max_tokens=20, seed=5))
+    model = build_tiny_model()
+    model.generation_config.eos_token_id = [free.completion_ids[3], 1]
+    async with open_engine(model) as engine:
+        ended = await engine.generate(prompt_ids, Sampling(max_tokens=20, seed=5))
+        # The tokenizer's end token counts too, though the model's list does not name it.
+        with torch.no_grad():
+            model.lm_head.weight[tiny_tokenizer.eos_token_id] = 0.0
+        many = [engine.generate(prompt_ids, Sampling(temperature=5.0)) for _ in range(64)]
+        done = await asyncio.gather(*many)
+    cut = free.completion_ids.index(free.completion_ids[3]) + 1
+    assert ended.completion_ids == free.completion_ids[:cut]
+    assert ended.finish_reason == "stop"
+    ends = {g.completion_ids[-1] for g in done if g.finish_reason == "stop"}
+    assert tiny_tokenizer.eos_token_id in ends
+    for generation in done:
+        assert tiny_tokenizer.eos_token_id not in generation.completion_ids[:-1]
+
+
+async def test_lengths_are_limited(open_engine, prompt_ids):
+    async with open_engine(max_model_len=64) as engine:
+        limit = Sampling(max_tokens=500, temperature=0.0)
+        ids = (prompt_ids * 4)[:60]
+        clamped = await engine.generate(ids, limit)
+        assert (len(clamped.completion_ids), clamped.finish_reason) == (4, "length")
+        unlimited = await engine.generate(ids, Sampling(temperature=0.0))
+        assert len(unlimited.completion_ids) == 4
+        assert len((await engine.generate((ids * 2)[:63], limit)).completion_ids) == 1
+        with pytest.raises(ContextLengthError) as caught:
+            await engine.generate((ids * 2)[:64], limit)
+        assert (caught.value.num_prompt_tokens, caught.value.max_model_len) == (64, 64)
+        with pytest.raises(ContextLengthError):
+            engine.stream((ids * 2)[:64], limit)
+
+
+@pytest.mark.parametrize(
+    ("ids", "sampling", "message"),
+    [
+        ([], Sampling(), "prompt is empty"),
+        ([3, 100_000], Sampling(), "token id 100000 is outside"),
+        ([3, -1], Sampling(), "token id -1 is outside"),
+        ([3], Sampling(temperature=-1.0), "temperature -1.0 is not allowed"),
+        ([3], Sampling(temperature=float("nan")), "temperature nan is not allowed"),
+        ([3], Sampling(top_p=0.0), "top_p 0.0 is not allowed"),
+        ([3], Sampling(max_tokens=0), "max_tokens 0 is not allowed"),
+    ],
+)
+async def test_bad_requests_are_refused_and_the_engine_lives_on(
+    open_engine, ids, sampling, message
+):
+    async with open_engine() as engine:
+        with pytest.raises(EngineError, match=message):
+            await engine.generate(ids, sampling)
+        assert (await engine.generate([3], Sampling(max_tokens=2))).completion_ids
+
+
+async def test_unequal_sampling_shares_a_batch(open_engine, prompt_ids):
+    async with open_engine() as engine:
+        greedy = await engine.generate(prompt_ids, Sampling(max_tokens=16, temperature=0.0))
+        mixed = await asyncio.gather(
+            *(
+                engine.generate(prompt_ids, Sampling(max_tokens=16, temperature=t, seed=1))
+                for t in (0.0, 4.0, 0.0, 1.0, 1e-4, 4.0)
+            )
+        )
+    for index in (0, 2):
+        assert mixed[index].completion_ids == greedy.completion_ids
+        assert mixed[index].rollout_logprobs == (0.0,) * len(greedy.completion_ids)
+    assert mixed[1].completion_ids == mixed[5].completion_ids != mixed[3].completion_ids
+    assert mixed[4].completion_ids == greedy.completion_ids
+
+
+async def test_no_more_than_max_num_seqs_are_sampled_at_once(open_engine, prompt_ids):
+    most = 0
+    running = 0
+
+    async def run(engine: EmbeddedEngine) -> None:
+        nonlocal most, running
+        seen = False
+        async for _ in engine.stream(prompt_ids, Sampling(max_tokens=10, temperature=0.0)):
+            if not seen:
+                seen, running = True, running + 1
+                most = max(most, running)
+        running -= 1
+
+    async with open_engine(max_num_seqs=3) as engine:
+        await asyncio.gather(*(run(engine) for _ in range(11)))
+        assert 1 < most <= 3
+
+
+async def test_cancelled_calls_leave_the_engine(open_engine, prompt_ids):
+    endless = Sampling(temperature=0.0)
+    async with open_engine(max_num_seqs=2, max_model_len=4096) as engine:
+        free = engine.cache_free_share
+        tasks = [asyncio.create_task(engine.generate(prompt_ids, endless)) for _ in range(6)]
+        stream = engine.stream(prompt_ids, endless)
+        await asyncio.sleep(0.05)
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(r, asyncio.CancelledError) for r in results)
+        await anext(stream)
+        await stream.aclose()
+        # Both places are free again, and so is the cache.
+        await asyncio.wait_for(
+            engine.generate([3, 4], Sampling(max_tokens=5, temperature=0.0)), timeout=5
+        )
+        assert engine.num_in_flight == 0
+        assert engine.cache_free_share == free
+
+
+async def test_a_call_past_its_deadline_is_aborted(open_engine, prompt_ids):
+    async with open_engine(max_model_len=4096, generate_timeout_seconds=0.3) as engine:
+        started = time.monotonic()
+        with pytest.raises(EngineTimeoutError, match=r"0\.3 s"):
+            await engine.generate(prompt_ids, Sampling(temperature=0.0))
+        with pytest.raises(EngineTimeoutError):
+            await _collect(engine, prompt_ids, Sampling(temperature=0.0))
+        assert time.monotonic() - started < 5
+        await engine.generate(prompt_ids, Sampling(max_tokens=2))
+        assert engine.num_in_flight == 0
+
+
+async def test_calls_from_several_event_loops_share_the_engine(open_engine, prompt_ids):
+    sampling = Sampling(max_tokens=20, seed=2)
+    async with open_engine() as engine:
+        here = await engine.generate(prompt_ids, sampling)
+
+        def run_elsewhere() -> Generation:
+            return asyncio.run(engine.generate(prompt_ids, sampling))
+
+        there = await asyncio.gather(*(asyncio.to_thread(run_elsewhere) for _ in range(4)))
+    assert {g.completion_ids for g in there} == {here.completion_ids}
+
+
+async def test_a_small_cache_still_finishes_every_call(
+    open_engine, build_tiny_model, compute_truth, prompt_ids, monkeypatch
+):
+    """Requests that were evicted go on where they were, with exact logprobs."""
+    monkeypatch.setattr("agentrl_cli.engine.embedded_sizes._HEADROOM", 0.2)
+    async with open_engine(max_num_seqs=16, max_model_len=128) as engine:
+        sampling = Sampling(max_tokens=80, temperature=1.0)
+        asked = [[i + 3, *prompt_ids[:20]] for i in range(16)]
+        done = await asyncio.gather(*(engine.generate(ids, sampling) for ids in asked))
+    model = build_tiny_model()
+    for ids, generation in zip(asked, done, strict=True):
+        expected = compute_truth(model, ids, list(generation.completion_ids), 1.0, 1.0)
+        assert generation.rollout_logprobs == pytest.approx(expected, abs=1e-4)
+        assert len(generation.versions) == len(generation.completion_ids)
