@@ -1,0 +1,54 @@
+"""The ``agentrl`` command: its sub-commands, and what happens to errors that leave them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from agentrl_cli.cli.evaluation import evaluate_command
+from agentrl_cli.cli.failures import run_reporting_failures
+from agentrl_cli.cli.inspection import inspect_command
+from agentrl_cli.cli.sft import sft_command
+from agentrl_cli.cli.training import train_command
+
+app = typer.Typer(
+    name="agentrl",
+    help="Make any LLM agent better at its job by reinforcement learning, with one command.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    # Plain help: loading the styled one would double the time of --help.
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("train", short_help="Train an agent.")(train_command)
+app.command("eval", short_help="Measure an agent.")(evaluate_command)
+app.command("inspect-trajectories", short_help="Look at what agents did.")(inspect_command)
+app.command("sft", short_help="Train a model on conversations.")(sft_command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from agentrl_cli import __version__
+
+        typer.echo(f"agentrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Options of every sub-command."""
+
+
+def main() -> None:
+    """Runs the command line and exits with its code: 0 done, 1 failed, 2 wrong input."""
+    sys.exit(run_reporting_failures(app))

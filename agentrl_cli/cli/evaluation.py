@@ -1,0 +1,87 @@
+"""``agentrl eval``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentrl_cli.cli.options import ConfigOption, OverridesArgument
+from agentrl_cli.errors import UserInputError
+
+
+def evaluate_command(
+    config: ConfigOption,
+    overrides: OverridesArgument = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="A checkpoint's folder, instead of model.path.", metavar="DIR"),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate the first N tasks only.", metavar="N")
+    ] = None,
+    base_url: Annotated[
+        str | None,
+        typer.Option(help="Run the agent on this OpenAI-compatible endpoint.", metavar="URL"),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The endpoint's model.", metavar="NAME")] = None,
+) -> None:
+    """Measure an agent on the validation dataset: mean reward, pass@k, lengths, failures."""
+    _check_endpoint(checkpoint, base_url, model)
+    from agentrl_cli.config.loading import load_config
+    from agentrl_cli.launch.plan import check_supported, count_visible_gpus
+
+    experiment = load_config(config, overrides or [])
+    if base_url is None:
+        check_supported(experiment, num_gpus=count_visible_gpus())
+
+    from agentrl_cli.cli.display import build_observer
+    from agentrl_cli.cli.failures import crashes_logged
+    from agentrl_cli.cli.report_table import print_report
+    from agentrl_cli.launch.local import run_evaluation
+    from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+
+    run_dir = run_dir_of(experiment)
+    with (
+        crashes_logged(lambda: RunFolder(run_dir).log_path("eval")),
+        build_observer() as observer,
+    ):
+        report = run_evaluation(
+            experiment,
+            checkpoint=checkpoint,
+            limit=limit,
+            base_url=base_url,
+            model_name=model,
+            observer=observer,
+        )
+    print_report(report, title=_describe_model(checkpoint, model, experiment.model.path))
+    typer.echo(f"look at its trajectories:  agentrl inspect-trajectories {run_dir} --evals")
+
+
+def _check_endpoint(checkpoint: Path | None, base_url: str | None, model: str | None) -> None:
+    if base_url is not None and model is None:
+        raise UserInputError("--base-url needs the model's name there. Add --model NAME")
+    if model is not None and base_url is None:
+        raise UserInputError(
+            "--model is the name of a model at an endpoint. Add --base-url URL, "
+            "or type model.path=NAME for a model that agentrl runs itself"
+        )
+    if base_url is not None and not base_url.startswith(("http://", "https://")):
+        raise UserInputError(
+            f"--base-url {base_url!r} is no URL. Type it like https://api.openai.com/v1"
+        )
+    if checkpoint is None:
+        return
+    if base_url is not None:
+        raise UserInputError("--checkpoint and --base-url name two different models: give one")
+    if not (checkpoint / "config.json").is_file():
+        problem = "has no config.json" if checkpoint.is_dir() else "no such folder"
+        raise UserInputError(
+            f"--checkpoint {checkpoint}: {problem}. Allowed: a folder such as "
+            "runs/EXPERIMENT/TRIAL/checkpoints/step-000050"
+        )
+
+
+def _describe_model(checkpoint: Path | None, model: str | None, path: str) -> str:
+    return str(checkpoint or model or path)

@@ -1,0 +1,100 @@
+"""What a person sees when a command fails: a message and an exit code, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from agentrl_cli.errors import AgentrlError
+
+#: What shells expect of a command that was ended by Ctrl-C.
+EXIT_INTERRUPTED = 130
+
+_DEBUG = "AGENTRL_DEBUG"
+
+
+def run_reporting_failures(command: Callable[[], object]) -> int:
+    """Runs ``command`` and gives the exit code; whatever it raises becomes a message."""
+    try:
+        command()
+    except SystemExit as exit_request:
+        code = _exit_code(exit_request)
+        if code == EXIT_INTERRUPTED:
+            _say("stopped by Ctrl-C")
+        return code
+    except KeyboardInterrupt:
+        _say("stopped by Ctrl-C")
+        return EXIT_INTERRUPTED
+    except AgentrlError as error:
+        if os.environ.get(_DEBUG):
+            traceback.print_exc()
+        _say(str(error), "error")
+        return error.exit_code
+    except Exception as error:
+        return _report_unexpected(error)
+    return 0
+
+
+@contextmanager
+def crashes_logged(find_log: Callable[[], Path]) -> Iterator[None]:
+    """Writes the traceback of an unexpected exception to the run's log, and lets it go on."""
+    try:
+        yield
+    except AgentrlError:
+        raise
+    except Exception as error:
+        from agentrl_cli.log import add_file_log, get_logger
+
+        try:
+            path = find_log()
+            handler = add_file_log(path)
+        except (OSError, AgentrlError) as log_error:
+            error.add_note(f"(its traceback could not be written to the run's log: {log_error})")
+            raise error from None
+        try:
+            # In the message, not as exc_info: only messages are searched for secrets.
+            get_logger(__name__).error("%s", traceback.format_exc())
+        finally:
+            get_logger("agentrl_cli").removeHandler(handler)
+            handler.close()
+        error.add_note(f"The full traceback is in {path}")
+        raise
+
+
+def _report_unexpected(error: Exception) -> int:
+    if os.environ.get(_DEBUG):
+        traceback.print_exception(error)
+    else:
+        notes = getattr(error, "__notes__", [])
+        logged = " ".join(notes) or f"Set {_DEBUG}=1 and type the command again to see where."
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        _say(
+            f"unexpected {type(error).__name__}: {error}{place}\n"
+            f"This is a bug in agentrl, or in code it called. {logged}",
+            "error",
+        )
+    return 1
+
+
+def _exit_code(exit_request: SystemExit) -> int:
+    code = exit_request.code
+    if code is None:
+        return 0
+    return code if isinstance(code, int) else 1
+
+
+def _say(text: str, label: str = "") -> None:
+    stream = sys.stderr
+    if label:
+        label = f"\x1b[1;31m{label}:\x1b[0m " if _has_color(stream) else f"{label}: "
+    print(f"{label}{text}", file=stream, flush=True)
+
+
+def _has_color(stream: TextIO) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

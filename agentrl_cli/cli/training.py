@@ -1,0 +1,65 @@
+"""``agentrl train``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from agentrl_cli.cli.options import ConfigOption, OverridesArgument
+
+
+def train_command(
+    config: ConfigOption,
+    overrides: OverridesArgument = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Print the resolved configuration and the processes; start nothing."
+        ),
+    ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Delete what is in the run folder and start over."),
+    ] = False,
+) -> None:
+    """Train an agent; typed again, it goes on where it was stopped."""
+    from agentrl_cli.config.loading import dump_config, load_config
+    from agentrl_cli.launch.plan import (
+        build_plan,
+        check_supported,
+        count_visible_gpus,
+        format_plan,
+    )
+
+    experiment = load_config(config, overrides or [])
+    experiment.check_trainable()
+    num_gpus = count_visible_gpus()
+    if dry_run:
+        from agentrl_cli.store.run_folder import run_dir_of
+
+        typer.echo(dump_config(experiment), nl=False)
+        plan = format_plan(build_plan(experiment, num_gpus=num_gpus))
+        # As comments: what is printed stays a configuration file.
+        typer.echo(f"# run folder: {run_dir_of(experiment)}\n# processes:")
+        typer.echo("\n".join(f"#   {line}" for line in plan.splitlines()))
+        check_supported(experiment, num_gpus=num_gpus)
+        typer.echo("# nothing was started (--dry-run)")
+        return
+    check_supported(experiment, num_gpus=num_gpus)
+
+    from agentrl_cli.cli.display import build_observer
+    from agentrl_cli.cli.failures import crashes_logged
+    from agentrl_cli.cli.interrupt import stop_on_signals
+    from agentrl_cli.cli.summary import print_summary
+    from agentrl_cli.launch.local import run_training
+    from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+
+    log = "command"
+    with (
+        crashes_logged(lambda: RunFolder(run_dir_of(experiment)).log_path(log)),
+        build_observer(total_steps=experiment.train.total_steps) as observer,
+        stop_on_signals(observer.on_message) as stop,
+    ):
+        result = run_training(experiment, observer=observer, overwrite=overwrite, stop=stop)
+    print_summary(RunFolder.open(result.run_dir), config_path=config, overrides=overrides or [])

@@ -1,0 +1,80 @@
+"""The same views as JSON: strict (no NaN), stable names."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from agentrl_cli.inspector.list_view import StepSummary
+from agentrl_cli.inspector.query import Selection, Source
+from agentrl_cli.inspector.tokens_view import list_tokens
+from agentrl_cli.records import Trajectory
+
+_TOKEN_FIELDS = ("prompt_ids", "completion_ids", "rollout_logprobs", "versions")
+
+
+def format_steps(run: str, summaries: Sequence[StepSummary]) -> str:
+    """``{"run", "steps": [...], "evals": [...]}``."""
+    rows = [
+        {k: v for k, v in asdict(s).items() if k != "source"} | _locate(s.source) for s in summaries
+    ]
+    return _dump(
+        {
+            "run": run,
+            "steps": [r for r in rows if r["source"] == "step"],
+            "evals": [r for r in rows if r["source"] == "eval"],
+        }
+    )
+
+
+def format_selection(run: str, selection: Selection) -> str:
+    """``{"run", "num_matching", "trajectories": [...], "problems": [...]}``."""
+    rows = [asdict(f.summary) | _locate(f.source) for f in selection.found]
+    return _dump(
+        {
+            "run": run,
+            "num_matching": selection.num_matching,
+            "trajectories": rows,
+            "problems": selection.problems,
+        }
+    )
+
+
+def format_trajectory(source: Source, trajectory: Trajectory, *, tokens: bool) -> str:
+    """All fields of a trajectory; with ``tokens`` its ids, logprobs, versions and mask too."""
+    data = asdict(trajectory) | _locate(source)
+    for interaction, row in zip(trajectory.interactions, data["interactions"], strict=True):
+        row["num_prompt_tokens"] = len(interaction.prompt_ids)
+        row["num_completion_tokens"] = len(interaction.completion_ids)
+        if tokens:
+            row["loss_mask"] = [t.trained for t in list_tokens(interaction)]
+        else:
+            for name in _TOKEN_FIELDS:
+                del row[name]
+    return _dump(data)
+
+
+def _locate(source: Source) -> dict[str, Any]:
+    return {
+        "source": "eval" if source.is_eval else "step",
+        "step": source.step,
+        "label": source.label,
+    }
+
+
+def _dump(value: Any) -> str:
+    # ASCII: any terminal and any reader takes it.
+    return json.dumps(_to_strict(value), indent=2, allow_nan=False, default=repr)
+
+
+def _to_strict(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(k): _to_strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_strict(v) for v in value]
+    return value

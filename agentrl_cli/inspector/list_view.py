@@ -1,0 +1,112 @@
+"""Tables: the steps of a run, and the trajectories of a selection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+from agentrl_cli.errors import AgentrlError
+from agentrl_cli.inspector.query import Found, Source, list_sources
+from agentrl_cli.inspector.text import format_number, one_line
+from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.store.trajectory_file import TrajectorySummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSummary:
+    """One stored file of trajectories in numbers; all None where it cannot be read."""
+
+    source: Source
+    num_trajectories: int | None = None
+    reward_mean: float | None = None
+    num_unscored: int | None = None
+    num_failed: int | None = None
+    turns_mean: float | None = None
+    tokens_mean: float | None = None
+    problem: str | None = None
+
+
+def summarize_steps(folder: RunFolder) -> list[StepSummary]:
+    """Every step and evaluation of a run."""
+    summaries = []
+    for source in list_sources(folder):
+        try:
+            summaries.append(_summarize(source, source.summarize(folder)))
+        except AgentrlError as error:
+            summaries.append(StepSummary(source=source, problem=str(error)))
+    return summaries
+
+
+def build_step_table(summaries: Sequence[StepSummary]) -> Table:
+    """One row a step."""
+    table = Table(box=None)
+    for name in ("", "trajectories", "reward", "unscored", "failed", "turns", "tokens"):
+        table.add_column(name, justify="left" if not name else "right")
+    for s in summaries:
+        if s.problem is not None:
+            table.add_row(s.source.name, Text("damaged", style="red"))
+            continue
+        table.add_row(
+            s.source.name,
+            str(s.num_trajectories),
+            format_number(s.reward_mean),
+            str(s.num_unscored),
+            str(s.num_failed),
+            format_number(s.turns_mean, 1),
+            format_number(s.tokens_mean, 1),
+        )
+    return table
+
+
+def build_trajectory_table(found: Sequence[Found]) -> Table:
+    """One row a trajectory, numbered from 1."""
+    table = Table(box=None)
+    right = ("#", "reward", "turns", "tools", "tokens", "seconds")
+    names = (
+        *("#", "id", "from", "task", "reward", "turns", "tools", "tokens", "seconds"),
+        *("failure", "answer"),
+    )
+    for name in names:
+        table.add_column(
+            name,
+            justify="right" if name in right else "left",
+            no_wrap=name in ("#", "id"),
+            overflow="fold" if name == "id" else "ellipsis",
+        )
+    for number, item in enumerate(found, start=1):
+        s = item.summary
+        table.add_row(
+            str(number),
+            Text(s.id),
+            Text(item.source.name),
+            Text(s.task_id),
+            format_number(s.reward),
+            str(s.num_turns),
+            str(s.num_tool_calls),
+            str(s.num_completion_tokens),
+            f"{s.seconds:.1f}",
+            Text(s.failure_boundary.value if s.failure_boundary else "", style="red"),
+            Text(one_line(s.final_answer or s.failure_message or "", 40)),
+        )
+    return table
+
+
+def _summarize(source: Source, trajectories: Sequence[TrajectorySummary]) -> StepSummary:
+    rewards = [t.reward for t in trajectories if t.reward is not None and not math.isnan(t.reward)]
+    return StepSummary(
+        source=source,
+        num_trajectories=len(trajectories),
+        reward_mean=_mean(rewards),
+        num_unscored=len(trajectories) - len(rewards),
+        num_failed=sum(t.failure_boundary is not None for t in trajectories),
+        turns_mean=_mean([t.num_turns for t in trajectories]),
+        tokens_mean=_mean([t.num_completion_tokens for t in trajectories]),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
