@@ -13,6 +13,8 @@ _SIGN = r"(?:(?<![0-9A-Za-z)\]])[-−])?\$?"
 _NUMBER_IN_TEXT = re.compile(
     rf"{_SIGN}(?:[0-9]{{1,3}}(?:,[0-9]{{3}})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|{_SIGN}\.[0-9]+"
 )
+#: A boxed number may have a name before it and a unit after it, and nothing to calculate.
+_BOXED_NUMBER = re.compile(rf"[^0-9.\\/^*+\-−]*({_NUMBER.pattern})[^0-9\\/^*+=\-−]*")
 _BRACE = re.compile(r"\\boxed\{|[{}]")
 
 
@@ -36,14 +38,11 @@ def extract_number(text: str) -> Decimal | None:
         if found:
             return _to_decimal(found.group())
     content = _find_last_boxed(text)
-    if content is not None:
-        found = _NUMBER.fullmatch(_clean(content))
-        if found:
-            return _to_decimal(found.group())
-    last = None
-    for last in _NUMBER_IN_TEXT.finditer(text):
-        pass
-    return _to_decimal(_clean(last.group())) if last else None
+    if content is not None and re.search("[0-9]", content):
+        found = _BOXED_NUMBER.fullmatch(_clean(content))
+        return _to_decimal(found.group(1)) if found else None
+    numbers = _NUMBER_IN_TEXT.findall(text)
+    return _to_decimal(_clean(numbers[-1])) if numbers else None
 
 
 def _as_text(value: Any) -> str:

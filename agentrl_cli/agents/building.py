@@ -21,11 +21,11 @@ SUPPLIED = ("client", "model")
 class AgentSource:
     """The agent of a config key, as often as trajectories need it.
 
-    A builder that names ``client`` or ``model`` is called for every trajectory: what it
-    returns belongs to that trajectory alone. Any other builder is called once, and
-    trajectories that run at the same time share what it returned: right for agents that
-    are descriptions (an ``agents.Agent``) or functions; an object that keeps something
-    about the task in ``self`` should name ``client`` in its builder to get one per trajectory.
+    A builder that names ``client`` is called for every trajectory: what it returns belongs
+    to that trajectory alone. Any other builder is called once (once for each served name, if
+    it names ``model``), and trajectories that run at the same time share what it returned:
+    right for agents that are descriptions (an ``agents.Agent``) or functions; an object that
+    keeps something about the task in ``self`` should name ``client`` in its builder.
 
     Args:
         builder: the user's function.
@@ -42,20 +42,26 @@ class AgentSource:
         self._kwargs = dict(kwargs)
         self._key = key
         self._supplied = self._check_signature()
-        self.per_trajectory = bool(self._supplied)
+        self.per_trajectory = "client" in self._supplied
+        self._by_model: dict[str, AgentRunner] = {}
         stand_in = AsyncOpenAI(base_url="http://agentrl.invalid/v1", api_key="opens-nothing")
         try:
             built = self._build(stand_in, "model")
         except Exception as error:
             raise BuilderError(self._describe_raised(error)) from error
         self.runner: AgentRunner = adapt_agent(built, key)
-        """The agent as built on trial: what it is can be read from it, and a shared one runs."""
+        """The agent as built on trial: tells what it is; run where it can be shared."""
 
     def get_runner(self, client: AsyncOpenAI, model: str) -> AgentRunner:
         """The agent for one trajectory. Raises what the builder raises."""
-        if not self.per_trajectory:
+        if not self._supplied:
             return self.runner
-        return adapt_agent(self._build(client, model), self._key)
+        if not self.per_trajectory and model in self._by_model:
+            return self._by_model[model]
+        runner = adapt_agent(self._build(client, model), self._key)
+        if not self.per_trajectory:
+            self._by_model[model] = runner
+        return runner
 
     def _build(self, client: AsyncOpenAI, model: str) -> Any:
         values = {"client": client, "model": model}

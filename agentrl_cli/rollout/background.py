@@ -24,16 +24,22 @@ class BackgroundLoop:
 
     def __init__(self, name: str = "agentrl-rollout") -> None:
         self._loop = asyncio.new_event_loop()
+        self._closing = False
+        self._grace_seconds = 10.0
         self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
         self._thread.start()
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(_cancel_all(self._grace_seconds))
+            self._loop.close()
 
     def submit(self, coroutine: Coroutine[Any, Any, ResultT]) -> concurrent.futures.Future[ResultT]:
         """A future of the coroutine, which starts at once; cancelling it cancels the coroutine."""
-        if self._loop.is_closed():
+        if self._closing:
             coroutine.close()
             raise RuntimeError("the background loop was closed")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -62,19 +68,13 @@ class BackgroundLoop:
 
     def close(self, timeout_seconds: float = 10.0) -> None:
         """Cancels what still runs and ends the thread; may be called twice."""
-        if self._loop.is_closed():
-            return
-        future = self.submit(_cancel_all(timeout_seconds))
-        try:
-            future.result(timeout_seconds + 1.0)
-        except concurrent.futures.TimeoutError:
-            _log.warning("the background loop is blocked by code that does not await; leaving it")
+        if not self._closing:
+            self._closing = True
+            self._grace_seconds = timeout_seconds
             self._loop.call_soon_threadsafe(self._loop.stop)
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout_seconds)
-        if not self._thread.is_alive():
-            self._loop.close()
+        self._thread.join(timeout_seconds + 1.0)
+        if self._thread.is_alive():
+            _log.warning("the background loop is blocked by code that does not await; leaving it")
 
     def __enter__(self) -> Self:
         return self

@@ -89,7 +89,7 @@ class TaskStream:
 
 
 def build_eval_tasks(rows: Sequence[Mapping[str, Any]], step: int = 0) -> list[Task]:
-    """Every row once, in order, as the tasks of the evaluation before ``step + 1``."""
+    """Every row once, in order, as the tasks of the evaluation after ``step``."""
     return [
         Task(task_id=str(index), row=row, group_id=f"eval-{step:06d}.{index:03d}")
         for index, row in enumerate(rows)
@@ -158,7 +158,9 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield _check_row(_parse_json(line, path, number), f"{path}:{number}: the row")
+                yield _check_row(
+                    _parse_json(line.rstrip(), path, number), f"{path}:{number}: the row"
+                )
 
 
 def _parse_json(text: str, path: Path, first_line: int) -> Any:

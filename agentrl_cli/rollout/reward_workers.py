@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import importlib.util
 import multiprocessing
 import pickle
 import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +43,24 @@ def find_import_path(fn: Callable[..., Any]) -> str | None:
     module = sys.modules.get(module_name)
     if module is None or getattr(module, name, None) is not fn:
         return None
-    try:
-        if importlib.util.find_spec(module_name) is not None:
-            return f"{module_name}:{name}"
-    except (ImportError, ValueError):
-        # Loaded from a file under a made-up name: the file is the way to it.
-        pass
     file = getattr(module, "__file__", None)
+    if _find_origin(module_name) == file:
+        return f"{module_name}:{name}"
+    # Loaded from a file, under a name that leads nowhere: the file is the way to it.
     return f"{Path(file).resolve()}:{name}" if file else None
+
+
+def _find_origin(module_name: str) -> str | None:
+    """The file that a fresh process would import under this name."""
+    search: Sequence[str] | None = None
+    origin = None
+    parts = module_name.split(".")
+    for length in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:length]), search)
+        if spec is None:
+            return None
+        search, origin = spec.submodule_search_locations, spec.origin
+    return origin
 
 
 class RewardWorkers:

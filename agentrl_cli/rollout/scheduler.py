@@ -51,7 +51,7 @@ async def run_tasks(
     if pool.error is not None:
         raise pool.error
     trajectories = [finished[attempt.id] for attempt in attempts]
-    check_not_all_failed(trajectories, f"evaluation before step {step + 1}")
+    check_not_all_failed(trajectories, f"evaluation after step {step}")
     return trajectories
 
 

@@ -1,0 +1,261 @@
+"""Reward functions of every kind: called by keyword, judged by what they return."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl_cli.config.imports import import_object
+from agentrl_cli.errors import DatasetError, RewardError, RewardSignatureError
+from agentrl_cli.rollout.reward_results import parse_reward_result
+from agentrl_cli.rollout.reward_workers import MAX_STUCK_THREADS, find_import_path
+from agentrl_cli.rollout.rewards import AsyncRewardWrapper
+from rewards.gsm8k import gsm8k_reward_fn
+
+WORKER_FILE = """
+import os, time
+
+class Odd(Exception):
+    def __init__(self, a, b):
+        super().__init__(a)
+
+def pid(**kwargs):
+    return os.getpid()
+
+def fail(completions):
+    raise ValueError(f"cannot judge {completions}")
+
+def fail_oddly():
+    raise Odd(1, 2)
+
+def hang(completions):
+    time.sleep(60 if completions == "slow" else 0)
+    return 1.0
+
+def late_of_its_own():
+    raise TimeoutError("my own")
+
+def die():
+    os._exit(3)
+
+def count(**kwargs):
+    return {"reward": len(kwargs), "first": 1}
+"""
+
+
+@pytest.fixture
+def wrap(tmp_path):
+    """Wraps a function of a file outside the import path, as ``path/to/file.py:name``."""
+    path = tmp_path / "my_rewards.py"
+    path.write_text(WORKER_FILE)
+    wrappers = []
+
+    def build(name, **options):
+        import_path = f"{path}:{name}"
+        fn = import_object(import_path, "reward_fn_path")
+        wrappers.append(AsyncRewardWrapper(fn, import_path=import_path, **options))
+        return wrappers[-1]
+
+    yield build
+    for wrapper in wrappers:
+        wrapper.close()
+
+
+@pytest.mark.parametrize(
+    ("result", "reward"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (False, 0.0),
+        (0.5, 0.5),
+        (None, None),
+        (float("nan"), None),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3.0),
+        (np.bool_(True), 1.0),
+        (np.array(2.0), 2.0),
+        (np.float64("nan"), None),
+        (torch.tensor(0.25), 0.25),
+    ],
+)
+def test_numbers_of_every_kind(result, reward):
+    assert parse_reward_result(result) == (reward, {})
+    assert parse_reward_result({"reward": result}) == (reward, {})
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        "1.0",
+        [1.0],
+        (1.0, 2.0),
+        float("inf"),
+        np.array([1.0, 2.0]),
+        torch.zeros(2),
+        object(),
+        10**999,
+    ],
+)
+def test_anything_else_is_refused(result):
+    with pytest.raises(RewardError, match="Allowed: a number"):
+        parse_reward_result(result)
+
+
+def test_parts_are_kept_and_reward_is_required():
+    parts = {"reward": 1, "format": True, "style": np.float32(0.5), "unknown": None}
+    assert parse_reward_result(parts) == (1.0, {"format": 1.0, "style": 0.5})
+    with pytest.raises(RewardError, match="without 'reward'.*it has: total"):
+        parse_reward_result({"total": 1})
+
+
+async def test_async_functions_are_awaited_here_with_what_they_name():
+    async def reward_fn(completions, answer, bonus=2):
+        return (completions == answer) + bonus
+
+    wrapper = AsyncRewardWrapper(reward_fn)
+    assert await wrapper(completions="4", answer="4", prompt="2+2", question="x") == 3.0
+    with pytest.raises(RewardSignatureError, match="needs answer; supplied were: completions"):
+        await wrapper(completions="4")
+
+
+async def test_async_deadline_is_told_from_the_functions_own_timeout():
+    async def hang():
+        await asyncio.sleep(60)
+
+    async def own():
+        raise TimeoutError("my own")
+
+    with pytest.raises(RewardError, match=r"did not finish in 0.05 seconds"):
+        await AsyncRewardWrapper(hang, timeout_seconds=0.05)()
+    with pytest.raises(TimeoutError, match="my own"):
+        await AsyncRewardWrapper(own, timeout_seconds=5)()
+
+
+async def test_blocking_functions_run_in_another_process(wrap):
+    wrapper = wrap("pid")
+    assert await wrapper(completions="") != os.getpid()
+    parts = await wrap("count").score(completions="", answer="", question="")
+    assert (parts.reward, parts.parts) == (3.0, {"first": 1.0})
+
+
+async def test_exceptions_come_back_with_the_workers_traceback(wrap):
+    with pytest.raises(ValueError, match="cannot judge x") as caught:
+        await wrap("fail")(completions="x")
+    assert "my_rewards.py" in "".join(caught.value.__notes__)
+    # This one cannot be unpickled, so it comes back in words.
+    with pytest.raises(RewardError, match="Odd: 1"):
+        await wrap("fail_oddly")()
+    with pytest.raises(TimeoutError, match="my own"):
+        await wrap("late_of_its_own")()
+
+
+async def test_a_hanging_process_is_killed_and_replaced(wrap):
+    wrapper = wrap("hang", timeout_seconds=1.0)
+    assert await wrapper(completions="fast") == 1.0
+    started = time.perf_counter()
+    slow = asyncio.create_task(wrapper(completions="slow"))
+    with pytest.raises(RewardError, match=r"did not finish in 1 seconds"):
+        await slow
+    assert time.perf_counter() - started < 10
+    assert await wrapper(completions="fast") == 1.0
+
+
+async def test_a_dying_process_is_an_error_and_is_replaced(wrap):
+    wrapper = wrap("die")
+    for _ in range(2):
+        with pytest.raises(RewardError, match="died"):
+            await wrapper()
+
+
+async def test_functions_without_a_name_run_in_threads():
+    main = threading.get_ident()
+    seen = []
+
+    def nested(completions):
+        seen.append(threading.get_ident())
+        return len(completions)
+
+    assert find_import_path(nested) is None
+    assert await AsyncRewardWrapper(nested)(completions="abc") == 3.0
+    assert await AsyncRewardWrapper(lambda completions: 1)(completions="") == 1.0
+    assert await AsyncRewardWrapper(functools.partial(nested, completions="ab"))() == 2.0
+    assert main not in seen
+
+
+async def test_stuck_threads_do_not_hold_up_others_and_are_counted():
+    release = threading.Event()
+
+    def reward_fn(completions):
+        if completions == "slow":
+            release.wait(60)
+        return 1.0
+
+    wrapper = AsyncRewardWrapper(reward_fn, timeout_seconds=0.05)
+    for _ in range(MAX_STUCK_THREADS):
+        with pytest.raises(RewardError, match="did not finish"):
+            await wrapper(completions="slow")
+    with pytest.raises(RewardError, match="Put the function into a module"):
+        await wrapper(completions="fast")
+    release.set()
+    for _ in range(100):
+        await asyncio.sleep(0.01)
+        if wrapper._workers._num_stuck == 0:
+            break
+    assert await wrapper(completions="fast") == 1.0
+
+
+async def test_cancelled_thread_calls_end_quietly():
+    release = threading.Event()
+    wrapper = AsyncRewardWrapper(lambda: float(release.wait(60)))
+    call = asyncio.create_task(wrapper())
+    await asyncio.sleep(0.05)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    release.set()
+    assert await wrapper() == 1.0
+
+
+def test_import_paths_of_functions():
+    assert find_import_path(gsm8k_reward_fn) == "rewards.gsm8k:gsm8k_reward_fn"
+    assert find_import_path(lambda: 1) is None
+    assert find_import_path(functools.partial(gsm8k_reward_fn)) is None
+
+
+def test_file_functions_are_found_by_their_file(tmp_path):
+    path = tmp_path / "judge.py"
+    path.write_text("def score(completions):\n    return 1\n")
+    fn = import_object(f"{path}:score", "reward_fn_path")
+    assert find_import_path(fn) == f"{path}:score"
+
+
+def test_signature_is_held_against_the_dataset():
+    rows = [{"question": "a", "answer": "1"}, {"question": "b"}]
+
+    def by_answer(completions, answer): ...
+    def by_solution(completions, solution): ...
+    def lenient(completions, solution=None, **kwargs): ...
+
+    AsyncRewardWrapper(lenient).check_rows(rows, "train_dataset")
+    with pytest.raises(DatasetError, match=r"train_dataset: row 2 .* no field 'answer'"):
+        AsyncRewardWrapper(by_answer).check_rows(rows, "train_dataset")
+    with pytest.raises(
+        RewardSignatureError, match=r"nothing supplies its argument 'solution'.*answer, question"
+    ):
+        AsyncRewardWrapper(by_solution).check_rows(rows, "train_dataset")
+
+
+def test_what_is_no_function_or_not_callable_by_keyword_is_refused():
+    def positional(completions, /): ...
+
+    with pytest.raises(RewardSignatureError, match="positional-only"):
+        AsyncRewardWrapper(positional)
+    with pytest.raises(RewardSignatureError, match="is float, not a function"):
+        AsyncRewardWrapper(0.5)
