@@ -1,0 +1,75 @@
+"""Publishing from a real learner to the real embedded engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.engine.embedded import EmbeddedEngine
+from agentrl_cli.engine.protocol import Sampling
+from agentrl_cli.errors import WeightMismatchError
+from agentrl_cli.train.learner import Learner
+from agentrl_cli.train.publish import publish_and_verify
+
+PROBES = [[5, 6, 7, 8], [9, 10], [11] * 20]
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def tied(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+@pytest.fixture
+async def engine(
+    build_tiny_model: Callable[..., PreTrainedModel],
+    tiny_tokenizer: PreTrainedTokenizerBase,
+    tied: bool,
+) -> AsyncIterator[EmbeddedEngine]:
+    config = EngineConfig(max_model_len=128, num_threads=1)
+    engine = EmbeddedEngine(build_tiny_model(tied=tied), tiny_tokenizer, config, model_name="tiny")
+    yield engine
+    await engine.close()
+
+
+async def test_three_updates_are_published_and_verified(
+    engine, build_tiny_model, build_config, build_trajectory, tied
+):
+    learner = Learner(build_tiny_model(tied=tied), build_config(learning_rate=3e-2))
+    for version in (1, 2, 3):
+        batch = [
+            build_trajectory(f"g{version}", index, float(index), [([5, 6], [20 + index, 30])])
+            for index in range(4)
+        ]
+        learner.update(batch, version - 1)
+        metrics = await publish_and_verify(engine, learner, version, PROBES, 1e-4)
+        assert metrics["probe_gap_max"] < 1e-4
+    assert await engine.policy_version() == 3
+
+
+async def test_temperature_and_top_p_agree(engine, build_tiny_model, build_config, tied):
+    learner = Learner(build_tiny_model(tied=tied), build_config())
+    sampling = Sampling(max_tokens=40, temperature=0.8, top_p=0.9, seed=1)
+    for prompt in PROBES:
+        found = await engine.generate(prompt, sampling)
+        (expected,) = learner.compute_logprobs(
+            [[*prompt, *found.completion_ids]], starts=[len(prompt)], temperature=0.8, top_p=0.9
+        )
+        assert found.rollout_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+async def test_one_stale_matrix_is_found(engine, build_tiny_model, build_config, tied):
+    """What vLLM on CPU does to a tied head: everything is new except one matrix."""
+    learner = Learner(build_tiny_model(1, tied=tied), build_config())
+    published = learner.weights
+
+    def stale() -> dict[str, torch.Tensor]:
+        name = "model.layers.1.mlp.down_proj.weight"
+        return published() | {name: torch.zeros_like(published()[name])}
+
+    learner.weights = stale
+    with pytest.raises(WeightMismatchError, match="does not hold the trainer's weights"):
+        await publish_and_verify(engine, learner, 1, PROBES, 1e-3)
