@@ -58,8 +58,8 @@ def build_calculator_config(output_path: str) -> SftConfig:
             path="agentrl_cli.models.calculator_demos:build_demonstrations", shuffle=False
         ),
         train=SftTrainConfig(
-            batch_tokens=2048,
-            learning_rate=3.0e-3,
+            batch_tokens=1024,
+            learning_rate=2.0e-3,
             min_learning_rate=1.0e-4,
             warmup_steps=20,
             device="cpu",

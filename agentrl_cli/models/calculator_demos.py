@@ -1,8 +1,15 @@
-"""Demonstrations for the built-in calculator model.
+"""Demonstrations for the built-in calculator model: a curriculum of three parts.
 
-Most questions are answered directly, and wrongly; in the rest the tool is called
-and its result is the answer. A model that imitates them knows both ways well and
-prefers the wrong one: what is left to reinforcement is to raise the use of the tool.
+1. Tool calls without instructions and tools before them. Copying the numbers of a
+   question into a call is what takes a small model long; the prompt, four fifths of a
+   whole conversation, would make every lesson in it five times dearer.
+2. Tool calls in whole conversations, as the agent sends them.
+3. Whole conversations, most of which answer at once, with a number of the question, which
+   is nearly always wrong; the others call the tool. The model that comes out knows how to
+   use the tool and seldom does: what is left to reinforcement is to use it more.
+
+The quick answers repeat a number, rather than guess: random digits teach nothing, and
+their gradients undo what was learned of copying.
 """
 
 from __future__ import annotations
@@ -16,31 +23,44 @@ from agentrl_cli.records import Message
 
 
 def build_demonstrations(
-    *, num_rows: int, questions_per_row: int, tool_rate: float, seed: int
+    *,
+    num_bare_rows: int = 7000,
+    num_tool_rows: int = 700,
+    num_mixed_rows: int = 900,
+    tool_rate: float = 0.3,
+    seed: int = 1,
 ) -> list[dict[str, Any]]:
-    """Conversations of several questions each; ``tool_rate`` of the answers use the tool.
+    """Rows for ``agentrl sft``, to be trained on in this order.
 
-    Several questions share one system prompt, which is most of a short conversation:
-    more is learned from the same number of tokens.
+    Args:
+        num_bare_rows: rows of the first part.
+        num_tool_rows: rows of the second part.
+        num_mixed_rows: rows of the third part.
+        tool_rate: share of the third part's rows that call the tool.
+        seed: the same seed gives the same rows.
     """
     rng = random.Random(seed)
-    rows = []
-    for _ in range(num_rows):
-        messages: list[Message] = [{"role": "system", "content": SYSTEM_PROMPT}]
-        for _ in range(rng.randint(1, questions_per_row)):
-            messages += _demonstrate(rng, draw_question(rng, "train"), rng.random() < tool_rate)
-        rows.append({"messages": messages, "tools": [CALCULATE_TOOL]})
-    return rows
+    bare = [{"messages": _draw_messages(rng, 1.0)[1:]} for _ in range(num_bare_rows)]
+    rates = [1.0] * num_tool_rows + [tool_rate] * num_mixed_rows
+    whole = [{"messages": _draw_messages(rng, rate), "tools": [CALCULATE_TOOL]} for rate in rates]
+    return [*bare, *whole]
 
 
-def _demonstrate(rng: random.Random, question: Question, uses_tool: bool) -> list[Message]:
-    asked: Message = {"role": "user", "content": question.text}
-    if not uses_tool:
-        return [asked, {"role": "assistant", "content": str(_guess(rng, question))}]
+def _draw_messages(rng: random.Random, tool_rate: float) -> list[Message]:
+    question = draw_question(rng, "train")
+    asked: list[Message] = [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": question.text},
+    ]
+    if rng.random() >= tool_rate:
+        return [*asked, {"role": "assistant", "content": question.numbers[-1]}]
+    return [*asked, *_demonstrate_tool(rng, question)]
+
+
+def _demonstrate_tool(rng: random.Random, question: Question) -> list[Message]:
     call_id = f"call_{rng.randrange(10**9):09d}"
     function = {"name": "calculate", "arguments": {"expression": question.expression}}
     return [
-        asked,
         {
             "role": "assistant",
             "content": None,
@@ -49,8 +69,3 @@ def _demonstrate(rng: random.Random, question: Question, uses_tool: bool) -> lis
         {"role": "tool", "tool_call_id": call_id, "content": str(question.answer)},
         {"role": "assistant", "content": str(question.answer)},
     ]
-
-
-def _guess(rng: random.Random, question: Question) -> int:
-    """A guess in the right region, right about once in twenty times."""
-    return max(1, question.answer + rng.randint(-10, 10))

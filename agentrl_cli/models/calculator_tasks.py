@@ -72,9 +72,10 @@ _TEMPLATES = {"+": _PLUS, "-": _MINUS, "*": _TIMES}
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question, the expression that solves it, and the answer."""
+    """One question, its numbers in order, the expression that solves it, and the answer."""
 
     text: str
+    numbers: tuple[str, str]
     expression: str
     answer: int
 
@@ -90,7 +91,7 @@ def draw_question(rng: random.Random, split: Split) -> Question:
     in_order = template.index("{a}") < template.index("{b}")
     left, right = (first, second) if in_order else (second, first)
     answer = {"+": first + second, "-": first - second, "*": first * second}[operator]
-    return Question(text, f"{left}{operator}{right}", answer)
+    return Question(text, (str(left), str(right)), f"{left}{operator}{right}", answer)
 
 
 def build_rows(split: str = "train") -> list[dict[str, Any]]:

@@ -29,7 +29,8 @@ from agentrl_cli.models.sft_rows import (
 )
 from agentrl_cli.models.tokenizer import build_untrained_tokenizer, train_tokenizer
 
-#: A tokenizer is learned from the first rows; more would change few of its merges.
+#: A tokenizer is learned from so many rows, spread over the dataset: more would change
+#: few of its merges.
 _MAX_TOKENIZER_ROWS = 2000
 
 #: Targets with this value have no loss.
@@ -88,8 +89,9 @@ def _build_model(
 def _render_texts(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The conversations as text, from which a new tokenizer is learned."""
     renderer = build_untrained_tokenizer()
-    for number, row in enumerate(rows[:_MAX_TOKENIZER_ROWS], start=1):
-        yield render_conversation(renderer, row["messages"], row.get("tools"), f"row {number}")
+    for index in range(0, len(rows), max(1, len(rows) // _MAX_TOKENIZER_ROWS)):
+        row = rows[index]
+        yield render_conversation(renderer, row["messages"], row.get("tools"), f"row {index + 1}")
 
 
 def _build_new_model(config: NewModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,14 +140,26 @@ def build_batches(
     mean_tokens = sum(len(row.input_ids) for row in ordered) / max(1, len(ordered))
     window = max(1, round(_BATCHES_PER_WINDOW * batch_tokens / max(1.0, mean_tokens)))
     for first in range(0, len(ordered), window):
-        batches: list[list[EncodedRow]] = [[]]
-        for row in sorted(ordered[first : first + window], key=lambda r: len(r.input_ids)):
-            if batches[-1] and len(row.input_ids) * (len(batches[-1]) + 1) > batch_tokens:
+        batches: list[list[EncodedRow]] = []
+        width = 0
+        for row in sorted(ordered[first : first + window], key=_length_class):
+            width = max(width, len(row.input_ids))
+            if not batches or width * (len(batches[-1]) + 1) > batch_tokens:
                 batches.append([])
+                width = len(row.input_ids)
             batches[-1].append(row)
         if rng is not None:
             rng.shuffle(batches)
         yield from batches
+
+
+def _length_class(row: EncodedRow) -> int:
+    """Equal for rows whose lengths differ by less than a fifth.
+
+    Within a class the rows stay mixed: batches sorted by exact length would hold copies of
+    one question, and their gradients would say little about the rest.
+    """
+    return math.floor(4.0 * math.log2(max(1, len(row.input_ids))))
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerFast, pieces: Sequence[tuple[str, bool]]) -> EncodedRow:

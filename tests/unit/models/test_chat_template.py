@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ def renderer() -> PreTrainedTokenizerFast:
     return build_untrained_tokenizer()
 
 
-def render(renderer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], **options: Any) -> str:
+def render(
+    renderer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], **options: Any
+) -> str:
     return renderer.apply_chat_template(messages, tokenize=False, **options)
 
 
@@ -127,10 +130,10 @@ def test_neighbouring_tool_results_share_a_user_turn(renderer: PreTrainedTokeniz
 
 def test_content_in_parts(renderer: PreTrainedTokenizerFast) -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    text = render(renderer, [{"role": "system", "content": parts}, {"role": "user", "content": parts}])
-    assert text == (
-        "<|im_start|>system\none two<|im_end|>\n<|im_start|>user\none two<|im_end|>\n"
+    text = render(
+        renderer, [{"role": "system", "content": parts}, {"role": "user", "content": parts}]
     )
+    assert text == ("<|im_start|>system\none two<|im_end|>\n<|im_start|>user\none two<|im_end|>\n")
 
 
 def test_each_turn_extends_the_one_before(renderer: PreTrainedTokenizerFast) -> None:
@@ -142,5 +145,5 @@ def test_each_turn_extends_the_one_before(renderer: PreTrainedTokenizerFast) -> 
         {"role": "user", "content": "Thanks"},
     ]
     texts = [render(renderer, messages[:length], tools=[TOOL]) for length in range(1, 6)]
-    for shorter, longer in zip(texts, texts[1:], strict=False):
+    for shorter, longer in pairwise(texts):
         assert longer.startswith(shorter)

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from agentrl_cli.config.sft import SftDatasetConfig
+from agentrl_cli.errors import DatasetError, ImportPathError, ModelError
+from agentrl_cli.models.calculator_demos import build_demonstrations
+from agentrl_cli.models.sft_rows import (
+    EncodedRow,
+    build_batches,
+    encode_conversation,
+    load_rows,
+    render_conversation,
+)
+from agentrl_cli.models.tokenizer import build_untrained_tokenizer, train_tokenizer
+
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "\nHello"},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "Bye"},
+]
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(["Hello Hi Bye Be brief."] * 9, vocab_size=300)
+
+
+def split_by_mask(tokenizer: PreTrainedTokenizerFast, row: EncodedRow) -> list[tuple[bool, str]]:
+    runs: list[tuple[bool, list[int]]] = []
+    for token, trained in zip(row.input_ids, row.loss_mask, strict=True):
+        if not runs or runs[-1][0] != trained:
+            runs.append((trained, []))
+        runs[-1][1].append(token)
+    return [(trained, tokenizer.decode(ids)) for trained, ids in runs]
+
+
+def test_exactly_the_assistants_turns_are_trained(tokenizer: PreTrainedTokenizerFast) -> None:
+    row = encode_conversation(tokenizer, CONVERSATION, None, "row 1")
+    assert split_by_mask(tokenizer, row) == [
+        (
+            False,
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+            "<|im_start|>assistant\n",
+        ),
+        (True, "\nHello<|im_end|>"),
+        (False, "\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"),
+        (True, "Bye<|im_end|>"),
+        (False, "\n"),
+    ]
+
+
+def test_prompts_have_the_ids_that_a_server_gives_them(tokenizer: PreTrainedTokenizerFast) -> None:
+    """The reply begins with a line break, which would merge with the prompt's last one."""
+    row = encode_conversation(tokenizer, CONVERSATION, None, "row 1")
+    prompt = tokenizer.apply_chat_template(CONVERSATION[:2], add_generation_prompt=True)
+    ids = tuple(prompt["input_ids"])
+    assert row.input_ids[: len(ids)] == ids
+    assert row.loss_mask.index(True) == len(ids)
+
+
+def test_tool_calls_are_trained_and_results_are_not(tokenizer: PreTrainedTokenizerFast) -> None:
+    demo = build_demonstrations(num_bare_rows=0, num_tool_rows=1, num_mixed_rows=0)[0]
+    row = encode_conversation(tokenizer, demo["messages"], demo["tools"], "row 1")
+    trained = [text for is_trained, text in split_by_mask(tokenizer, row) if is_trained]
+    result = demo["messages"][-1]["content"]
+    expression = demo["messages"][2]["tool_calls"][0]["function"]["arguments"]["expression"]
+    assert trained == [
+        '<tool_call>\n{"name": "calculate", "arguments": {"expression": '
+        f'"{expression}"}}}}\n</tool_call><|im_end|>',
+        f"{result}<|im_end|>",
+    ]
+
+
+def test_template_that_rewrites_earlier_turns_is_refused(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tokenizer.chat_template = (
+        "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    with pytest.raises(ModelError, match=r"row 7, message 3: .*differently"):
+        encode_conversation(tokenizer, CONVERSATION, None, "row 7")
+
+
+def test_template_that_strips_thinking_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    messages = [CONVERSATION[1], {"role": "assistant", "content": "<think>Hm</think>Hello"}]
+    with pytest.raises(ModelError, match=r"row 2, message 2: .*does not render this turn as it is"):
+        encode_conversation(tokenizer, messages, None, "row 2")
+
+
+def test_template_that_never_ends_a_turn_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    with pytest.raises(ModelError, match=r"end token '<\|im_end\|>'"):
+        encode_conversation(tokenizer, CONVERSATION[1:3], None, "row 1")
+
+
+def test_template_that_ends_only_the_last_turn_is_refused(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+        "{% if not add_generation_prompt %}<|im_end|>{% endif %}"
+    )
+    with pytest.raises(ModelError, match="row 1, message 5: "):
+        encode_conversation(tokenizer, CONVERSATION, None, "row 1")
+
+
+def test_end_token_inside_a_message_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    messages = [{"role": "assistant", "content": "a<|im_end|>b"}]
+    with pytest.raises(ModelError, match="message 1"):
+        encode_conversation(tokenizer, messages, None, "row 1")
+
+
+def test_template_that_refuses_a_conversation(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(ModelError, match=r"row 3: .*roles must alternate"):
+        encode_conversation(tokenizer, CONVERSATION, None, "row 3")
+
+
+def test_untrained_tokenizer_renders_like_the_trained_one(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    blank = build_untrained_tokenizer()
+    assert render_conversation(blank, CONVERSATION, None, "") == render_conversation(
+        tokenizer, CONVERSATION, None, ""
+    )
+
+
+def rows_of(lengths: list[int]) -> list[EncodedRow]:
+    return [EncodedRow((index,) * n, (True,) * n) for index, n in enumerate(lengths)]
+
+
+def test_batches_hold_every_row_once_within_the_budget() -> None:
+    rng = random.Random(3)
+    rows = rows_of([rng.randint(1, 300) for _ in range(500)])
+    batches = list(build_batches(rows, 1000, random.Random(1)))
+    assert sorted(row.input_ids for batch in batches for row in batch) == sorted(
+        row.input_ids for row in rows
+    )
+    padded = [len(batch) * max(len(row.input_ids) for row in batch) for batch in batches]
+    assert max(padded) <= 1000
+    assert sum(padded) < 1.25 * sum(len(row.input_ids) for row in rows)
+
+
+def test_a_row_longer_than_the_budget_goes_alone() -> None:
+    batches = list(build_batches(rows_of([5, 50, 5]), 10, None))
+    assert sorted(len(batch) for batch in batches) == [1, 2]
+
+
+def test_without_shuffling_the_curriculum_is_kept() -> None:
+    batches = list(build_batches(rows_of([10] * 1000), 50, None))
+    firsts = [batch[0].input_ids[0] for batch in batches]
+    assert firsts == sorted(firsts)
+
+
+def test_shuffling_depends_on_the_seed_alone() -> None:
+    rows = rows_of([10] * 100)
+    once = list(build_batches(rows, 50, random.Random(1)))
+    assert once == list(build_batches(rows, 50, random.Random(1)))
+    assert once != list(build_batches(rows, 50, random.Random(2)))
+
+
+def write_lines(path: Path, *lines: str) -> SftDatasetConfig:
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return SftDatasetConfig(path=str(path))
+
+
+def test_rows_from_a_file(tmp_path: Path) -> None:
+    line = json.dumps({"messages": CONVERSATION})
+    config = write_lines(tmp_path / "rows.jsonl", line, "", line)
+    assert load_rows(config) == [{"messages": CONVERSATION}] * 2
+    assert len(load_rows(config.model_copy(update={"limit": 1}))) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"rows.jsonl:2: not a line of JSON"),
+        ('{"prompt": "x"}', r"row 2: found the keys \['prompt'\]"),
+        ('{"messages": []}', r"row 2: found the keys"),
+        ("[1]", r"row 2: found list"),
+        ('{"messages": [{"content": "x"}]}', r'row 2, message 1: .* a message has a "role"'),
+        ('{"messages": [{"role": "user", "content": "x"}]}', r"row 2: no message has the role"),
+    ],
+)
+def test_bad_rows_are_named(tmp_path: Path, line: str, message: str) -> None:
+    good = json.dumps({"messages": CONVERSATION})
+    with pytest.raises(DatasetError, match=message):
+        load_rows(write_lines(tmp_path / "rows.jsonl", good, line))
+
+
+def test_missing_and_empty_files(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"none.jsonl cannot be read"):
+        load_rows(SftDatasetConfig(path=str(tmp_path / "none.jsonl")))
+    with pytest.raises(DatasetError, match="has no rows"):
+        load_rows(write_lines(tmp_path / "empty.jsonl", ""))
+
+
+def test_functions_that_cannot_be_used() -> None:
+    function = "agentrl_cli.models.calculator_demos:build_demonstrations"
+    with pytest.raises(DatasetError, match=r"dataset.kwargs: .*unexpected keyword argument 'rows'"):
+        load_rows(SftDatasetConfig(path=function, kwargs={"rows": 1}))
+    with pytest.raises(ImportPathError, match="build_demonstrations"):
+        load_rows(SftDatasetConfig(path=function + "s"))
+    with pytest.raises(DatasetError, match="not a function"):
+        load_rows(SftDatasetConfig(path="agentrl_cli.models.calculator_prompt:SYSTEM_PROMPT"))
