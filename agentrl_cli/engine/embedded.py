@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import itertools
 import os
 import threading
@@ -26,6 +25,7 @@ _log = get_logger(__name__)
 
 #: A step of the engine that has begun cannot be interrupted; more than this is a hang.
 _CLOSE_SECONDS = 10.0
+_CLOSED = "the embedded engine was closed"
 
 
 class EmbeddedEngine:
@@ -63,7 +63,8 @@ class EmbeddedEngine:
             on_stopped=_call_weakly(self._on_stopped),
         )
         self._manager.start()
-        atexit.register(_call_weakly(self._shut_down))
+        # At the interpreter's end, or when nobody holds the engine any more.
+        weakref.finalize(self, self._manager.shut_down, _CLOSE_SECONDS)
 
     @property
     def model_name(self) -> str:
@@ -90,7 +91,7 @@ class EmbeddedEngine:
         prompt_ids: Sequence[int],
         sampling: Sampling,
         *,
-        session_id: str = "",  # noqa: ARG002 - one engine: nothing to route by session
+        session_id: str = "",
     ) -> Generation:
         """Samples one completion; see :class:`InferenceEngine`."""
         self._check_request(prompt_ids, sampling)
@@ -105,7 +106,7 @@ class EmbeddedEngine:
         prompt_ids: Sequence[int],
         sampling: Sampling,
         *,
-        session_id: str = "",  # noqa: ARG002 - one engine: nothing to route by session
+        session_id: str = "",
     ) -> AsyncIterator[Generation]:
         """Samples one completion token by token; what cannot be served is refused at once."""
         self._check_request(prompt_ids, sampling)
@@ -231,22 +232,22 @@ class EmbeddedEngine:
     def _on_stopped(self, error: BaseException | None) -> None:
         """Fails whatever waits. On the engine's thread, as its last act."""
         with self._lock:
-            if self._ended is None:
+            if self._ended is None and error is not None:
                 self._ended = EngineError(
-                    "the embedded engine's thread died"
-                    + (f": {type(error).__name__}: {error}" if error else "")
+                    f"the embedded engine's thread died: {type(error).__name__}: {error}"
                 )
                 self._ended.__cause__ = error
                 _log.error("%s", self._ended)
+            ended = self._ended = self._ended or EngineError(_CLOSED)
             calls = list(self._calls.values())
             self._calls.clear()
         for call in calls:
-            fail_call(call, self._ended)
+            fail_call(call, ended)
 
     def _shut_down(self) -> None:
         with self._lock:
             if self._ended is None:
-                self._ended = EngineError("the embedded engine was closed")
+                self._ended = EngineError(_CLOSED)
         self._manager.shut_down(_CLOSE_SECONDS)
 
 

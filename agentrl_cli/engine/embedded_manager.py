@@ -95,6 +95,8 @@ class EmbeddedManager(ContinuousBatchingManager):  # type: ignore[misc]
         thread = self._generation_thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(timeout_seconds)
+            if not thread.is_alive():
+                self.batch_processor = None  # frees the cache
 
     @property
     def num_in_flight(self) -> int:
