@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -28,16 +29,23 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def add_file_log(path: Path, level: int = logging.INFO) -> logging.Handler:
-    """Sends agentrl's records to ``path`` too; the caller removes the handler it gets."""
+@contextmanager
+def file_log(path: Path, level: int = logging.INFO) -> Iterator[None]:
+    """Sends agentrl's records to ``path`` too, inside the block."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handler.addFilter(SecretFilter())
     handler.setLevel(level)
     root = logging.getLogger("agentrl_cli")
-    root.setLevel(min(level, root.level or level))
+    previous = root.level
+    root.setLevel(min(level, previous or level))
     root.addHandler(handler)
-    return handler
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(previous)
+        handler.close()
 
 
 class Observer(Protocol):

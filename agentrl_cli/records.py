@@ -76,6 +76,8 @@ class Interaction:
     """One per completion token, in nats, of the distribution that was sampled from."""
     versions: tuple[int, ...] = ()
     """The policy version that sampled each completion token."""
+    num_reported_tokens: int = 0
+    """Sampled tokens as an endpoint counts them that gives no ids."""
     temperature: float = 1.0
     top_p: float = 1.0
     finish_reason: str | None = None
@@ -94,6 +96,11 @@ class Interaction:
     """The interaction's own reward; None: it has none of its own."""
     turn_return: float | None = None
     """Own reward plus discounted credit of its successors; None: not computed yet."""
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Sampled tokens, by their ids or, without ids, as reported."""
+        return len(self.completion_ids) or self.num_reported_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +148,7 @@ class Trajectory:
     @property
     def num_completion_tokens(self) -> int:
         """Sampled tokens over all calls."""
-        return sum(len(i.completion_ids) for i in self.interactions)
+        return sum(i.num_completion_tokens for i in self.interactions)
 
     @property
     def num_tool_calls(self) -> int:

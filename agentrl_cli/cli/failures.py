@@ -48,20 +48,16 @@ def crashes_logged(find_log: Callable[[], Path]) -> Iterator[None]:
     except AgentrlError:
         raise
     except Exception as error:
-        from agentrl_cli.log import add_file_log, get_logger
+        from agentrl_cli.log import file_log, get_logger
 
         try:
             path = find_log()
-            handler = add_file_log(path)
+            with file_log(path):
+                # In the message, not as exc_info: only messages are searched for secrets.
+                get_logger(__name__).error("%s", traceback.format_exc())
         except (OSError, AgentrlError) as log_error:
             error.add_note(f"(its traceback could not be written to the run's log: {log_error})")
             raise error from None
-        try:
-            # In the message, not as exc_info: only messages are searched for secrets.
-            get_logger(__name__).error("%s", traceback.format_exc())
-        finally:
-            get_logger("agentrl_cli").removeHandler(handler)
-            handler.close()
         error.add_note(f"The full traceback is in {path}")
         raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -29,7 +30,7 @@ class GenerationConfig(StrictConfig):
     n_samples: int = Field(4, ge=1)
     """Trajectories per task: the size of a group."""
     max_tokens: int = Field(1024, ge=1)
-    """Most tokens of one completion."""
+    """Most tokens of one completion, also for requests that ask for more."""
     temperature: float = Field(1.0, ge=0.0, le=10.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
 
@@ -96,6 +97,11 @@ class RolloutConfig(StrictConfig):
     """Deadline of one call of the reward function."""
     reward_workers: int = Field(1, ge=1)
     """Processes that run blocking reward functions."""
+
+    def compute_deadline(self, num_trajectories: int) -> float:
+        """Seconds after which so many trajectories are over, whatever agents and rewards do."""
+        num_waves = math.ceil(num_trajectories / self.max_concurrent)
+        return 60.0 + num_waves * (self.timeout_seconds + self.reward_timeout_seconds)
 
 
 class TrainConfig(StrictConfig):

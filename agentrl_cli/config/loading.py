@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 import types
 import typing
@@ -29,6 +30,10 @@ _LITERAL = {
     "tuple_type": "a list",
     "list_type": "a list",
 }
+
+
+#: What YAML makes of a plain word that is no text.
+_SCALARS = (bool, int, float, datetime.date)
 
 
 class _Loader(yaml.SafeLoader):
@@ -59,9 +64,8 @@ def load_config_as(
     data, lines = _read_yaml(path)
     overridden: dict[KeyPath, str] = {}
     for text in overrides:
-        key_path, value = _parse_override(text)
-        _set_key(data, key_path, value, text)
-        overridden[key_path] = text
+        parts, value = _parse_override(config_class, text)
+        overridden[_set_key(data, parts, value, text)] = text
     try:
         return config_class.model_validate(data)
     except ValidationError as error:
@@ -71,11 +75,13 @@ def load_config_as(
             for item in error.errors()
         ]
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        # The one command that has --dry-run reads this class.
+        check = f" Check with: agentrl train --config {path} --dry-run"
         raise ConfigError(
             f"{path} has {count}:\n"
             + "\n".join(problems)
-            + "\nNothing was started. Check with: agentrl train --config "
-            f"{path} --dry-run"
+            + "\nNothing was started."
+            + (check if config_class is ExperimentConfig else "")
         ) from None
 
 
@@ -89,11 +95,11 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        folder = path.parent if path.parent.is_dir() else Path()
-        found = sorted(p.name for p in folder.glob("*.yaml")) + sorted(
-            f"configs/{p.name}" for p in Path("configs").glob("*.yaml")
-        )
-        raise ConfigError(f"{path}: no such file; {format_nearest(path.name, found)}") from None
+        raise ConfigError(f"{path}: no such file; {_format_nearest_file(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(
+            f"{path}: is a folder, not a file; {_format_nearest_file(path / 'config.yaml')}"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as text: {error}") from None
     try:
@@ -103,7 +109,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
-        problem = getattr(error, "problem", None) or str(error)
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{where}: not valid YAML: {problem}") from None
     if not isinstance(data, dict):
         raise ConfigError(
@@ -113,7 +119,22 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     return data, lines
 
 
-def _walk_lines(node: yaml.Node, prefix: KeyPath, path: Path) -> Iterator[tuple[KeyPath, int]]:
+def _format_nearest_file(path: Path) -> str:
+    """The YAML files beside ``path``, and those in configs/."""
+    folder = path.parent if path.parent.is_dir() else Path()
+    found = {str(p) for p in (*folder.glob("*.yaml"), *Path("configs").glob("*.yaml"))}
+    return format_nearest(str(path), found)
+
+
+def _walk_lines(
+    node: yaml.Node, prefix: KeyPath, path: Path, inside: tuple[yaml.Node, ...] = ()
+) -> Iterator[tuple[KeyPath, int]]:
+    if node in inside:
+        raise ConfigError(
+            f"{path}:{node.start_mark.line + 1}: {_format_path(prefix)}: this alias (*name) "
+            "stands inside what it names: write the value out"
+        )
+    inside = (*inside, node)
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
@@ -125,16 +146,18 @@ def _walk_lines(node: yaml.Node, prefix: KeyPath, path: Path) -> Iterator[tuple[
                 )
             seen[key] = line
             yield (*prefix, key), line
-            yield from _walk_lines(value_node, (*prefix, key), path)
+            yield from _walk_lines(value_node, (*prefix, key), path, inside)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             yield (*prefix, index), item.start_mark.line + 1
-            yield from _walk_lines(item, (*prefix, index), path)
+            yield from _walk_lines(item, (*prefix, index), path, inside)
 
 
-def _parse_override(text: str) -> tuple[KeyPath, Any]:
+def _parse_override(config_class: type[BaseModel], text: str) -> tuple[list[str], Any]:
+    """The parts of the key, and the value."""
     key, equals, raw = text.partition("=")
-    if not equals or not key.strip():
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
         raise ConfigError(f"override {text!r}: expected KEY=VALUE, for example gconfig.n_samples=8")
     try:
         value = yaml.load(raw, Loader=_Loader) if raw else ""
@@ -142,33 +165,51 @@ def _parse_override(text: str) -> tuple[KeyPath, Any]:
         raise ConfigError(
             f"override {text!r}: the value is not valid YAML: {getattr(error, 'problem', error)}"
         ) from None
-    parts = key.strip().split(".")
-    return tuple(int(p) if p.isdigit() else p for p in parts), value
+    if isinstance(value, _SCALARS) and _takes_text_only(config_class, parts):
+        # trial_name=007 is a name: a key of text gets the text that was typed.
+        value = raw.strip()
+    return parts, value
 
 
-def _set_key(data: dict[str, Any], key_path: KeyPath, value: Any, text: str) -> None:
+def _set_key(data: dict[str, Any], parts: Sequence[str], value: Any, text: str) -> KeyPath:
+    """Sets the value in ``data``; gives the key with its list positions as numbers."""
     target: Any = data
-    for depth, part in enumerate(key_path[:-1]):
-        if isinstance(target, dict) and target.get(part) is None:
-            target[part] = {}
-        try:
-            target = target[part]
-        except (KeyError, IndexError, TypeError):
-            raise ConfigError(
-                f"override {text!r}: {_format_path(key_path[: depth + 1])} is not a list "
-                "entry that exists"
-            ) from None
+    key_path: KeyPath = ()
+    for part in parts[:-1]:
+        key_path = (*key_path, _as_key(target, part, key_path, text))
+        if isinstance(target, dict) and target.get(key_path[-1]) is None:
+            target[key_path[-1]] = {}
+        target = target[key_path[-1]]
         if not isinstance(target, dict | list):
             raise ConfigError(
-                f"override {text!r}: {_format_path(key_path[: depth + 1])} is "
+                f"override {text!r}: {_format_path(key_path)} is "
                 f"{_kind_of(target)}, so it has no keys of its own"
             )
-    try:
-        target[key_path[-1]] = value
-    except (IndexError, TypeError):
-        raise ConfigError(
-            f"override {text!r}: {_format_path(key_path)} is not a list entry that exists"
-        ) from None
+    key = _as_key(target, parts[-1], key_path, text)
+    target[key] = value
+    return (*key_path, key)
+
+
+def _as_key(target: Any, part: str, key_path: KeyPath, text: str) -> str | int:
+    if not isinstance(target, list):
+        return part
+    if part.isdigit() and int(part) < len(target):
+        return int(part)
+    entries = f"0 to {len(target) - 1}" if target else "none, it is empty"
+    raise ConfigError(
+        f"override {text!r}: {_format_path(key_path)} is a list and has no entry {part!r}; "
+        f"allowed: {entries}"
+    )
+
+
+def _takes_text_only(config_class: type[BaseModel], parts: Sequence[str]) -> bool:
+    annotation: Any = config_class
+    for part in parts:
+        annotation = _step_into(annotation, part)
+    kinds = {_strip_annotated(a) for a in typing.get_args(annotation)} or {annotation}
+    if typing.get_origin(annotation) is typing.Annotated:
+        kinds = {_strip_annotated(annotation)}
+    return bool(kinds) and kinds <= {str, type(None)}
 
 
 def _real_path(data: Any, loc: Sequence[str | int]) -> KeyPath:
@@ -199,6 +240,9 @@ def _locate(
             return f"override {overridden[prefix]!r}: {key}"
         if prefix in lines:
             return f"{path}:{lines[prefix]}: {key}"
+        below = [t for k, t in overridden.items() if k[:length] == prefix]
+        if below:
+            return f"override {below[0]!r}: {key}"
     return f"{path}: {key}" if key else str(path)
 
 
@@ -222,21 +266,41 @@ def _describe(config_class: type[BaseModel], data: Any, item: Any) -> str:
             f"{found!r} becomes a folder name: allowed are letters, digits, '.', '_' and '-', "
             "beginning with a letter or digit"
         )
+    if kind == "invalid_key" or (kind == "string_type" and item["loc"][-1] == "[key]"):
+        return f"keys are text, found {_kind_of(found)}; put it in quotes"
     expected = _LITERAL.get(kind)
     if expected:
-        return f"expected {expected}, found {_kind_of(found)}"
+        quotes = "; put it in quotes" if kind == "string_type" and _is_scalar(found) else ""
+        return f"expected {expected}, found {_kind_of(found)}{quotes}"
     return f"{item['msg'][0].lower()}{item['msg'][1:]}, found {found!r}"
 
 
 def allowed_keys(config_class: type[BaseModel], key_path: KeyPath) -> list[str]:
     """The keys allowed in the section at ``key_path``."""
-    section: Any = config_class
+    annotation: Any = config_class
     for part in key_path:
-        if isinstance(section, type) and issubclass(section, BaseModel):
-            field = section.model_fields.get(str(part))
-            section = field.annotation if field else None
-        section = _find_model(section)
+        annotation = _step_into(annotation, part)
+    section = _find_model(annotation)
     return list(section.model_fields) if section is not None else []
+
+
+def _step_into(annotation: Any, part: str | int) -> Any:
+    """The annotation of what lies under ``part`` of a value that is so annotated."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        field = annotation.model_fields.get(str(part))
+        return field.annotation if field else None
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) in (dict, Mapping):
+        return arguments[1]
+    if typing.get_origin(annotation) in (tuple, list):
+        return arguments[0]
+    inner = [_step_into(a, part) for a in arguments]
+    return next((a for a in inner if a is not None), None)
+
+
+def _strip_annotated(annotation: Any) -> Any:
+    is_annotated = typing.get_origin(annotation) is typing.Annotated
+    return typing.get_args(annotation)[0] if is_annotated else annotation
 
 
 def _find_model(annotation: Any) -> type[BaseModel] | None:
@@ -253,8 +317,15 @@ def _find_model(annotation: Any) -> type[BaseModel] | None:
 def _format_path(key_path: KeyPath) -> str:
     text = ""
     for part in key_path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+        if isinstance(part, str):
+            text += f".{part}" if text else part
+        else:
+            text += f"[{part}]"
     return text
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, _SCALARS)
 
 
 def _kind_of(value: Any) -> str:
@@ -266,4 +337,6 @@ def _kind_of(value: Any) -> str:
     name = names.get(type(value))
     if name:
         return f"{name} {value!r}"
+    if isinstance(value, datetime.date):
+        return f"the date {value}"
     return "a list" if isinstance(value, list) else "a mapping"

@@ -66,6 +66,17 @@ class RunFolder:
         return cls(path, lock)
 
     @classmethod
+    def check_resumable(cls, config: ExperimentConfig, *, overwrite: bool = False) -> None:
+        """Refuses a folder of another configuration, without touching it.
+
+        Raises:
+            RunFolderError: the folder belongs to another configuration.
+        """
+        path = run_dir_of(config)
+        if not overwrite and (path / layout.CONFIG).is_file():
+            check_same_config(config, path)
+
+    @classmethod
     def for_evaluation(cls, config: ExperimentConfig) -> Self:
         """The folder of a run to add evaluations to, made where there is none; not locked.
 

@@ -88,17 +88,15 @@ class ChatRequest:
     """False: no tools were offered, so text that looks like a call is text."""
 
 
-def parse_chat_request(body: Any, defaults: Sampling) -> ChatRequest:
+def parse_chat_request(body: dict[str, Any], defaults: Sampling) -> ChatRequest:
     """The request in a JSON body; ``defaults`` hold where the body says nothing.
 
     Raises:
         RequestError: naming the key, what was found and what is allowed.
     """
-    if not isinstance(body, dict):
-        raise RequestError("the body must be a JSON object")
     body = {k: v for k, v in body.items() if v is not None}
     _check_keys(body)
-    tools = _parse_tools(body)
+    tools = parse_tools(body)
     tool_choice = body.get("tool_choice", "auto")
     if tool_choice not in ("auto", "none"):
         raise RequestError(
@@ -115,7 +113,7 @@ def parse_chat_request(body: Any, defaults: Sampling) -> ChatRequest:
         stop = (*stop, "</tool_call>")
     stream_options = _take(body, "stream_options", dict, {})
     return ChatRequest(
-        messages=_parse_messages(body),
+        messages=parse_messages(body),
         inputs=make_template_inputs(tools, _take(body, "chat_template_kwargs", dict, {})),
         sampling=_parse_sampling(body, defaults, stop),
         num_choices=_take_int(body, "n", 1, minimum=1, maximum=128),
@@ -145,7 +143,12 @@ def _check_keys(body: dict[str, Any]) -> None:
         )
 
 
-def _parse_messages(body: dict[str, Any]) -> tuple[Message, ...]:
+def parse_messages(body: dict[str, Any]) -> tuple[Message, ...]:
+    """The checked messages of a request body.
+
+    Raises:
+        RequestError: naming the message that is wrong.
+    """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list with at least one message", "messages")
@@ -192,7 +195,12 @@ def _check_tool_calls(calls: Any, where: str) -> None:
             )
 
 
-def _parse_tools(body: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+def parse_tools(body: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """The checked tools of a request body.
+
+    Raises:
+        RequestError: naming the tool that is wrong.
+    """
     tools = _take(body, "tools", list, [])
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None

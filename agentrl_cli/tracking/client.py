@@ -9,7 +9,7 @@ from openai import AsyncOpenAI
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.records import Interaction
 from agentrl_cli.tracking.export import ExportedInteraction
-from agentrl_cli.tracking.gateway import Gateway, get_gateway
+from agentrl_cli.tracking.gateway import BaseGateway, get_gateway
 from agentrl_cli.tracking.sequences import ExportStyle
 from agentrl_cli.tracking.session import Budget, Session
 
@@ -38,7 +38,7 @@ class TrackingClient(AsyncOpenAI):
         tool_call_parser: str = "hermes",
         sampling: Sampling | None = None,
         budget: Budget | None = None,
-        gateway: Gateway | None = None,
+        gateway: BaseGateway | None = None,
         session: Session | None = None,
         **openai_options: Any,
     ) -> None:

@@ -12,6 +12,7 @@ import hmac
 import json
 import uuid
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing
 from typing import Any
@@ -41,21 +42,15 @@ _NO_RETRY = {"x-should-retry": "false"}
 _MAX_BODY_BYTES = 64 * 2**20
 
 
-class Gateway:
-    """Sessions over one engine; safe for any number of them on one event loop.
+class BaseGateway(ABC):
+    """Sessions with their own keys, and the way to them: in process and by socket.
 
     Args:
-        engine: what samples.
-        tokenizer: the model's Hugging Face tokenizer, with its chat template.
-        tool_call_parser: how the model writes tool calls.
+        model_name: the model that is named to clients.
     """
 
-    def __init__(
-        self, engine: InferenceEngine, tokenizer: Any, *, tool_call_parser: str = "hermes"
-    ) -> None:
-        check_parser_name(tool_call_parser)
-        self.engine = engine
-        self.template = ChatTemplate(tokenizer)
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
         self.app = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
@@ -69,13 +64,21 @@ class Gateway:
         self._sessions: dict[bytes, Session] = {}
         self._server = LoopbackServer(self.app)
 
+    @abstractmethod
+    def build_tree(self) -> ConversationTree:
+        """An empty conversation tree for a new session."""
+
+    @abstractmethod
+    async def answer(self, request: Request, session: Session) -> Response:
+        """The response to a chat completion request of the session; exceptions become errors."""
+
     def open_session(
         self, *, sampling: Sampling | None = None, budget: Budget | None = None
     ) -> Session:
         """A new session; ``sampling`` holds where a request does not say otherwise."""
         session = Session(
             uuid.uuid4().hex,
-            ConversationTree(self.template),
+            self.build_tree(),
             sampling or Sampling(),
             budget or Budget(),
         )
@@ -106,7 +109,7 @@ class Gateway:
     async def _list_models(self, request: Request) -> Response:
         if self._find_session(request) is None:
             return _refuse_key()
-        model = {"id": self.engine.model_name, "object": "model", "created": 0}
+        model = {"id": self.model_name, "object": "model", "created": 0}
         return JSONResponse({"object": "list", "data": [{**model, "owned_by": "agentrl"}]})
 
     async def _unknown_path(self, request: Request) -> Response:
@@ -121,20 +124,53 @@ class Gateway:
         if session is None:
             return _refuse_key()
         try:
-            chat_request = parse_chat_request(await _read_json(request), session.sampling)
-            calls = session.begin_calls(
-                f"chatcmpl-{uuid.uuid4().hex}",
-                chat_request.messages,
-                chat_request.inputs,
-                chat_request.sampling,
-                chat_request.num_choices,
-            )
-            run = self._stream if chat_request.stream else self._complete
-            return await _until_disconnect(request, run(session, chat_request, calls))
+            return await _until_disconnect(request, self.answer(request, session))
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
-            return _describe_error(error)
+            return describe_error(error)
+
+    def _find_session(self, request: Request) -> Session | None:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        session = self._sessions.get(_digest(key))
+        if session is None or scheme.lower() != "bearer":
+            return None
+        return session if hmac.compare_digest(key.encode(), session.key.encode()) else None
+
+
+class Gateway(BaseGateway):
+    """Sessions over one engine; safe for any number of them on one event loop.
+
+    Args:
+        engine: what samples.
+        tokenizer: the model's Hugging Face tokenizer, with its chat template.
+        tool_call_parser: how the model writes tool calls.
+    """
+
+    def __init__(
+        self, engine: InferenceEngine, tokenizer: Any, *, tool_call_parser: str = "hermes"
+    ) -> None:
+        check_parser_name(tool_call_parser)
+        super().__init__(engine.model_name)
+        self.engine = engine
+        self.template = ChatTemplate(tokenizer)
+
+    def build_tree(self) -> ConversationTree:
+        """A tree whose prompts the model's chat template makes."""
+        return ConversationTree(self.template)
+
+    async def answer(self, request: Request, session: Session) -> Response:
+        """The engine's answer."""
+        chat_request = parse_chat_request(await read_json(request), session.sampling)
+        calls = session.begin_calls(
+            f"chatcmpl-{uuid.uuid4().hex}",
+            chat_request.messages,
+            chat_request.inputs,
+            chat_request.sampling,
+            chat_request.num_choices,
+        )
+        run = self._stream if chat_request.stream else self._complete
+        return await run(session, chat_request, calls)
 
     async def _complete(
         self, session: Session, request: ChatRequest, calls: list[Call]
@@ -151,13 +187,6 @@ class Gateway:
             await events.aclose()  # type: ignore[attr-defined]
             raise
         return StreamingResponse(_continue_events(first, events), media_type="text/event-stream")
-
-    def _find_session(self, request: Request) -> Session | None:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        session = self._sessions.get(_digest(key))
-        if session is None or scheme.lower() != "bearer":
-            return None
-        return session if hmac.compare_digest(key.encode(), session.key.encode()) else None
 
 
 _GATEWAYS: weakref.WeakValueDictionary[tuple[int, int, str], Gateway] = (
@@ -184,7 +213,7 @@ async def _continue_events(first: bytes, events: AsyncIterator[bytes]) -> AsyncI
             async for event in events:
                 yield event
         except Exception as error:
-            response = _describe_error(error)
+            response = describe_error(error)
             yield b"data: " + bytes(response.body) + b"\n\n"
 
 
@@ -212,16 +241,24 @@ async def _wait_for_disconnect(request: Request) -> None:
         pass
 
 
-async def _read_json(request: Request) -> Any:
+async def read_json(request: Request) -> dict[str, Any]:
+    """The JSON object in a request's body.
+
+    Raises:
+        RequestError: too large, no JSON, or no object.
+    """
     body = b""
     async for piece in request.stream():
         body += piece
         if len(body) > _MAX_BODY_BYTES:
             raise RequestError(f"the body is larger than {_MAX_BODY_BYTES} bytes")
     try:
-        return json.loads(body)
+        data = json.loads(body)
     except ValueError as error:
         raise RequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise RequestError("the body must be a JSON object")
+    return data
 
 
 def _digest(key: str) -> bytes:
@@ -238,7 +275,8 @@ def _refuse_key() -> Response:
     )
 
 
-def _describe_error(error: Exception) -> Response:
+def describe_error(error: Exception) -> Response:
+    """The error response that says what went wrong, in OpenAI's shape."""
     if isinstance(error, RequestError):
         return _error_response(400, str(error), param=error.param, code=error.code)
     if isinstance(error, TemplateError):

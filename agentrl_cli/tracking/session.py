@@ -102,7 +102,13 @@ class Session:
         return calls
 
     def complete_call(
-        self, call: Call, generation: Generation, reply: Message, finish_reason: str
+        self,
+        call: Call,
+        generation: Generation,
+        reply: Message,
+        finish_reason: str,
+        *,
+        num_reported_tokens: int = 0,
     ) -> Interaction:
         """Records a reply; from now on it can be continued."""
         interaction = replace(
@@ -111,10 +117,11 @@ class Session:
             completion_ids=generation.completion_ids,
             rollout_logprobs=generation.rollout_logprobs,
             versions=generation.versions,
+            num_reported_tokens=num_reported_tokens,
             finish_reason=finish_reason,
             ended=self._tick(),
         )
-        self._num_tokens += len(generation.completion_ids)
+        self._num_tokens += interaction.num_completion_tokens
         self._interactions[call.id] = interaction
         self._tree.add(call.plan, interaction)
         return interaction

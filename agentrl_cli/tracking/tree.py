@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Protocol
 
 from agentrl_cli.records import BreakCause, Interaction, Message
 from agentrl_cli.tracking.matching import (
@@ -15,7 +16,6 @@ from agentrl_cli.tracking.matching import (
 )
 from agentrl_cli.tracking.template import (
     PLACEHOLDER,
-    ChatTemplate,
     TemplateInputs,
     make_placeholder,
 )
@@ -52,6 +52,34 @@ class _Node:
         return (*self.plan.thoughts, thought) if thought else self.plan.thoughts
 
 
+class TurnTemplate(Protocol):
+    """What a tree needs of a :class:`~agentrl_cli.tracking.template.ChatTemplate`."""
+
+    def render(self, messages: Sequence[Message], inputs: TemplateInputs) -> str:
+        """The prompt's text."""
+        ...
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of template text."""
+        ...
+
+    def split_at_last_turn(
+        self, skeleton: Sequence[Message], inputs: TemplateInputs
+    ) -> tuple[str, str] | None:
+        """The texts around the last sampled turn; None where a splice is impossible."""
+        ...
+
+    def join(
+        self,
+        prompt_ids: tuple[int, ...],
+        completion_ids: tuple[int, ...],
+        text_after: str,
+        finish_reason: str | None,
+    ) -> tuple[int, ...]:
+        """A sampled turn's own ids, followed by those of the text after it."""
+        ...
+
+
 class ConversationTree:
     """Finds what a request continues; grows by completed interactions only.
 
@@ -59,7 +87,7 @@ class ConversationTree:
     parent.
     """
 
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(self, template: TurnTemplate) -> None:
         self._template = template
         self._by_conversation: dict[bytes, list[_Node]] = {}
         self._by_request: dict[bytes, list[_Node]] = {}

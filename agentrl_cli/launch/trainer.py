@@ -1,0 +1,253 @@
+"""``PPOTrainer``: a configuration, datasets and a workflow become a finished run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
+from agentrl_cli.engine.protocol import InferenceEngine
+from agentrl_cli.errors import ConfigError, DatasetError
+from agentrl_cli.evaluate.run import evaluate
+from agentrl_cli.launch.loading import load_engine, load_learner
+from agentrl_cli.launch.plan import check_supported, count_visible_gpus
+from agentrl_cli.log import Observer, SilentObserver, file_log
+from agentrl_cli.models.loading import load_tokenizer, resolve_model_folder
+from agentrl_cli.rollout.background import BackgroundLoop
+from agentrl_cli.rollout.dataset import Row, TaskStream, build_eval_tasks, load_rows
+from agentrl_cli.rollout.scheduler import RolloutScheduler
+from agentrl_cli.rollout.workflow import RolloutWorkflow
+from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.tracking.gateway import get_gateway
+from agentrl_cli.train.loggers import build_loggers
+from agentrl_cli.train.loop import StopFlag, TrainingLoop
+from agentrl_cli.train.probes import build_probes
+from agentrl_cli.train.progress import BatchProgress
+
+_CLOSE_SECONDS = 20.0
+
+
+class PPOTrainer:
+    """Trains the configuration's model; a context manager that holds the run folder.
+
+        with PPOTrainer(config, train_dataset=rows) as trainer:
+            trainer.train(workflow)
+
+    Everything that can be wrong with the input is checked when it is made, before a model
+    is loaded or a file is written.
+
+    Args:
+        config: the experiment.
+        train_dataset: rows; None: those of ``config.train_dataset``.
+        valid_dataset: rows; None: those of ``config.valid_dataset``, if it is set.
+        observer: shows the run to a person.
+        stop: asks the run to end after the step in progress.
+        overwrite: discards what an earlier run left in the folder.
+
+    Raises:
+        UserInputError: the configuration or a dataset cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        *,
+        train_dataset: Sequence[Row] | None = None,
+        valid_dataset: Sequence[Row] | None = None,
+        observer: Observer | None = None,
+        stop: StopFlag | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        config.check_trainable()
+        check_supported(config, num_gpus=count_visible_gpus())
+        RunFolder.check_resumable(config, overwrite=overwrite)
+        self.config = config
+        self.observer = observer or SilentObserver()
+        self._stop = stop or threading.Event()
+        self._overwrite = overwrite
+        self._train_rows = take_rows(train_dataset, config.train_dataset, "train_dataset")
+        self._valid_rows = (
+            take_rows(valid_dataset, config.valid_dataset, "valid_dataset")
+            if valid_dataset is not None or config.valid_dataset is not None
+            else None
+        )
+        self._stack = ExitStack()
+        self._folder: RunFolder | None = None
+
+    @cached_property
+    def model_folder(self) -> str:
+        """The model's folder or hub id; a built-in model is made on its first use."""
+        return resolve_model_folder(self.config.model.path, self.observer)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return load_tokenizer(self.config.tokenizer_path or self.model_folder)
+
+    def __enter__(self) -> Self:
+        # The last that can be wrong with the input, before anything is written.
+        _ = self.tokenizer
+        with ExitStack() as stack:
+            self._folder = stack.enter_context(
+                RunFolder.create_or_resume(self.config, overwrite=self._overwrite)
+            )
+            stack.enter_context(file_log(self._folder.log_path("trainer")))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    @property
+    def run_dir(self) -> Path:
+        """The run folder."""
+        return self._entered().path
+
+    def check_rows(self, workflow: RolloutWorkflow, eval_workflow: RolloutWorkflow) -> None:
+        """Refuses datasets that the workflows cannot run on.
+
+        Raises:
+            UserInputError: naming the dataset, the row and the field.
+        """
+        workflow.check_rows(self._train_rows, "train_dataset")
+        if self._valid_rows is not None:
+            eval_workflow.check_rows(self._valid_rows, "valid_dataset")
+
+    def train(
+        self, workflow: RolloutWorkflow, eval_workflow: RolloutWorkflow | None = None
+    ) -> bool:
+        """Trains to the last step; goes on where an interrupted run of the folder stopped.
+
+        Args:
+            workflow: makes the trajectories that are trained on.
+            eval_workflow: makes those of evaluations; None: ``workflow``.
+
+        Returns:
+            True when the last step is done, False when asked to stop before it.
+
+        Raises:
+            UserInputError: a dataset that a workflow cannot run on.
+            RunError: the run cannot go on; what was done is stored.
+        """
+        folder, total_steps = self._entered(), self.config.train.total_steps
+        latest = folder.latest_checkpoint()
+        if latest is not None and latest[0] >= total_steps:
+            self.observer.on_message(
+                f"{folder.path} is complete: {latest[0]} steps. For more, type train.total_steps="
+                f"{2 * total_steps}; to begin anew, --overwrite or another trial_name="
+            )
+            return True
+        self.check_rows(workflow, eval_workflow or workflow)
+        with ExitStack() as stack:
+            self.observer.on_stage("load model")
+            background = stack.enter_context(BackgroundLoop())
+            learner = load_learner(self.config, self.model_folder, self.tokenizer)
+            if latest is not None:
+                learner.load(latest[1])
+                self.observer.on_message(f"going on after step {latest[0]}, from {latest[1]}")
+            engine = load_engine(self.config, self.model_folder, self.tokenizer)
+            stack.callback(lambda: background.run(engine.close(), _CLOSE_SECONDS))
+            gateway = get_gateway(engine, self.tokenizer, self.config.engine.tool_call_parser)
+            stack.callback(lambda: background.run(gateway.close(), _CLOSE_SECONDS))
+            loggers = build_loggers(self.config, folder.path)
+            for logger in loggers:
+                stack.callback(logger.close)
+            progress = BatchProgress(self.observer)
+            scheduler = self._build_scheduler(workflow, engine, learner.step, progress)
+            stack.callback(lambda: background.run(scheduler.close(), _CLOSE_SECONDS))
+            loop = TrainingLoop(
+                config=self.config,
+                folder=folder,
+                learner=learner,
+                engine=engine,
+                scheduler=scheduler,
+                progress=progress,
+                background=background,
+                probes=build_probes(self.tokenizer, self.config.engine.max_model_len),
+                evaluate=lambda step: self._evaluate(
+                    eval_workflow or workflow, engine, background, step
+                ),
+                observer=self.observer,
+                loggers=loggers,
+                stop=self._stop,
+            )
+            return loop.run()
+
+    def _build_scheduler(
+        self,
+        workflow: RolloutWorkflow,
+        engine: InferenceEngine,
+        policy_version: int,
+        progress: BatchProgress,
+    ) -> RolloutScheduler:
+        dataset, stored = self.config.train_dataset, self._entered().trajectory_steps()
+        first_step = policy_version + 1
+        while first_step in stored:
+            first_step += 1
+        scheduler = RolloutScheduler(
+            workflow,
+            engine,
+            TaskStream(
+                self._train_rows,
+                batch_size=dataset.batch_size,
+                shuffle=dataset.shuffle,
+                seed=self.config.seed,
+            ),
+            rollout=self.config.rollout,
+            n_samples=self.config.gconfig.n_samples,
+            first_step=first_step,
+            last_step=self.config.train.total_steps,
+            on_finished=progress.on_finished,
+        )
+        scheduler.set_policy_version(policy_version)
+        return scheduler
+
+    def _evaluate(
+        self,
+        workflow: RolloutWorkflow,
+        engine: InferenceEngine,
+        background: BackgroundLoop,
+        step: int,
+    ) -> None:
+        """Evaluates the engine's policy on the validation rows and stores what came of it."""
+        rows = self._valid_rows or []
+        n_samples = self.config.resolve_eval_gconfig().n_samples
+        rollout = self.config.rollout
+        report, trajectories = background.run(
+            evaluate(
+                workflow,
+                engine,
+                build_eval_tasks(rows, step),
+                n_samples=n_samples,
+                max_concurrent=rollout.max_concurrent,
+                observer=self.observer,
+                step=step,
+            ),
+            rollout.compute_deadline(len(rows) * n_samples),
+        )
+        self._entered().write_eval(step, trajectories, report.to_dict())
+
+    def _entered(self) -> RunFolder:
+        if self._folder is None:
+            raise RuntimeError("PPOTrainer is a context manager: with PPOTrainer(...) as trainer:")
+        return self._folder
+
+
+def take_rows(given: Sequence[Row] | None, config: DatasetConfig | None, key: str) -> list[Row]:
+    """The rows that were given, else those of the configuration.
+
+    Raises:
+        DatasetError: there are none, or they cannot be read.
+    """
+    if given is None:
+        if config is None:
+            raise ConfigError(f"{key}: this key is required here and was not given")
+        return load_rows(config, key)
+    rows = [dict(row) for row in given]
+    if not rows:
+        raise DatasetError(f"{key}: the rows that were given are none: give at least one")
+    return rows

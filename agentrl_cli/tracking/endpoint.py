@@ -1,0 +1,170 @@
+"""A gateway to an endpoint elsewhere: calls are passed on as they are, and recorded.
+
+There are no token ids, so nothing of it can be trained on; it serves to evaluate the
+same agent on another model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+from openai import AsyncOpenAI, AsyncStream
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from agentrl_cli.engine.protocol import Generation, Sampling
+from agentrl_cli.errors import EngineError
+from agentrl_cli.records import Message
+from agentrl_cli.tracking.chat_request import parse_messages, parse_tools
+from agentrl_cli.tracking.gateway import BaseGateway, describe_error, read_json
+from agentrl_cli.tracking.session import Call, Session
+from agentrl_cli.tracking.template import TemplateInputs, make_template_inputs
+from agentrl_cli.tracking.tree import ConversationTree
+
+
+class _NoTemplate:
+    """Stands where a chat template would: the endpoint makes the prompt, out of our sight."""
+
+    def render(self, messages: Any, inputs: TemplateInputs) -> str:
+        return ""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return ()
+
+    def split_at_last_turn(self, skeleton: Any, inputs: TemplateInputs) -> tuple[str, str] | None:
+        return None
+
+    def join(
+        self, prompt_ids: Any, completion_ids: Any, text_after: str, finish_reason: str | None
+    ) -> tuple[int, ...]:
+        return ()
+
+
+class EndpointGateway(BaseGateway):
+    """Sessions over an OpenAI-compatible endpoint.
+
+    Args:
+        base_url: the endpoint, ending in ``/v1``.
+        api_key: its key; sessions have keys of their own.
+        model_name: its model, whatever name the agent asks for.
+        timeout_seconds: deadline of one call.
+        max_retries: how often a call is repeated when the endpoint is busy or unreachable.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str,
+        model_name: str,
+        *,
+        timeout_seconds: float,
+        max_retries: int,
+    ) -> None:
+        super().__init__(model_name)
+        self._upstream = AsyncOpenAI(
+            base_url=base_url, api_key=api_key, timeout=timeout_seconds, max_retries=max_retries
+        )
+
+    def build_tree(self) -> ConversationTree:
+        """A tree without tokens: who continues whom is known by the messages alone."""
+        return ConversationTree(_NoTemplate())
+
+    async def close(self) -> None:
+        """Closes the connections to the endpoint too."""
+        await super().close()
+        await self._upstream.close()
+
+    async def answer(self, request: Request, session: Session) -> Response:
+        """The endpoint's own answer."""
+        body = await read_json(request)
+        messages = parse_messages(body)
+        tools = parse_tools(body)
+        body = {**_list_defaults(session.sampling), **body, "model": self.model_name}
+        [call] = session.begin_calls(
+            f"call-{time.time_ns()}", messages, make_template_inputs(tools, {}), Sampling(), 1
+        )
+        try:
+            if body.get("stream"):
+                return await self._stream(session, call, body)
+            completion = await self._upstream.post(
+                "/chat/completions", body=body, cast_to=ChatCompletion
+            )
+        except BaseException as error:
+            return _refuse(session, call, error)
+        _record(session, call, completion)
+        return JSONResponse(completion.model_dump(mode="json", exclude_unset=True))
+
+    async def _stream(self, session: Session, call: Call, body: dict[str, Any]) -> Response:
+        stream = await self._upstream.post(
+            "/chat/completions",
+            body=body,
+            cast_to=ChatCompletion,
+            stream=True,
+            stream_cls=AsyncStream[ChatCompletionChunk],
+        )
+        events = _pass_on(session, call, stream)
+        return StreamingResponse(events, media_type="text/event-stream")
+
+
+async def _pass_on(
+    session: Session, call: Call, stream: AsyncStream[ChatCompletionChunk]
+) -> AsyncIterator[bytes]:
+    """The endpoint's events; the reply is recorded before the last is written."""
+    state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
+    try:
+        async with stream:
+            async for chunk in stream:
+                state.handle_chunk(chunk)
+                data = chunk.model_dump_json(exclude_unset=True)
+                yield f"data: {data}\n\n".encode()
+    except BaseException as error:
+        session.fail_call(call, error)
+        raise
+    _record(session, call, state.get_final_completion())
+    yield b"data: [DONE]\n\n"
+
+
+def _record(session: Session, call: Call, completion: ChatCompletion) -> None:
+    choice = completion.choices[0]
+    reply: Message = choice.message.model_dump(mode="json", exclude_none=True, exclude={"parsed"})
+    generation = Generation(completion_ids=(), rollout_logprobs=(), versions=(), finish_reason=None)
+    call.id = completion.id
+    num_tokens = completion.usage.completion_tokens if completion.usage is not None else 0
+    session.complete_call(
+        call, generation, reply, choice.finish_reason, num_reported_tokens=num_tokens
+    )
+
+
+def _refuse(session: Session, call: Call, error: BaseException) -> Response:
+    """The endpoint's refusal in its own words, or ours when it could not be reached."""
+    if isinstance(error, openai.APIStatusError):
+        session.fail_call(call, error)
+        return Response(
+            error.response.content,
+            status_code=error.status_code,
+            media_type="application/json",
+            headers={"x-should-retry": "false"},
+        )
+    if isinstance(error, openai.APIError):
+        engine_error = EngineError(f"the endpoint did not answer: {error}")
+        session.fail_call(call, engine_error)
+        return describe_error(engine_error)
+    session.fail_call(call, error)
+    raise error
+
+
+def _list_defaults(sampling: Sampling) -> dict[str, Any]:
+    """gconfig's sampling where the agent does not say; neutral values are left to the endpoint."""
+    defaults: dict[str, Any] = {}
+    if sampling.temperature != 1.0:
+        defaults["temperature"] = sampling.temperature
+    if sampling.top_p != 1.0:
+        defaults["top_p"] = sampling.top_p
+    if sampling.max_tokens is not None:
+        defaults["max_completion_tokens"] = sampling.max_tokens
+    return defaults

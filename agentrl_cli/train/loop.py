@@ -1,0 +1,147 @@
+"""The training loop: collect trajectories, learn from them, publish, record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.engine.protocol import InferenceEngine
+from agentrl_cli.log import Observer
+from agentrl_cli.records import Trajectory
+from agentrl_cli.rollout.background import BackgroundLoop
+from agentrl_cli.rollout.scheduler import RolloutScheduler
+from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.train.learner import Learner
+from agentrl_cli.train.loggers import MetricsLogger
+from agentrl_cli.train.metrics import summarize_trajectories
+from agentrl_cli.train.progress import BatchProgress
+from agentrl_cli.train.publish import publish_and_verify, resolve_probe_tolerance
+
+
+class StopFlag(Protocol):
+    """Whether the run has been asked to end after the step in progress."""
+
+    def is_set(self) -> bool:
+        """True once it has."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainingLoop:
+    """One run from its first step, or from where it was interrupted, to its last.
+
+    The trajectories of a step are on disk before the step learns from them, and a step is
+    a function of the weights before it and of its trajectories. So whatever a killed run
+    had rolled out after its last checkpoint is read back and learned from again, and
+    nothing is sampled twice or lost.
+    """
+
+    config: ExperimentConfig
+    folder: RunFolder
+    learner: Learner
+    engine: InferenceEngine
+    scheduler: RolloutScheduler
+    progress: BatchProgress
+    background: BackgroundLoop
+    probes: Sequence[Sequence[int]]
+    """Prompts on which the engine's weights are verified."""
+    evaluate: Callable[[int], None]
+    """Evaluates the published policy after a step and stores the report."""
+    observer: Observer
+    loggers: Sequence[MetricsLogger]
+    stop: StopFlag
+    _step_started: float = 0.0
+
+    def run(self) -> bool:
+        """Trains until the last step or a request to stop; True when the last step is done."""
+        last_step = self.config.train.total_steps
+        first_step = self.learner.step + 1
+        self.folder.truncate_metrics(first_step - 1)
+        self.publish(first_step - 1)
+        self.evaluate_if_due(first_step - 1)
+        for step in range(first_step, last_step + 1):
+            if self.stop.is_set():
+                return False
+            self._step_started = time.perf_counter()
+            batch = self.collect(step)
+            collected = time.perf_counter()
+            self.observer.on_stage("train")
+            metrics = self.learner.update(batch, policy_version=step - 1)
+            metrics |= self.publish(step)
+            metrics |= {"rollout_seconds": collected - self._step_started}
+            self.record(step, batch, metrics)
+            self.evaluate_if_due(step)
+            self.save_if_due(step)
+        return True
+
+    def collect(self, step: int) -> list[Trajectory]:
+        """The trajectories of a step, on disk: made now, or before an interruption."""
+        if step in self.folder.trajectory_steps():
+            self.observer.on_message(f"step {step}: its stored trajectories are used again")
+            return self.folder.read_trajectories(step)
+        num_trajectories = self.config.train_dataset.batch_size * self.config.gconfig.n_samples
+        self.observer.on_stage("rollout", num_trajectories)
+        self.observer.on_progress(self.progress.begin(step))
+        num_steps_ahead = self.config.rollout.max_staleness + 1
+        batch = self.background.run(
+            self.scheduler.next_batch(step),
+            self.config.rollout.compute_deadline(num_trajectories * num_steps_ahead),
+        )
+        self.folder.write_trajectories(step, batch)
+        return batch
+
+    def publish(self, version: int) -> dict[str, float]:
+        """Gives the engine the learner's weights, verified, and lets rollouts use them."""
+        self.observer.on_stage("publish")
+        metrics = self.background.run(
+            publish_and_verify(
+                self.engine,
+                self.learner,
+                version,
+                self.probes,
+                resolve_probe_tolerance(self.config),
+            ),
+            self.config.engine.publish_timeout_seconds
+            + self.config.engine.generate_timeout_seconds,
+        )
+        self.scheduler.set_policy_version(version)
+        return metrics
+
+    def record(self, step: int, batch: Sequence[Trajectory], metrics: Mapping[str, float]) -> None:
+        """Writes the step's line of metrics and shows it."""
+        seconds = time.perf_counter() - self._step_started
+        num_tokens = sum(t.num_completion_tokens for t in batch)
+        line = {
+            "step": float(step),
+            **summarize_trajectories(batch, policy_version=step - 1),
+            **metrics,
+            "reward_seconds": sum(t.reward_seconds for t in batch),
+            "tokens_per_second": num_tokens / seconds,
+            "train_tokens_per_second": metrics["train_tokens"] / metrics["train_seconds"],
+            "step_seconds": seconds,
+            "policy_version": float(step),
+        }
+        self.folder.append_metrics(line)
+        for logger in self.loggers:
+            logger.log(step, line)
+        self.observer.on_step(line)
+
+    def evaluate_if_due(self, step: int) -> None:
+        """Evaluates before the first step, after the last, and every ``eval_every_steps``."""
+        every, last_step = self.config.train.eval_every_steps, self.config.train.total_steps
+        due = step in (0, last_step) or (every is not None and step % every == 0)
+        if due and self.config.valid_dataset is not None and step not in self.folder.eval_steps():
+            self.evaluate(step)
+
+    def save_if_due(self, step: int) -> None:
+        """Saves every ``save_every_steps``, after the last step, and when asked to stop."""
+        every, last_step = self.config.train.save_every_steps, self.config.train.total_steps
+        due = step == last_step or (every is not None and step % every == 0)
+        if due or self.stop.is_set():
+            self.observer.on_stage("save")
+            with self.folder.new_checkpoint(step) as path:
+                self.learner.save(path)
+            self.folder.prune_checkpoints(self.config.train.keep_last_checkpoints)
