@@ -1,0 +1,96 @@
+"""Logits to tokens: the draw, its logprob, and that rows do not touch each other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from agentrl_cli.engine.embedded_sampling import sample_tokens
+
+# Probabilities 0.5, 0.3, 0.15, 0.05 at temperature 1, in another order.
+ROW = [math.log(p) for p in (0.15, 0.5, 0.05, 0.3)]
+
+
+def _sample(uniform: float, temperature: float = 1.0, top_p: float = 1.0) -> tuple[int, float]:
+    tokens, logprobs = sample_tokens(torch.tensor([ROW]), [temperature], [top_p], [uniform])
+    return int(tokens[0]), float(logprobs[0])
+
+
+@pytest.mark.parametrize(
+    ("uniform", "token", "probability"),
+    [(0.0, 0, 0.15), (0.149, 0, 0.15), (0.151, 1, 0.5), (0.66, 2, 0.05), (0.9999999, 3, 0.3)],
+)
+def test_the_chance_inverts_the_cumulative_distribution(uniform, token, probability):
+    assert _sample(uniform) == (token, pytest.approx(math.log(probability), abs=1e-6))
+
+
+def test_temperature_reshapes_the_distribution_and_its_logprobs():
+    # At temperature 0.5 probabilities are squared: 0.0225, 0.25, 0.0025, 0.09; sum 0.365.
+    assert _sample(0.5, temperature=0.5) == (1, pytest.approx(math.log(0.25 / 0.365), abs=1e-6))
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [
+        (0.01, [1]),
+        (0.49, [1]),
+        (0.51, [1, 3]),  # 0.5 is not enough: the next one comes in whole
+        (0.79, [1, 3]),
+        (0.81, [0, 1, 3]),
+        (1.0, [0, 1, 2, 3]),
+    ],
+)
+def test_top_p_keeps_the_smallest_sufficient_set(top_p, kept):
+    seen = {_sample(i / 500, top_p=top_p) for i in range(500)}
+    assert sorted({token for token, _ in seen}) == kept
+    mass = sum(math.exp(ROW[token]) for token in kept)
+    for token, logprob in seen:
+        assert logprob == pytest.approx(ROW[token] - math.log(mass), abs=1e-5)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 0.999])
+def test_zero_temperature_takes_the_likeliest_with_certainty(uniform):
+    assert _sample(uniform, temperature=0.0) == (1, 0.0)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
+def test_tokens_without_mass_are_never_drawn(uniform):
+    logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
+    tokens, logprobs = sample_tokens(logits, [1.0], [1.0], [uniform])
+    assert int(tokens[0]) == (1 if uniform == 0.0 else 3)
+    assert float(logprobs[0]) == pytest.approx(math.log(0.5))
+
+
+def test_rare_tokens_of_a_large_vocabulary_can_be_drawn():
+    logits = torch.zeros(1, 200_000)
+    logits[0, 0] = 30.0  # the others have about 1e-13 each, 2e-8 together
+    tokens, _ = sample_tokens(logits, [1.0], [1.0], [1 - 1e-9])
+    assert int(tokens[0]) > 150_000
+
+
+def test_a_row_does_not_depend_on_its_neighbours():
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)) * 3
+    temperatures = [1.0, 0.0, 0.7, 2.0, 1.0, 0.3]
+    top_ps = [1.0, 1.0, 0.5, 0.9, 0.2, 1.0]
+    uniforms = [0.1, 0.5, 0.9, 0.3, 0.7, 0.99]
+    tokens, logprobs = sample_tokens(logits, temperatures, top_ps, uniforms)
+    for row in range(6):
+        part = slice(row, row + 1)
+        token, logprob = sample_tokens(
+            logits[part], temperatures[part], top_ps[part], uniforms[part]
+        )
+        assert int(token[0]) == int(tokens[row])
+        assert float(logprob[0]) == pytest.approx(float(logprobs[row]), abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("top_p", [0.5, 1.0])
+def test_logits_that_are_not_numbers_show_in_the_logprob_of_their_row_alone(temperature, top_p):
+    logits = torch.tensor([ROW, [torch.nan] * 4])
+    tokens, logprobs = sample_tokens(logits, [temperature] * 2, [top_p] * 2, [0.3, 0.3])
+    assert int(tokens[0]) == 1
+    assert math.isfinite(float(logprobs[0]))
+    assert 0 <= int(tokens[1]) < 4
+    assert math.isnan(float(logprobs[1]))
