@@ -5,13 +5,20 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from agentrl_cli.errors import ImportPathError, format_nearest
+
+#: Where code lies that is not the user's: a line of it explains nothing.
+_LIBRARIES = tuple(
+    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 
 
 def add_current_folder() -> None:
@@ -29,7 +36,7 @@ def import_object(import_path: str, key: str) -> Any:
     """
     add_current_folder()
     module_name, separator, name = import_path.rpartition(":")
-    if not separator:
+    if not separator and not import_path.endswith(".py"):
         module_name, separator, name = import_path.rpartition(".")
     if not separator or not module_name or not name:
         raise ImportPathError(
@@ -42,10 +49,22 @@ def import_object(import_path: str, key: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError:
-        names = [n for n in vars(module) if not n.startswith("_")]
-        raise ImportPathError(
-            f"{where}: {module_name} has no {name!r}; {format_nearest(name, names)}"
-        ) from None
+        raise ImportPathError(f"{where}: {_describe_missing(module, name)}") from None
+
+
+def _describe_missing(module: ModuleType, name: str) -> str:
+    """What to write instead of ``name``, which is not in ``module``."""
+    shown = (
+        Path(module.__file__ or "").name
+        if module.__name__.startswith("_agentrl_file_")
+        else (module.__name__)
+    )
+    is_package = hasattr(module, "__path__")
+    if is_package and importlib.util.find_spec(f"{module.__name__}.{name}") is not None:
+        inner = f"{module.__name__}.{name}"
+        return f"{inner} is a module: add the name of what is in it, such as {inner}.build"
+    names = [n for n in vars(module) if not n.startswith("_")]
+    return f"{shown} has no {name!r}; {format_nearest(name, names)}"
 
 
 def _load_module(module_name: str, where: str) -> ModuleType:
@@ -60,7 +79,8 @@ def _load_module(module_name: str, where: str) -> ModuleType:
                 "path/to/file.py:name"
             ) from None
         raise ImportPathError(_format_own_error(where, error)) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
+        # A script that ends itself must not end the command without a word.
         raise ImportPathError(_format_own_error(where, error)) from error
 
 
@@ -80,7 +100,7 @@ def _load_file(path: Path, where: str) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         raise ImportPathError(_format_own_error(where, error)) from error
     return module
@@ -92,7 +112,8 @@ def _format_own_error(where: str, error: BaseException) -> str:
         place = f"{error.filename}:{error.lineno}"
     else:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
+        outside = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
+        own = [f for f in outside if not f.filename.startswith(_LIBRARIES)] or outside
         place = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "no line known"
     return (
         f"{where}: the module was found but does not import: "
