@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agentrl_cli.errors import UserInputError
+from agentrl_cli.inspector.query import TrajectoryQuery
+from agentrl_cli.inspector.show import inspect_run
+from agentrl_cli.inspector.tokens_view import list_tokens
+from agentrl_cli.inspector.tree_view import build_tree, find_new_messages
+from agentrl_cli.records import Interaction, Trajectory
+from agentrl_cli.store.run_folder import RunFolder
+
+
+def render(renderable) -> str:
+    console = Console(file=io.StringIO(), width=200, color_system=None)
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+@pytest.fixture
+def show(folder: RunFolder):
+    def do(trajectory: str | None = None, tokens: bool = False, **query) -> str:
+        console = Console(file=io.StringIO(), width=200, color_system=None)
+        inspect_run(
+            folder.path, trajectory, TrajectoryQuery(**query), tokens=tokens, console=console
+        )
+        return console.file.getvalue()
+
+    return do
+
+
+@pytest.fixture
+def show_json(folder: RunFolder, capsys):
+    def do(trajectory: str | None = None, tokens: bool = False, **query):
+        inspect_run(folder.path, trajectory, TrajectoryQuery(**query), tokens=tokens, as_json=True)
+        text = capsys.readouterr().out
+        return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+    return do
+
+
+def test_a_tree_shows_each_message_once_and_its_branches(forked: Trajectory) -> None:
+    text = render(build_tree(forked, "step 1"))
+    assert text.count("user: What is 17 x 23?") == 1
+    assert text.count('calls calculate({"expression": "17*23"})') == 1
+    # The tool's result stands in both branches: each branch sent it.
+    assert text.count("tool (call_1): 391") == 2
+    assert "branch 1 of 2" in text
+    assert "branch 2 of 2" in text
+    assert "broken: retokenized" in text
+    assert "version 3-4" in text
+    assert "reward 0.500  return 0.500" in text
+    assert "1 calls that did not complete" in text
+    assert "failed: the engine died" in text
+    assert "reward: 1.000  exact 1.000" in text
+    assert "final answer: 391" in text
+
+
+def test_only_forks_are_indented() -> None:
+    """A conversation of many turns must not run out of the terminal to the right."""
+    calls, messages = [], ({"role": "user", "content": "go"},)
+    for number in range(300):
+        reply = {"role": "assistant", "content": f"turn {number}"}
+        calls.append(
+            Interaction(
+                id=f"c{number}",
+                parent_id=f"c{number - 1}" if number else None,
+                messages=messages,
+                reply=reply,
+                started=2 * number,
+            )
+        )
+        messages = (*messages, reply, {"role": "user", "content": f"next {number}"})
+    text = render(
+        build_tree(
+            Trajectory(id="t", group_id="g", task_id="0", interactions=tuple(calls)), "step 1"
+        )
+    )
+    columns = {line.index("turn ") for line in text.splitlines() if "assistant: turn" in line}
+    assert len(columns) == 1
+    assert text.count("next 298") == 1
+
+
+def test_new_messages_where_the_history_was_edited(forked: Trajectory) -> None:
+    first, second = forked.interactions[:2]
+    assert [m["role"] for m in find_new_messages(second, first)] == ["tool"]
+    edited = dataclasses.replace(second, messages=({"role": "user", "content": "other"},))
+    assert find_new_messages(edited, first) == edited.messages
+
+
+def test_partial_and_damaged_records_are_shown(forked: Trajectory) -> None:
+    """A circle, an unknown parent, missing replies, strange contents: nothing raises."""
+    strange = (
+        Interaction(id="x", parent_id="y", started=1, messages=({"content": [{"type": "image"}]},)),
+        Interaction(id="y", parent_id="x", started=1, reply={"tool_calls": [None, {"id": 1}]}),
+        Interaction(id="z", parent_id="z", reply={"role": "assistant", "tool_calls": "text"}),
+        Interaction(id="w", parent_id="gone", messages=("no dict",), reply={"content": 3}),  # type: ignore[arg-type]
+    )
+    text = render(build_tree(dataclasses.replace(forked, interactions=strange), "step 1"))
+    for name in "xyzw":
+        assert f"  {name}" in text
+    assert render(build_tree(Trajectory(id="t", group_id="g", task_id="0"), "step 1"))
+
+
+def test_texts_of_models_cannot_move_the_cursor_or_style_the_page(forked: Trajectory) -> None:
+    evil = "\x1b[2J[bold red]x[/] \x07 ok"
+    changed = dataclasses.replace(forked, final_answer=evil, task={"q": evil})
+    text = render(build_tree(changed, "step 1"))
+    assert "\x1b" not in text
+    assert "\\x1b[2J[bold red]x[/] \\x07 ok" in text
+
+
+def test_tokens_and_mask_come_from_the_call(forked: Trajectory) -> None:
+    rows = list_tokens(forked.interactions[0])
+    assert [r.token_id for r in rows] == [1, 2, 3, 4, 5]
+    assert [r.trained for r in rows] == [False, False, False, True, True]
+    assert [r.logprob for r in rows] == [None, None, None, -0.5, -0.25]
+    assert [r.version for r in rows] == [None, None, None, 3, 4]
+    greedy = dataclasses.replace(forked.interactions[0], temperature=0.0)
+    assert not any(r.trained for r in list_tokens(greedy))
+    torn = dataclasses.replace(forked.interactions[0], rollout_logprobs=(-0.5,), versions=())
+    assert list_tokens(torn)[-1].logprob is None
+
+
+def test_a_run_is_shown_as_its_steps(show) -> None:
+    text = show()
+    assert "step 1" in text
+    assert "eval 0" in text
+    assert "eval 2 manual" in text
+    assert "--step 2" in text
+
+
+def test_a_list_numbers_its_trajectories(show) -> None:
+    text = show(steps="2", failure="any")
+    assert "000002.000/1" in text
+    assert "timeout" in text
+    assert "NaN" in text
+    assert "000002.000/0" not in text
+    assert "2 of" not in text
+    assert "1 of 4 are shown" in show(steps="2", limit=1)
+    assert "no trajectory matches" in show(min_reward=7)
+
+
+def test_one_trajectory_with_its_tokens(show) -> None:
+    text = show("000001.000/0", tokens=True)
+    assert "-0.5000" in text
+    assert text.count("trained") == 4
+    assert "--tokenizer" in text
+    assert "no token ids are stored" in text
+
+
+def test_token_texts_come_from_the_last_checkpoint(folder: RunFolder, show) -> None:
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.WordLevel({f"word{i}": i for i in range(10)}, unk_token="word0"))
+    with folder.new_checkpoint(2) as path:
+        tokenizer.save(str(path / "tokenizer.json"))
+    assert "word7" in show("000001.000/0", tokens=True)
+
+
+def test_a_tokenizer_that_is_none(folder: RunFolder, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for named, expected in (("nowhere", "no such folder"), (str(tmp_path), "is no tokenizer")):
+        with pytest.raises(UserInputError, match=expected):
+            inspect_run(
+                folder.path,
+                "000001.000/0",
+                TrajectoryQuery(),
+                tokens=True,
+                tokenizer_path=named,
+                console=Console(file=io.StringIO()),
+            )
+
+
+def test_json_is_strict_and_complete(show_json, forked: Trajectory) -> None:
+    steps = show_json()
+    assert [s["step"] for s in steps["steps"]] == [1, 2]
+    assert steps["steps"][1]["num_unscored"] == 2
+    assert [e["label"] for e in steps["evals"]] == [None, "manual"]
+    listed = show_json(steps="2")
+    assert [t["reward"] for t in listed["trajectories"]] == [0.5, None, None, 1.0]
+    one = show_json("000001.000/0")
+    assert one["interactions"][1]["reply"]["content"] == "391"
+    assert one["interactions"][1]["break_cause"] is None
+    assert "completion_ids" not in one["interactions"][0]
+    full = show_json("000001.000/0", tokens=True)
+    assert full["interactions"][0]["completion_ids"] == [4, 5]
+    assert full["interactions"][0]["loss_mask"] == [False, False, False, True, True]
+    assert full["step"] == forked.step
+
+
+def test_a_damaged_step_is_a_row_and_a_reason(folder: RunFolder, show) -> None:
+    (folder.path / "trajectories" / "step-000002.parquet").write_bytes(b"PAR1")
+    text = show()
+    assert "damaged" in text
+    assert "step-000002.parquet: is damaged" in text
+    assert "eval 0" in text
+
+
+def test_a_run_that_has_just_begun(config, capsys) -> None:
+    with RunFolder.create_or_resume(config) as run:
+        inspect_run(run.path, None, TrajectoryQuery())
+    assert "nothing is stored yet" in capsys.readouterr().out
