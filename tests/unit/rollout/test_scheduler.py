@@ -23,7 +23,7 @@ ROWS = [{"i": i} for i in range(7)]
 class FakeWorkflow(RolloutWorkflow):
     """Notes when trajectories start and end; sleeps and fails as it is told."""
 
-    def __init__(self, seed=0, failing=lambda attempt: False, error=None):
+    def __init__(self, seed=0, failing=lambda _attempt: False, error=None):
         self.random = random.Random(seed)
         self.failing = failing
         self.error = error
@@ -92,7 +92,7 @@ def test_staleness_order_and_concurrency(
     seed, batch_size, n_samples, last_step, max_staleness, max_concurrent
 ):
     failing_random = random.Random(seed)
-    workflow = FakeWorkflow(seed, failing=lambda a: failing_random.random() < 0.3)
+    workflow = FakeWorkflow(seed, failing=lambda _: failing_random.random() < 0.3)
     stream = TaskStream(ROWS, batch_size=batch_size, shuffle=True, seed=3)
     kept = []
 
@@ -260,12 +260,12 @@ async def test_run_tasks_ends_on_mistakes_cancellation_and_total_failure():
     tasks = build_eval_tasks(ROWS)
     with pytest.raises(DatasetError):
         await run_tasks(
-            FakeWorkflow(error=DatasetError("x"), failing=lambda a: True),
+            FakeWorkflow(error=DatasetError("x"), failing=lambda _: True),
             None, tasks, n_samples=1, max_concurrent=2,
         )  # fmt: skip
     with pytest.raises(RolloutFailedError, match="evaluation after step 4"):
         await run_tasks(
-            FakeWorkflow(failing=lambda a: True), None, tasks,
+            FakeWorkflow(failing=lambda _: True), None, tasks,
             n_samples=1, max_concurrent=2, step=4,
         )  # fmt: skip
     hanging = HangingWorkflow()

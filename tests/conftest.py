@@ -1,0 +1,123 @@
+"""A tokenizer with the project's chat template, and an engine that says what it is told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from agentrl_cli.engine.protocol import Generation, Sampling
+from agentrl_cli.models.tokenizer import train_tokenizer
+from agentrl_cli.tracking.client import TrackingClient
+from agentrl_cli.tracking.gateway import Gateway
+from agentrl_cli.tracking.session import Budget
+
+#: Text of a reply, or an exception; or a function that gives one for the prompt's text.
+Reply = str | BaseException | Callable[[str], Any]
+
+
+class ScriptedEngine:
+    """Samples the tokens of given texts, so that a conversation is exact.
+
+    ``replies`` is one reply for each call in order, or a function of the prompt's text,
+    which serves trajectories that run at the same time.
+    """
+
+    model_name = "scripted"
+    max_model_len = 4096
+
+    def __init__(self, tokenizer: Any, replies: Sequence[Reply] | Callable[[str], Any]) -> None:
+        self._tokenizer = tokenizer
+        self._replies: Iterator[Reply] | None = None if callable(replies) else iter(replies)
+        self._reply_to = replies if callable(replies) else None
+        self.prompts: list[str] = []
+        self.samplings: list[Sampling] = []
+        self.version = 0
+        self.num_running = self.most_running = self.num_cancelled = 0
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
+    ) -> Generation:
+        prompt = self._tokenizer.decode(prompt_ids)
+        self.prompts.append(prompt)
+        self.samplings.append(sampling)
+        reply: Any = self._reply_to if self._replies is None else next(self._replies)
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        try:
+            if callable(reply):
+                reply = reply(prompt)
+            if asyncio.iscoroutine(reply):
+                reply = await reply
+            if isinstance(reply, BaseException):
+                raise reply
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.num_running -= 1
+        ids = self._tokenizer.encode(reply, add_special_tokens=False)
+        ids.append(self._tokenizer.eos_token_id)
+        return Generation(
+            completion_ids=tuple(ids),
+            rollout_logprobs=(-0.5,) * len(ids),
+            versions=(self.version,) * len(ids),
+            finish_reason="stop",
+        )
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
+    ) -> AsyncIterator[Generation]:
+        yield await self.generate(prompt_ids, sampling, session_id=session_id)
+
+    async def policy_version(self) -> int:
+        return self.version
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer() -> Any:
+    """A small tokenizer with the project's ChatML template."""
+    return train_tokenizer(["What is 2 + 2? The answer is 4.", '{"name": "f"}'] * 3, 400)
+
+
+@pytest.fixture
+def scripted_engine(
+    chat_tokenizer: Any,
+) -> Callable[[Sequence[Reply] | Callable[[str], Any]], ScriptedEngine]:
+    """Makes engines of ``chat_tokenizer``: ``scripted_engine(["4", "5"])``."""
+    return lambda replies: ScriptedEngine(chat_tokenizer, replies)
+
+
+@pytest.fixture
+async def open_client(chat_tokenizer: Any) -> AsyncIterator[Callable[..., TrackingClient]]:
+    """Opens clients on an engine's gateway, and closes the gateways after the test."""
+    gateways: dict[int, Gateway] = {}
+
+    def open_one(engine: Any, sampling: Sampling, budget: Budget) -> TrackingClient:
+        if id(engine) not in gateways:
+            gateways[id(engine)] = Gateway(engine, chat_tokenizer)
+        gateway = gateways[id(engine)]
+        session = gateway.open_session(sampling=sampling, budget=budget)
+        return TrackingClient(gateway=gateway, session=session)
+
+    yield open_one
+    assert [g.num_open_sessions for g in gateways.values()] == [0] * len(gateways)
+    for gateway in gateways.values():
+        await gateway.close()
+
+
+def make_tool_call(name: str, arguments: str) -> str:
+    """A tool call as the model writes it."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+@pytest.fixture
+def tool_call() -> Callable[[str, str], str]:
+    """Writes a tool call as the model does: ``tool_call("calculate", '{"x": 1}')``."""
+    return make_tool_call

@@ -1,0 +1,457 @@
+"""Trajectories of plain Python agents through the real gateway: rewards, failures, budgets."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import httpx
+import numpy as np
+import openai
+import pytest
+
+from agentrl_cli.agents.building import AgentSource
+from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
+from agentrl_cli.engine.protocol import Sampling
+from agentrl_cli.errors import (
+    BuilderError,
+    ContextLengthError,
+    DatasetError,
+    EngineError,
+    RewardSignatureError,
+)
+from agentrl_cli.records import Boundary, InteractionStatus
+from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow
+from agentrl_cli.rollout.dataset import Task
+from agentrl_cli.rollout.rewards import AsyncRewardWrapper
+from agentrl_cli.rollout.workflow import Attempt
+
+ROW = {"question": "What is 2 + 2?", "answer": "4"}
+
+
+@pytest.fixture
+def make_workflow(open_client):
+    def build(agent, reward_fn=None, *, seed=None, gconfig=None, per_trajectory=None, **rollout):
+        builder = per_trajectory or (lambda: agent)
+        return AgentRolloutWorkflow(
+            {None: AgentSource(builder, {}, "agent_builder_path")},
+            reward=AsyncRewardWrapper(reward_fn, timeout_seconds=0.5) if reward_fn else None,
+            gconfig=gconfig or GenerationConfig(),
+            rollout=RolloutConfig(**rollout),
+            open_client=open_client,
+            seed=seed,
+        )
+
+    return build
+
+
+def _attempt(row=ROW, sample_index=0):
+    task = Task(task_id="5", row=row, group_id="000003.001")
+    return Attempt(task=task, sample_index=sample_index, step=3)
+
+
+async def _ask(client, *contents):
+    """One conversation of several turns; the last reply's text."""
+    messages = []
+    for content in contents:
+        messages.append({"role": "user", "content": content})
+        reply = await client.chat.completions.create(model="m", messages=messages)
+        messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+    return messages[-1]["content"]
+
+
+async def solve(data, client):
+    return await _ask(client, data["question"])
+
+
+async def test_text_goes_to_the_reward_function_and_the_record_is_complete(
+    make_workflow, scripted_engine
+):
+    async def reward_fn(completions, answer, prompt, messages, prompt_ids, completion_ids):
+        assert prompt == ROW["question"]
+        assert [m["role"] for m in messages] == ["user", "assistant"]
+        assert prompt_ids
+        assert completion_ids
+        return {"reward": float(completions == answer), "length": len(completions)}
+
+    trajectory = await make_workflow(solve, reward_fn).arun_trajectory(
+        scripted_engine(["4"]), _attempt()
+    )
+    assert trajectory.failure is None
+    assert (trajectory.id, trajectory.group_id, trajectory.task_id) == (
+        "000003.001/0",
+        "000003.001",
+        "5",
+    )
+    assert (trajectory.reward, trajectory.final_answer) == (1.0, "4")
+    assert trajectory.reward_parts == {"length": 1.0}
+    assert trajectory.task == ROW
+    (interaction,) = trajectory.interactions
+    assert (interaction.reward, interaction.turn_return) == (1.0, 1.0)
+    assert trajectory.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("returned", "reward"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (0.25, 0.25),
+        (np.float32(0.5), 0.5),
+        (np.int64(2), 2.0),
+        (float("nan"), None),
+    ],
+)
+async def test_an_agents_own_reward_goes_before_the_reward_function(
+    make_workflow, scripted_engine, returned, reward
+):
+    async def agent(data, client):
+        await solve(data, client)
+        return returned
+
+    async def reward_fn():
+        raise AssertionError("must not be asked")
+
+    trajectory = await make_workflow(agent, reward_fn).arun_trajectory(
+        scripted_engine(["4"]), _attempt()
+    )
+    assert trajectory.failure is None
+    assert trajectory.reward == reward
+    assert trajectory.interactions[0].reward == reward
+
+
+async def test_none_asks_the_reward_function_about_the_last_reply(make_workflow, scripted_engine):
+    async def agent(data, client):
+        await _ask(client, "one", "two")
+
+    async def reward_fn(completions):
+        return None if completions == "b" else 1.0
+
+    workflow = make_workflow(agent, reward_fn)
+    trajectory = await workflow.arun_trajectory(scripted_engine(["a", "b"]), _attempt())
+    assert (trajectory.final_answer, trajectory.reward, trajectory.failure) == ("b", None, None)
+
+
+async def test_rewards_by_interaction_are_discounted_down_the_tree(make_workflow, scripted_engine):
+    async def agent(data, client):
+        messages = [{"role": "user", "content": "hi"}]
+        first = await client.chat.completions.create(model="m", messages=messages)
+        messages += [first.choices[0].message.model_dump(), {"role": "user", "content": "so?"}]
+        second = await client.chat.completions.create(model="m", messages=messages)
+        return {first.id: 0.5, second.id: 1}
+
+    workflow = make_workflow(agent, turn_discount=0.5)
+    trajectory = await workflow.arun_trajectory(scripted_engine(["a", "b"]), _attempt())
+    assert [i.reward for i in trajectory.interactions] == [0.5, 1.0]
+    assert [i.turn_return for i in trajectory.interactions] == [1.0, 1.0]
+    assert trajectory.reward == 1.0
+
+
+async def test_rewards_set_through_the_client_are_kept(make_workflow, scripted_engine):
+    async def agent(data, client):
+        await solve(data, client)
+        client.set_final_reward(0.75)
+
+    async def reward_fn():
+        raise AssertionError("must not be asked")
+
+    for judge in (None, reward_fn):
+        trajectory = await make_workflow(agent, judge).arun_trajectory(
+            scripted_engine(["4"]), _attempt()
+        )
+        assert (trajectory.reward, trajectory.failure) == (0.75, None)
+
+
+async def test_a_reward_for_an_unknown_interaction_is_a_reward_failure(
+    make_workflow, scripted_engine
+):
+    async def agent(data, client):
+        reply = await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "x"}]
+        )
+        return {reply.id: 1.0, "chatcmpl-nope": 1.0}
+
+    trajectory = await make_workflow(agent).arun_trajectory(scripted_engine(["4"]), _attempt())
+    assert trajectory.failure.boundary is Boundary.REWARD
+    assert "'chatcmpl-nope', which is no completed interaction" in trajectory.failure.message
+    # Not half of the rewards: none.
+    assert trajectory.reward is None
+    assert trajectory.interactions[0].reward is None
+
+
+async def test_nothing_that_gives_a_reward_is_a_failure_with_advice(make_workflow, scripted_engine):
+    trajectory = await make_workflow(solve).arun_trajectory(scripted_engine(["4"]), _attempt())
+    assert trajectory.failure.boundary is Boundary.REWARD
+    assert "Set reward_fn_path" in trajectory.failure.message
+
+
+async def test_failures_of_the_reward_are_its_own(make_workflow, scripted_engine):
+    async def raising(completions):
+        raise ZeroDivisionError("by nought")
+
+    async def hanging(completions):
+        await asyncio.sleep(60)
+
+    async def wordy(completions):
+        return "good"
+
+    for reward_fn, kind in ((raising, "ZeroDivisionError"), (hanging, "RewardError"),
+                            (wordy, "RewardError")):  # fmt: skip
+        trajectory = await make_workflow(solve, reward_fn).arun_trajectory(
+            scripted_engine(["4"]), _attempt()
+        )
+        assert trajectory.failure.boundary is Boundary.REWARD
+        assert trajectory.failure.kind == kind
+        assert trajectory.reward is None
+        assert trajectory.final_answer == "4"
+        assert len(trajectory.interactions) == 1
+
+
+async def test_an_agents_exception_keeps_its_partial_interactions(make_workflow, scripted_engine):
+    async def agent(data, client):
+        await solve(data, client)
+        raise KeyError("state")
+
+    trajectory = await make_workflow(agent).arun_trajectory(scripted_engine(["4"]), _attempt())
+    assert (trajectory.failure.boundary, trajectory.failure.kind) == (Boundary.AGENT, "KeyError")
+    assert 'raise KeyError("state")' in trajectory.failure.traceback
+    assert trajectory.num_turns == 1
+    assert trajectory.reward is None
+
+
+@pytest.mark.parametrize("error", [EngineError("gpu lost"), ContextLengthError(5000, 4096)])
+async def test_engine_errors_are_told_from_agent_errors(make_workflow, scripted_engine, error):
+    trajectory = await make_workflow(solve).arun_trajectory(scripted_engine([error]), _attempt())
+    assert trajectory.failure.boundary is Boundary.ENGINE
+    assert trajectory.failure.kind == type(error).__name__
+    assert trajectory.interactions[0].status is InteractionStatus.FAILED
+
+
+async def test_an_engine_error_that_the_agent_survived_is_not_blamed(
+    make_workflow, scripted_engine
+):
+    async def agent(data, client):
+        try:
+            await solve(data, client)
+        except openai.APIError:
+            await solve(data, client)
+        raise IndexError("mine")
+
+    engine = scripted_engine([EngineError("once"), "4"])
+    trajectory = await make_workflow(agent).arun_trajectory(engine, _attempt())
+    assert (trajectory.failure.boundary, trajectory.failure.kind) == (Boundary.AGENT, "IndexError")
+
+
+async def test_refused_requests_cross_the_gateway(make_workflow, scripted_engine):
+    async def agent(data, client):
+        await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "x"}], frequency_penalty=1.5
+        )
+
+    trajectory = await make_workflow(agent).arun_trajectory(scripted_engine([]), _attempt())
+    assert trajectory.failure.boundary is Boundary.GATEWAY
+    assert trajectory.failure.kind == "BadRequestError"
+    assert "frequency_penalty" in trajectory.failure.message
+
+
+@pytest.mark.parametrize(
+    ("limits", "num_turns", "named"),
+    [
+        ({"max_turns": 2}, 2, "rollout.max_turns = 2"),
+        ({"max_tokens_per_trajectory": 2}, 1, "rollout.max_tokens_per_trajectory = 2"),
+    ],
+)
+async def test_budgets_end_trajectories(make_workflow, scripted_engine, limits, num_turns, named):
+    async def agent(data, client):
+        await _ask(client, *"abcdefg")
+
+    workflow = make_workflow(agent, **limits)
+    trajectory = await workflow.arun_trajectory(scripted_engine(lambda _: "4"), _attempt())
+    assert trajectory.failure.boundary is Boundary.BUDGET
+    assert named in trajectory.failure.message
+    assert trajectory.num_turns == num_turns
+
+
+async def test_the_deadline_ends_a_trajectory_and_its_call(make_workflow, scripted_engine):
+    async def slow(prompt):
+        await asyncio.sleep(60)
+
+    calls = iter([lambda _: "a", slow])
+    engine = scripted_engine(lambda prompt: next(calls)(prompt))
+
+    async def agent(data, client):
+        await _ask(client, "one", "two")
+
+    trajectory = await make_workflow(agent, timeout_seconds=0.3).arun_trajectory(engine, _attempt())
+    assert trajectory.failure.boundary is Boundary.TIMEOUT
+    assert "0.3 seconds" in trajectory.failure.message
+    statuses = [i.status for i in trajectory.interactions]
+    assert statuses == [InteractionStatus.COMPLETED, InteractionStatus.CANCELLED]
+    assert engine.num_cancelled == 1
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_cancelling_a_trajectory_leaves_nothing_behind(make_workflow, scripted_engine):
+    async def slow(prompt):
+        await asyncio.sleep(60)
+
+    engine = scripted_engine(slow)
+    workflow = make_workflow(solve)
+    task = asyncio.create_task(workflow.arun_trajectory(engine, _attempt()))
+    while not engine.num_running:
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.num_cancelled == 1
+    assert len(asyncio.all_tasks()) == 1
+
+
+async def test_sampling_defaults_and_seeds(make_workflow, scripted_engine):
+    gconfig = GenerationConfig(max_tokens=7, temperature=0.5, top_p=0.9)
+    engine = scripted_engine(lambda _: "4")
+    seeded = make_workflow(solve, lambda: 1.0, gconfig=gconfig, seed=11)
+    for index in (0, 1, 0):
+        await seeded.arun_trajectory(engine, _attempt(sample_index=index))
+    await make_workflow(solve, lambda: 1.0, gconfig=gconfig).arun_trajectory(engine, _attempt())
+    first, second, again, free = engine.samplings
+    assert (first.max_tokens, first.temperature, first.top_p) == (7, 0.5, 0.9)
+    assert first == again
+    assert first.seed != second.seed
+    assert free == Sampling(max_tokens=7, temperature=0.5, top_p=0.9)
+
+
+async def test_an_agent_may_write_into_its_row(make_workflow, scripted_engine):
+    async def agent(data, client):
+        data["scratch"] = await _ask(client, data.pop("question"))
+        return 1.0
+
+    trajectory = await make_workflow(agent).arun_trajectory(scripted_engine(["4"]), _attempt())
+    assert trajectory.failure is None
+    assert trajectory.task == ROW == {"question": "What is 2 + 2?", "answer": "4"}
+
+
+async def test_agents_that_make_their_own_client(make_workflow, scripted_engine):
+    """By the shared in-process HTTP client, and by a socket with base_url and key."""
+
+    async def in_process(data, base_url, api_key, http_client, model):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
+        reply = await client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": "x"}]
+        )
+        return reply.choices[0].message.content
+
+    async def by_socket(data, **extra):
+        assert set(extra) == {
+            "base_url", "api_key", "http_client", "client", "model", "max_turns",
+        }  # fmt: skip
+        async with httpx.AsyncClient(base_url=extra["base_url"]) as http:
+            reply = await http.post(
+                "/chat/completions",
+                headers={"Authorization": f"Bearer {extra['api_key']}"},
+                json={"model": "m", "messages": [{"role": "user", "content": "x"}]},
+            )
+        return reply.json()["choices"][0]["message"]["content"]
+
+    async def reward_fn(completions):
+        return float(completions == "4")
+
+    for agent in (in_process, by_socket):
+        workflow = make_workflow(agent, reward_fn)
+        trajectory = await workflow.arun_trajectory(scripted_engine(["4"]), _attempt())
+        assert (trajectory.reward, trajectory.num_turns) == (1.0, 1), trajectory.failure
+
+
+async def test_builders_that_name_the_client_are_called_for_every_trajectory(
+    make_workflow, scripted_engine
+):
+    built = []
+
+    def build(client, model):
+        class Solver:
+            async def run(self, data):
+                self.seen = getattr(self, "seen", 0) + 1
+                await _ask(client, data["question"])
+                return self.seen
+
+        built.append((model, client))
+        return Solver()
+
+    workflow = make_workflow(None, per_trajectory=build)
+    for index in range(3):
+        trajectory = await workflow.arun_trajectory(
+            scripted_engine(["4"]), _attempt(sample_index=index)
+        )
+        assert trajectory.reward == 1.0
+    # Once on trial, then three times in earnest, with as many clients.
+    assert [model for model, _ in built] == ["model", "scripted", "scripted", "scripted"]
+    assert len({id(client) for _, client in built}) == 4
+
+
+async def test_a_builder_that_fails_later_is_data_but_a_wrong_return_is_not(
+    make_workflow, scripted_engine
+):
+    calls = []
+
+    def flaky(client):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError("flaky")
+        return solve if len(calls) == 1 else None
+
+    workflow = make_workflow(None, per_trajectory=flaky)
+    trajectory = await workflow.arun_trajectory(scripted_engine([]), _attempt())
+    assert (trajectory.failure.boundary, trajectory.failure.kind) == (Boundary.AGENT, "OSError")
+    with pytest.raises(BuilderError, match="is there a return"):
+        await workflow.arun_trajectory(scripted_engine([]), _attempt())
+
+
+async def test_a_missing_reward_argument_stops_the_run(make_workflow, scripted_engine):
+    async def reward_fn(completions, solution): ...
+
+    workflow = make_workflow(solve, reward_fn)
+    with pytest.raises(RewardSignatureError):
+        await workflow.arun_trajectory(scripted_engine(["4"]), _attempt())
+    with pytest.raises(RewardSignatureError):
+        workflow.check_rows([ROW], "train_dataset")
+
+
+async def test_rows_choose_their_agent(open_client, scripted_engine):
+    def make(name):
+        async def agent(data, client):
+            await _ask(client, name)
+            return 1.0
+
+        return AgentSource(lambda: agent, {}, f"agents.{name}")
+
+    workflow = AgentRolloutWorkflow(
+        {"first": make("first"), "second": make("second")},
+        reward=None,
+        gconfig=GenerationConfig(),
+        rollout=RolloutConfig(),
+        open_client=open_client,
+    )
+    engine = scripted_engine(lambda _: "4")
+    trajectory = await workflow.arun_trajectory(engine, _attempt({"agent_name": "second"}))
+    assert (trajectory.agent_name, trajectory.reward) == ("second", 1.0)
+    assert "second" in engine.prompts[0]
+    with pytest.raises(DatasetError, match=r"row 2 .*names the agent 'secund'.*'second'"):
+        workflow.check_rows([{"agent_name": "first"}, {"agent_name": "secund"}], "train_dataset")
+    with pytest.raises(DatasetError, match=r"row 1 .*has no agent_name"):
+        workflow.check_rows([{"q": 1}], "train_dataset")
+
+
+async def test_arun_episode_exports_and_raises(make_workflow, scripted_engine):
+    async def agent(data, client):
+        await _ask(client, "one", "two")
+        return 1
+
+    workflow = make_workflow(agent)
+    exported = await workflow.arun_episode(scripted_engine(["a", "b"]), ROW)
+    (item,) = exported.values()
+    assert len(item.sequence.spans) == 2
+    tensors = item.to_tensor_dict()
+    assert math.isclose(tensors["rewards"].item(), 1.0)
+    assert tensors["loss_mask"].sum() == sum(s.end - s.start for s in item.sequence.spans)
+    with pytest.raises(openai.InternalServerError):
+        await workflow.arun_episode(scripted_engine([EngineError("x")]), ROW)

@@ -1,0 +1,104 @@
+"""Workflows of one's own: what they return becomes a trajectory, or a failure with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from agentrl_cli.errors import DatasetError
+from agentrl_cli.records import Boundary
+from agentrl_cli.rollout.dataset import Task
+from agentrl_cli.rollout.workflow import AgentWorkflow, Attempt, RolloutWorkflow
+from agentrl_cli.tracking.session import Budget, Sampling
+
+ATTEMPT = Attempt(
+    task=Task(task_id="0", row={"questions": ["a", "b"]}, group_id="000001.000"), step=1
+)
+
+
+class TwoClients(RolloutWorkflow):
+    """Two conversations, one after the other, each on a client of its own."""
+
+    def __init__(self, open_client, style="concat", result=None, error=None):
+        self.open_client, self.style, self.result, self.error = open_client, style, result, error
+
+    async def arun_episode(self, engine, data):
+        exported = {}
+        for number, question in enumerate(data["questions"]):
+            client = self.open_client(engine, Sampling(), Budget())
+            try:
+                messages = [{"role": "user", "content": question}]
+                for _ in range(2):
+                    reply = await client.chat.completions.create(model="m", messages=messages)
+                    messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+                    messages.append({"role": "user", "content": "go on"})
+                client.set_final_reward(number + 0.5)
+                client.apply_reward_discount(1.0)
+                exported |= client.export_interactions(self.style)
+            finally:
+                await client.close()
+        if self.error is not None:
+            raise self.error
+        return exported if self.result is None else self.result
+
+
+@pytest.mark.parametrize("style", ["concat", "individual"])
+async def test_every_interaction_is_kept_once(open_client, scripted_engine, style):
+    engine = scripted_engine(["1", "2", "3", "4"])
+    trajectory = await TwoClients(open_client, style).arun_trajectory(engine, ATTEMPT)
+    assert trajectory.failure is None
+    assert [i.reply["content"] for i in trajectory.interactions] == ["1", "2", "3", "4"]
+    assert [i.reward for i in trajectory.interactions] == [None, 0.5, None, 1.5]
+    assert (trajectory.reward, trajectory.final_answer) == (1.5, "4")
+    assert trajectory.task == {"questions": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (1.0, r"returned float. Allowed: the dict of client.export_interactions"),
+        ({"id": 1.0}, r"returned float under 'id'"),
+    ],
+)
+async def test_another_result_is_a_failure_that_says_what_is_allowed(
+    open_client, scripted_engine, result, message
+):
+    workflow = TwoClients(open_client, result=result)
+    engine = scripted_engine(lambda _: "1")
+    trajectory = await workflow.arun_trajectory(engine, ATTEMPT)
+    assert trajectory.failure.boundary is Boundary.AGENT
+    with pytest.raises(TypeError, match=message):
+        raise TypeError(trajectory.failure.message)
+
+
+async def test_a_forgotten_return_is_asked_about(scripted_engine):
+    class Forgetful(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            pass
+
+    trajectory = await Forgetful().arun_trajectory(scripted_engine([]), ATTEMPT)
+    assert "is there a return?" in trajectory.failure.message
+
+
+async def test_exceptions_deadlines_and_mistakes(open_client, scripted_engine):
+    engine = scripted_engine(lambda _: "1")
+    trajectory = await TwoClients(open_client, error=KeyError("x")).arun_trajectory(engine, ATTEMPT)
+    assert (trajectory.failure.kind, trajectory.reward) == ("KeyError", None)
+
+    class Slow(RolloutWorkflow):
+        timeout_seconds = 0.05
+
+        async def arun_episode(self, engine, data):
+            await asyncio.sleep(60)
+
+    trajectory = await Slow().arun_trajectory(engine, ATTEMPT)
+    assert trajectory.failure.boundary is Boundary.TIMEOUT
+    with pytest.raises(DatasetError):
+        await TwoClients(open_client, error=DatasetError("x")).arun_trajectory(engine, ATTEMPT)
+
+
+def test_both_bases_insist_on_their_method():
+    for base in (RolloutWorkflow, AgentWorkflow):
+        with pytest.raises(TypeError, match="abstract"):
+            base()
