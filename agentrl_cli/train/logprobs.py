@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, log_softmax
+from torch.nn.functional import log_softmax, nll_loss
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -121,14 +121,23 @@ def compute_logprobs(
         return TokenLogprobs(nothing, nothing.detach())
     with torch.no_grad():
         vocabulary_size = head(hidden_states[:1]).shape[-1]
-        has_nucleus = bool((top_ps < 1.0).any())
+        # Most batches have neither, and both cost a pass over the logits.
+        has_temperature, has_nucleus = bool((temperatures != 1).any()), bool((top_ps < 1).any())
     rows = max(1, max_logits // vocabulary_size)
     if target_ids.numel() <= rows:
         return TokenLogprobs(
-            *_compute_chunk(head, hidden_states, target_ids, temperatures, top_ps, has_nucleus)
+            *_compute_chunk(
+                head,
+                hidden_states,
+                target_ids,
+                temperatures,
+                top_ps,
+                has_temperature,
+                has_nucleus,
+            )
         )
     chunks = [
-        checkpoint(_compute_chunk, head, *chunk, has_nucleus, use_reentrant=False)
+        checkpoint(_compute_chunk, head, *chunk, has_temperature, has_nucleus, use_reentrant=False)
         for chunk in zip(
             torch.split(hidden_states, rows),
             torch.split(target_ids, rows),
@@ -149,14 +158,18 @@ def _compute_chunk(
     target_ids: Tensor,
     temperatures: Tensor,
     top_ps: Tensor,
+    has_temperature: bool,
     has_nucleus: bool,
 ) -> tuple[Tensor, Tensor]:
-    logits = head(hidden_states).float() / temperatures[:, None]
+    logits = head(hidden_states).float()
+    if has_temperature:
+        logits = logits / temperatures[:, None]
     if has_nucleus:
         removed = find_outside_nucleus(logits.detach(), top_ps, target_ids)
         logits = logits.masked_fill(removed, -torch.inf)
-    logprobs = -cross_entropy(logits, target_ids, reduction="none")
-    return logprobs, _compute_entropies(logits.detach())
+    logprobs = log_softmax(logits, dim=-1)
+    entropies = _compute_entropies(logprobs.detach(), has_nucleus)
+    return -nll_loss(logprobs, target_ids, reduction="none"), entropies
 
 
 def find_outside_nucleus(logits: Tensor, top_ps: Tensor, target_ids: Tensor) -> Tensor:
@@ -174,7 +187,9 @@ def find_outside_nucleus(logits: Tensor, top_ps: Tensor, target_ids: Tensor) -> 
 
 
 @torch.no_grad()
-def _compute_entropies(logits: Tensor) -> Tensor:
-    logprobs = log_softmax(logits, dim=-1)
-    # 0 x -inf outside the nucleus would be NaN; its limit is 0.
-    return -(logprobs.exp() * logprobs.clamp(min=-1e9)).sum(-1)
+def _compute_entropies(logprobs: Tensor, has_nucleus: bool) -> Tensor:
+    weighted = logprobs.exp().mul_(logprobs)
+    if has_nucleus:
+        # 0 x -inf outside the nucleus is NaN; its limit is 0.
+        weighted.masked_fill_(logprobs == -torch.inf, 0.0)
+    return -weighted.sum(-1)
