@@ -1,0 +1,289 @@
+"""Agents of the real OpenAI Agents SDK on exact conversations: every token accounted for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+pytest.importorskip("agents")
+
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    function_tool,
+    set_trace_processors,
+)
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+
+from agentrl_cli.agents.building import AgentSource
+from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
+from agentrl_cli.records import Boundary
+from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow
+from agentrl_cli.rollout.dataset import Task, build_eval_tasks
+from agentrl_cli.rollout.rewards import AsyncRewardWrapper
+from agentrl_cli.rollout.scheduler import run_tasks
+from agentrl_cli.rollout.workflow import Attempt
+from agentrl_cli.tracking.sequences import build_sequences
+from builders.math_agent import build_math_agent, build_math_team
+from rewards.gsm8k import gsm8k_reward_fn
+
+pytestmark = pytest.mark.openai_agents
+
+ROW = {"question": "What is 20 + 22?", "answer": "20 + 22 = 42\n#### 42"}
+
+
+async def reward_fn(completions, answer):
+    return gsm8k_reward_fn(completions, answer)
+
+
+@pytest.fixture
+def make_workflow(open_client):
+    def build(builder, **rollout):
+        return AgentRolloutWorkflow(
+            {None: AgentSource(builder, {}, "agent_builder_path")},
+            reward=AsyncRewardWrapper(reward_fn),
+            gconfig=GenerationConfig(),
+            rollout=RolloutConfig(**rollout),
+            open_client=open_client,
+        )
+
+    return build
+
+
+@pytest.fixture
+def play(make_workflow, scripted_engine):
+    """Runs one trajectory of an agent whose model replies as given."""
+
+    async def run(agent, *replies, row=ROW, **rollout):
+        engine = scripted_engine(replies)
+        task = Task(task_id="0", row=row, group_id="000001.000")
+        trajectory = await make_workflow(lambda: agent, **rollout).arun_trajectory(
+            engine, Attempt(task=task, step=1)
+        )
+        assert len(asyncio.all_tasks()) == 1
+        return trajectory, engine
+
+    return run
+
+
+def _check_tokens(trajectory):
+    """Every sampled token is trained exactly once, in whichever sequence."""
+    sequences = build_sequences(trajectory.interactions, "concat")
+    assert sum(sum(s.loss_mask) for s in sequences) == trajectory.num_completion_tokens
+    return sequences
+
+
+async def test_a_tool_turn_and_the_answer_are_one_sequence(play, tool_call):
+    call = tool_call("calculate", '{"expression": "20 + 22"}')
+    trajectory, engine = await play(build_math_agent(), call, "It is\n#### 42")
+    assert trajectory.failure is None
+    assert (trajectory.reward, trajectory.final_answer) == (1.0, "It is\n#### 42")
+    assert (trajectory.num_turns, trajectory.num_tool_calls) == (2, 1)
+    assert "<tool_response>\n42\n</tool_response>" in engine.prompts[1]
+    (sequence,) = _check_tokens(trajectory)
+    assert len(sequence.spans) == 2
+    assert [i.turn_return for i in trajectory.interactions] == [1.0, 1.0]
+    # The SDK's defaults for OpenAI's own models were not sent on.
+    assert engine.samplings[0].max_tokens == 1024
+
+
+async def test_parallel_tool_calls_are_answered_in_one_turn(play, tool_call):
+    calls = "\n".join(tool_call("calculate", f'{{"expression": "{n} + 1"}}') for n in (1, 2))
+    trajectory, engine = await play(build_math_agent(), calls, "#### 42")
+    assert (trajectory.failure, trajectory.num_tool_calls) == (None, 2)
+    assert "<tool_response>\n2\n</tool_response>" in engine.prompts[1]
+    assert "<tool_response>\n3\n</tool_response>" in engine.prompts[1]
+    assert len(_check_tokens(trajectory)) == 1
+
+
+async def test_handoffs_pass_through_the_team_and_credit_reaches_every_agent(play, tool_call):
+    trajectory, engine = await play(
+        build_math_team(),
+        tool_call("transfer_to_solver", "{}"),
+        tool_call("calculate", '{"expression": "20 + 22"}'),
+        tool_call("transfer_to_checker", "{}"),
+        "Checked.\n#### 42",
+    )
+    assert trajectory.failure is None
+    assert (trajectory.reward, trajectory.num_turns) == (1.0, 4)
+    # Each agent has its own system prompt, so each begins a conversation of its own.
+    assert [i.parent_id is None for i in trajectory.interactions] == [True, True, False, True]
+    assert [i.turn_return for i in trajectory.interactions] == [1.0] * 4
+    assert len(_check_tokens(trajectory)) == 3
+    assert "You receive a math problem" in engine.prompts[0]
+    assert "Check the solution" in engine.prompts[3]
+
+
+async def test_a_sub_agent_used_as_a_tool_is_tracked_on_the_same_client(play, tool_call):
+    helper = Agent(name="helper", instructions="You add numbers.")
+    agent = Agent(
+        name="boss",
+        instructions="You delegate.",
+        tools=[helper.as_tool("ask_helper", "Adds numbers")],
+    )
+    trajectory, engine = await play(
+        agent, tool_call("ask_helper", '{"input": "20 + 22"}'), "42", "#### 42"
+    )
+    assert trajectory.failure is None
+    assert (trajectory.reward, trajectory.num_turns) == (1.0, 3)
+    assert "You add numbers." in engine.prompts[1]
+    first, helped, last = trajectory.interactions
+    assert (first.parent_id, helped.parent_id, last.parent_id) == (None, None, first.id)
+    assert [i.turn_return for i in trajectory.interactions] == [1.0, 1.0, 1.0]
+    assert len(_check_tokens(trajectory)) == 2
+
+
+class Solution(BaseModel):
+    steps: list[str]
+    number: int
+
+
+async def test_structured_output_is_the_answer_as_json(play):
+    agent = Agent(name="structured", instructions="JSON.", output_type=Solution)
+    reply = json.dumps({"steps": ["20 + 22"], "number": 42})
+    trajectory, _ = await play(agent, reply)
+    assert trajectory.failure is None
+    assert json.loads(trajectory.final_answer) == {"steps": ["20 + 22"], "number": 42}
+    assert trajectory.reward == 1.0
+
+
+async def test_malformed_structured_output_is_the_agents_failure(play):
+    agent = Agent(name="structured", instructions="JSON.", output_type=Solution)
+    trajectory, _ = await play(agent, "no json")
+    assert (trajectory.failure.boundary, trajectory.failure.kind) == (
+        Boundary.AGENT, "ModelBehaviorError",
+    )  # fmt: skip
+    assert (trajectory.num_turns, trajectory.reward) == (1, None)
+
+
+async def test_too_many_turns_are_a_budget(play, tool_call):
+    call = tool_call("calculate", '{"expression": "1 + 1"}')
+    trajectory, _ = await play(build_math_agent(), *[call] * 9, max_turns=3)
+    assert (trajectory.failure.boundary, trajectory.failure.kind) == (
+        Boundary.BUDGET, "MaxTurnsExceeded",
+    )  # fmt: skip
+    assert (trajectory.num_turns, trajectory.reward) == (3, None)
+
+
+async def test_the_budget_counts_the_calls_of_sub_agents_too(play, tool_call):
+    helper = Agent(name="helper", instructions="You add.")
+    agent = Agent(name="boss", instructions="You delegate.", tools=[helper.as_tool("ask", "Adds")])
+    call = tool_call("ask", '{"input": "1"}')
+    trajectory, _ = await play(agent, call, "2", call, "2", call, "2", max_turns=4)
+    assert trajectory.failure.boundary is Boundary.BUDGET
+    assert "rollout.max_turns = 4 was reached" in trajectory.failure.message
+    assert trajectory.num_turns == 4
+
+
+async def test_a_raising_tool_tells_the_model_or_ends_the_trajectory(play, tool_call):
+    def divide() -> str:
+        """Divides."""
+        raise ZeroDivisionError("by nought")
+
+    told = Agent(name="told", instructions="x", tools=[function_tool(divide)])
+    trajectory, engine = await play(told, tool_call("divide", "{}"), "#### 42")
+    assert (trajectory.failure, trajectory.reward) == (None, 1.0)
+    assert "<tool_response>\nAn error occurred" in engine.prompts[1]
+
+    strict = function_tool(divide, failure_error_function=None)
+    ended = Agent(name="ended", instructions="x", tools=[strict])
+    trajectory, _ = await play(ended, tool_call("divide", "{}"))
+    assert (trajectory.failure.boundary, trajectory.failure.kind) == (
+        Boundary.TOOL, "ZeroDivisionError",
+    )  # fmt: skip
+    assert 'raise ZeroDivisionError("by nought")' in trajectory.failure.traceback
+    assert trajectory.num_turns == 1
+
+
+async def test_an_unknown_tool_is_the_agents_failure(play, tool_call):
+    trajectory, _ = await play(build_math_agent(), tool_call("search", "{}"))
+    assert (trajectory.failure.boundary, trajectory.failure.kind) == (
+        Boundary.AGENT, "ModelBehaviorError",
+    )  # fmt: skip
+
+
+async def test_agents_are_served_whatever_model_they_name(play, tool_call):
+    named = Agent(name="named", instructions="b", model="gpt-5.4-mini")
+    first = Agent(name="first", instructions="a", model="o3", handoffs=[named])
+    trajectory, engine = await play(first, tool_call("transfer_to_named", "{}"), "#### 42")
+    assert (trajectory.failure, trajectory.reward, len(engine.prompts)) == (None, 1.0, 2)
+
+
+async def test_settings_of_the_user_are_kept(play):
+    settings = ModelSettings(temperature=0.25, max_tokens=9)
+    trajectory, engine = await play(
+        Agent(name="cool", instructions="x", model_settings=settings), "#### 42"
+    )
+    assert trajectory.failure is None
+    assert (engine.samplings[0].temperature, engine.samplings[0].max_tokens) == (0.25, 9)
+
+
+async def test_a_model_object_of_the_users_own_is_left_alone(play):
+    elsewhere = AsyncOpenAI(base_url="http://127.0.0.1:1/v1", api_key="x", max_retries=0)
+    judge = Agent(
+        name="judge",
+        instructions="x",
+        model=OpenAIChatCompletionsModel("judge", openai_client=elsewhere),
+    )
+    trajectory, engine = await play(judge)
+    assert trajectory.failure.kind == "APIConnectionError"
+    assert engine.prompts == []
+    await elsewhere.close()
+
+
+async def test_messages_of_a_row_are_the_input(play):
+    row = {
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "What is 20 + 22?"},
+        ],
+        "answer": "42",
+    }
+    trajectory, engine = await play(Agent(name="plain"), "#### 42", row=row)
+    assert (trajectory.failure, trajectory.reward) == (None, 1.0)
+    assert "Be brief." in engine.prompts[0]
+
+
+async def test_nothing_is_traced(play):
+    class Refusing:
+        def on_trace_start(self, trace):
+            raise AssertionError("traced")
+
+        on_trace_end = on_span_start = on_span_end = on_trace_start
+
+        def shutdown(self): ...
+        def force_flush(self): ...
+
+    set_trace_processors([Refusing()])
+    try:
+        trajectory, _ = await play(build_math_agent(), "#### 42")
+    finally:
+        set_trace_processors([])
+    assert trajectory.failure is None
+
+
+async def test_trajectories_that_share_an_agent_do_not_mix(
+    make_workflow, scripted_engine, tool_call
+):
+    """Each is asked for its own number, over a tool turn, eight at a time."""
+
+    def reply(prompt):
+        number = prompt.split("exactly ")[1].split("<")[0]
+        if "<tool_response>" in prompt:
+            assert f"<tool_response>\n{number}\n" in prompt
+            return f"#### {number}"
+        return tool_call("calculate", f'{{"expression": "{number}"}}')
+
+    rows = [{"question": f"Say exactly {n}", "answer": str(n)} for n in range(100, 112)]
+    engine = scripted_engine(reply)
+    trajectories = await run_tasks(
+        make_workflow(build_math_agent), engine, build_eval_tasks(rows),
+        n_samples=2, max_concurrent=8,
+    )  # fmt: skip
+    assert [t.failure for t in trajectories] == [None] * 24
+    assert [t.reward for t in trajectories] == [1.0] * 24
+    assert 1 < engine.most_running <= 8

@@ -1,0 +1,166 @@
+"""What a builder may return, and how a mistake is named."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from agentrl_cli.agents.adapt import adapt_agent
+from agentrl_cli.agents.building import AgentSource
+from agentrl_cli.agents.task_input import find_input, find_prompt_text
+from agentrl_cli.errors import BuilderError, DatasetError
+
+SUPPLIED = {
+    "model": "m",
+    "base_url": "http://x/v1",
+    "api_key": "key",
+    "http_client": "http",
+    "max_turns": 4,
+}
+
+
+async def run(runner, data=None, client="client"):
+    return await runner.run(data or {"q": 1}, client, **SUPPLIED)
+
+
+async def test_functions_and_objects_get_what_they_name():
+    async def everything(data, **extra):
+        return (data, sorted(extra))
+
+    async def some(row, api_key, client=None, *, base_url, unknown=3):
+        return (row, api_key, client, base_url, unknown)
+
+    async def nothing(data):
+        return data
+
+    class Solver:
+        async def run(self, data, client):
+            return client
+
+        async def __call__(self, data):
+            return "run goes first"
+
+    class Called:
+        async def __call__(self, data, model):
+            return {"the model": model}
+
+    names = ["api_key", "base_url", "client", "http_client", "max_turns", "model"]
+    assert (await run(adapt_agent(everything, "k"))).returned == ({"q": 1}, names)
+    assert (await run(adapt_agent(some, "k"))).returned == (
+        {"q": 1}, "key", "client", "http://x/v1", 3,
+    )  # fmt: skip
+    assert (await run(adapt_agent(nothing, "k"))).returned == {"q": 1}
+    assert (await run(adapt_agent(Solver(), "k"))).final_answer == "client"
+    assert (await run(adapt_agent(Called(), "k"))).returned == {"the model": "m"}
+    partial = functools.partial(some, unknown=5)
+    assert (await run(adapt_agent(partial, "k"))).returned[-1] == 5
+
+
+def test_the_socket_is_opened_for_those_who_can_use_it():
+    async def no(data, client): ...
+    async def named(data, base_url): ...
+    async def everything(data, **extra): ...
+
+    assert [adapt_agent(f, "k").needs_base_url for f in (no, named, everything)] == [
+        False, True, True,
+    ]  # fmt: skip
+
+
+class Agent:
+    def run(self, data): ...
+
+
+async def coroutine_agent(data): ...
+
+
+def sync_agent(data): ...
+
+
+@pytest.mark.parametrize(
+    ("built", "message"),
+    [
+        (None, r"returned None: is there a return\?"),
+        (Agent, r"the class Agent, not an object of it: return Agent\(\.\.\.\)"),
+        (Agent(), r"Agent\.run, which is not async: write async def"),
+        (sync_agent, r"sync_agent, which is not async: write async def"),
+        (42, r"type builtins\.int: 42"),
+        ("text", r"type builtins\.str"),
+    ],
+)
+def test_anything_else_is_named_and_what_is_allowed_is_listed(built, message):
+    with pytest.raises(BuilderError, match=message) as caught:
+        adapt_agent(built, "agent_builder_path")
+    assert "agent_builder_path: the builder returned" in str(caught.value)
+    assert "agents.Agent" in str(caught.value)
+    assert "async def solve(data, client)" in str(caught.value)
+
+
+def test_a_coroutine_is_closed_and_explained():
+    with pytest.raises(BuilderError, match=r"coroutine_agent is async.*def build\(\)"):
+        adapt_agent(coroutine_agent({}), "k")
+    with pytest.raises(BuilderError, match=r"is async\. A builder is a plain def"):
+        AgentSource(coroutine_agent, {}, "k")
+
+
+def test_signatures_that_nothing_can_fill_are_refused():
+    async def no_row(): ...
+    async def keyword_row(*, data): ...
+    async def wants_answer(data, answer): ...
+
+    with pytest.raises(BuilderError, match="takes no row"):
+        adapt_agent(no_row, "k")
+    with pytest.raises(BuilderError, match="takes no row"):
+        adapt_agent(keyword_row, "k")
+    with pytest.raises(BuilderError, match=r"asks for 'answer'.*data\['answer'\]"):
+        adapt_agent(wants_answer, "k")
+
+
+def test_builders_are_called_as_seldom_as_their_signature_allows():
+    built = []
+
+    def shared(style):
+        built.append(("shared", style))
+        return coroutine_agent
+
+    def by_model(model, style="x"):
+        built.append(("by_model", model))
+        return coroutine_agent
+
+    source = AgentSource(shared, {"style": "terse"}, "k")
+    assert source.get_runner("client", "m") is source.get_runner("other", "m")
+    assert built == [("shared", "terse")]
+    source = AgentSource(by_model, {}, "k")
+    assert source.get_runner("client", "m") is source.get_runner("other", "m")
+    source.get_runner("client", "n")
+    assert built[1:] == [("by_model", name) for name in ("model", "m", "n")]
+    # agent_builder_kwargs decide, where they say so themselves.
+    AgentSource(by_model, {"model": "mine"}, "k").get_runner("client", "m")
+    assert built[-1] == ("by_model", "mine")
+
+
+def test_input_is_found_under_the_usual_names():
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert find_input({"question": "q", "prompt": "p", "messages": messages}) == messages
+    assert find_input({"input": "i", "prompt": "p", "question": "q"}) == "q"
+    assert find_input({"input": "i", "prompt": "p"}) == "p"
+    assert find_input({"input": "i", "prompt": None}) == "i"
+    assert find_input({"prompt": messages}) == messages
+    assert find_prompt_text({"messages": messages}) == "u"
+    assert find_prompt_text({"question": "q", "prompt": "p"}) == "p"
+    assert find_prompt_text({"x": 1}) == ""
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"problem": "x"}, "the row has the fields 'problem'; one of messages, question"),
+        ({"messages": "x"}, r"'messages' is str .*for messages: the list only"),
+        ({"question": 5}, r"'question' is int \(5\)"),
+        ({"prompt": [1]}, "'prompt' is list"),
+        ({"messages": []}, "'messages' is list"),
+    ],
+)
+def test_rows_with_nothing_to_ask_are_refused(row, message):
+    with pytest.raises(DatasetError, match=message):
+        find_input(row)
