@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+from transformers.utils import logging as transformers_logging
 
 from agentrl_cli.errors import ModelError, format_nearest
 from agentrl_cli.log import Observer
@@ -105,10 +109,23 @@ def load_model(path: str, dtype: str | torch.dtype, device: str | torch.device) 
             )
     number_type = _DTYPES[dtype] if isinstance(dtype, str) else dtype
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=number_type)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        with without_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=number_type)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(_explain(path, "model", error)) from error
     return model.to(device).eval()
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Keeps transformers' own bars off the terminal, where agentrl shows one of its own."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _must_be_folder(path: str) -> bool:

@@ -19,7 +19,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, 
 from agentrl_cli.config.sft import NewModelConfig, SftConfig, SftTrainConfig
 from agentrl_cli.errors import DatasetError, ModelError, RunError
 from agentrl_cli.log import Observer
-from agentrl_cli.models.loading import load_model, load_tokenizer, resolve_model_folder
+from agentrl_cli.models.loading import (
+    load_model,
+    load_tokenizer,
+    resolve_model_folder,
+    without_progress_bars,
+)
 from agentrl_cli.models.sft_rows import (
     EncodedRow,
     build_batches,
@@ -219,7 +224,8 @@ def _save(
     """Writes beside ``output`` and renames: the folder is whole or not there."""
     partial = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
-        model.to(torch.float32 if dtype == "float32" else torch.bfloat16).save_pretrained(partial)
+        with without_progress_bars():
+            model.to(getattr(torch, dtype)).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         partial.replace(output)
     except OSError as error:

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agentrl_cli.config.loading import load_config_as
+from agentrl_cli.config.sft import NewModelConfig, SftConfig
+from agentrl_cli.errors import ConfigError, DatasetError, ModelError, RunError, UserInputError
+from agentrl_cli.log import SilentObserver
+from agentrl_cli.models import sft
+from agentrl_cli.models.loading import load_model, load_tokenizer
+from agentrl_cli.models.sft import compute_learning_rate, compute_loss, run_sft
+from agentrl_cli.models.sft_rows import EncodedRow
+
+TINY = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2}
+
+
+def row(number: int) -> dict[str, Any]:
+    return {
+        "messages": [
+            {"role": "user", "content": f"What comes after {number}?"},
+            {"role": "assistant", "content": str(number + 1)},
+        ]
+    }
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Callable[..., SftConfig]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row(number)) for number in range(40)))
+
+    def build_config(name: str = "out", **changes: Any) -> SftConfig:
+        data = {
+            "output_path": str(tmp_path / name),
+            "model": {"new": {"vocab_size": 320, **TINY}, "dtype": "float32"},
+            "dataset": {"path": str(path)},
+            "train": {"batch_tokens": 200, "learning_rate": 1e-2, "num_threads": 1},
+        }
+        for section, values in changes.items():
+            data[section] = {**data[section], **values} if section in data else values
+        return SftConfig.model_validate(data)
+
+    return build_config
+
+
+def read_all(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class Recorder(SilentObserver):
+    def __init__(self) -> None:
+        self.stages: list[tuple[str, int | None]] = []
+        self.progress: list[tuple[int, str]] = []
+
+    def on_stage(self, stage: str, total: int | None = None) -> None:
+        self.stages.append((stage, total))
+
+    def on_progress(self, num_done: int, note: str = "") -> None:
+        self.progress.append((num_done, note))
+
+
+def test_same_seed_gives_the_same_bits(build: Callable[..., SftConfig]) -> None:
+    once = run_sft(build("a"), SilentObserver())
+    torch.manual_seed(99)
+    again = run_sft(build("b"), SilentObserver())
+    other = run_sft(build("c", seed=2), SilentObserver())
+    assert read_all(once) == read_all(again)
+    assert read_all(once)["model.safetensors"] != read_all(other)["model.safetensors"]
+
+
+def test_the_callers_randomness_and_threads_are_left_alone(
+    build: Callable[..., SftConfig],
+) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    threads = torch.get_num_threads()
+    torch.manual_seed(5)
+    run_sft(build(), SilentObserver())
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.get_num_threads() == threads
+
+
+def test_it_learns_loads_and_reports(build: Callable[..., SftConfig]) -> None:
+    recorder = Recorder()
+    folder = run_sft(build(train={"num_epochs": 8, "batch_tokens": 100}), recorder)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(str(folder))
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert not model.config.tie_word_embeddings
+    ((stage, total),) = recorder.stages
+    assert stage == "warm start"
+    assert [done for done, _ in recorder.progress] == list(range(1, (total or 0) + 1))
+    losses = [float(note.split()[-1]) for _, note in recorder.progress]
+    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
+
+
+def test_going_on_from_a_model_keeps_its_tokenizer(build: Callable[..., SftConfig]) -> None:
+    first = run_sft(build("first"), SilentObserver())
+    changes = {"model": {"path": str(first), "new": None, "dtype": "bfloat16"}}
+    second = run_sft(build("second", **changes), SilentObserver())
+    assert read_all(first)["tokenizer.json"] == read_all(second)["tokenizer.json"]
+    assert load_model(str(second), "float32", "cpu").config.hidden_size == 16
+    assert AutoModelForCausalLM.from_pretrained(second).dtype == torch.bfloat16
+
+
+def test_loss_is_the_mean_over_trained_tokens_whatever_the_padding(
+    build: Callable[..., SftConfig],
+) -> None:
+    model = load_model(str(run_sft(build(), SilentObserver())), "float32", "cpu")
+    long = EncodedRow((5, 6, 7, 8, 9, 10), (False, False, True, False, True, True))
+    short = EncodedRow((11, 12, 13), (True, False, True))
+    with torch.no_grad():
+        total, count = 0.0, 0
+        for one in (long, short):
+            logprobs = model(input_ids=torch.tensor([one.input_ids])).logits.log_softmax(-1)
+            for place in range(1, len(one.input_ids)):
+                if one.loss_mask[place]:
+                    total -= logprobs[0, place - 1, one.input_ids[place]].item()
+                    count += 1
+        assert count == 4  # a first token has nothing before it to be predicted from
+        assert compute_loss(model, [long, short]).item() == pytest.approx(total / count, abs=1e-5)
+
+
+def test_learning_rate_rises_and_falls(build: Callable[..., SftConfig]) -> None:
+    train = build(train={"learning_rate": 1.0, "min_learning_rate": 0.2, "warmup_steps": 4}).train
+    rates = [compute_learning_rate(train, index, 24) for index in range(24)]
+    assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert rates[14] == pytest.approx(0.6)  # half of the cosine: midway between 1.0 and 0.2
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert rates[-1] > 0.2
+
+
+def test_nothing_is_written_over(build: Callable[..., SftConfig], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious").write_text("x")
+    with pytest.raises(ModelError, match="output_path=NEW_FOLDER"):
+        run_sft(build(), SilentObserver())
+    assert read_all(tmp_path / "out") == {"precious": b"x"}
+
+
+def test_an_empty_folder_may_be_filled(build: Callable[..., SftConfig], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert (run_sft(build(), SilentObserver()) / "config.json").is_file()
+
+
+def test_divergence_is_named_and_leaves_nothing(
+    build: Callable[..., SftConfig], tmp_path: Path
+) -> None:
+    changes = {"learning_rate": 1e30, "max_grad_norm": 1e30, "num_epochs": 3}
+    with pytest.raises(RunError, match=r"diverged\. Type train\.learning_rate=1e\+29"):
+        run_sft(build(train=changes), SilentObserver())
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_a_failed_write_leaves_nothing(
+    build: Callable[..., SftConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: object, folder: Path) -> None:
+        folder.mkdir()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sft.Qwen2ForCausalLM, "save_pretrained", fail)
+    with pytest.raises(RunError, match="No space left"):
+        run_sft(build(), SilentObserver())
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"train": {"max_row_tokens": 5}}, DatasetError, r"row 1: \d+ tokens.*max_row_tokens=\d+"),
+        ({"model": {"path": "./none", "new": None}}, ModelError, "no folder './none'"),
+        ({"dataset": {"path": "none.jsonl"}}, DatasetError, "none.jsonl cannot be read"),
+    ],
+)
+def test_bad_input(
+    build: Callable[..., SftConfig],
+    tmp_path: Path,
+    changes: dict[str, Any],
+    error: type[UserInputError],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=message):
+        run_sft(build(**changes), SilentObserver())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("{}", "found neither of path and new"),
+        ("{path: x, new: {}}", "found both of path and new"),
+        ("{new: {num_layer: 2}}", "did you mean 'num_layers'"),
+        ("{new: {hidden_size: 100, num_heads: 3}}", "multiple of 6"),
+    ],
+)
+def test_bad_config(tmp_path: Path, model: str, message: str) -> None:
+    path = tmp_path / "sft.yaml"
+    path.write_text(f"output_path: out\ndataset: {{path: x.jsonl}}\nmodel: {model}\n")
+    with pytest.raises(ConfigError, match=message):
+        load_config_as(SftConfig, path)
+
+
+def test_new_model_defaults_are_consistent() -> None:
+    assert NewModelConfig().hidden_size % (2 * NewModelConfig().num_heads) == 0
