@@ -48,7 +48,7 @@ def make_once(name: str, make: Callable[[Path], object], observer: Observer) -> 
         with _wait_for_lock(cache / f"{name}.lock", observer):
             if not folder.is_dir():
                 _make_and_rename(folder, make)
-    except PermissionError as error:
+    except OSError as error:
         raise ModelError(
             f"the cache folder {cache} cannot be written: {error}. Type "
             "AGENTRL_CACHE=SOME_FOLDER before the command"

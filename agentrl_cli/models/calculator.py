@@ -24,7 +24,7 @@ from agentrl_cli.config.sft import (
 )
 from agentrl_cli.log import Observer
 from agentrl_cli.models.cache import make_once
-from agentrl_cli.models.sft import run_sft
+from agentrl_cli.models.sft_training import train_and_save
 
 #: The files of this room that decide what the model becomes.
 _SOURCES = (
@@ -32,8 +32,8 @@ _SOURCES = (
     "calculator_prompt.py",
     "calculator_tasks.py",
     "chatml.jinja",
-    "sft.py",
     "sft_rows.py",
+    "sft_training.py",
     "tokenizer.py",
 )
 
@@ -75,9 +75,11 @@ def make_calculator_model(observer: Observer) -> Path:
         ModelError: the cache folder cannot be written.
     """
     name = f"calculator-{compute_digest()}"
-    return make_once(
-        name, lambda folder: run_sft(build_calculator_config(str(folder)), observer), observer
-    )
+
+    def make(folder: Path) -> None:
+        train_and_save(build_calculator_config(str(folder)), None, observer)
+
+    return make_once(name, make, observer)
 
 
 def compute_digest() -> str:

@@ -1,27 +1,21 @@
-"""Model folders, tokenizers and models, with messages that say what to type."""
+"""From ``model.path`` to a folder, a tokenizer and a model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-
-import torch
-from safetensors import SafetensorError
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
-from transformers.utils import logging as transformers_logging
 
 from agentrl_cli.errors import ModelError, format_nearest
 from agentrl_cli.log import Observer
+from agentrl_cli.models.calculator import make_calculator_model
+from agentrl_cli.models.pretrained import load_model, load_tokenizer
+
+__all__ = ["load_model", "load_tokenizer", "resolve_model_folder"]
 
 _BUILTIN = "builtin:"
-_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_BUILTIN_MODELS: dict[str, Callable[[Observer], Path]] = {
+    "builtin:calculator": make_calculator_model
+}
 
 
 def resolve_model_folder(path: str, observer: Observer) -> str:
@@ -31,14 +25,12 @@ def resolve_model_folder(path: str, observer: Observer) -> str:
         ModelError: there is no such built-in model, or no such folder.
     """
     if path.startswith(_BUILTIN):
-        from agentrl_cli.models.calculator import make_calculator_model
-
-        builders = {f"{_BUILTIN}calculator": make_calculator_model}
-        if path not in builders:
+        if path not in _BUILTIN_MODELS:
             raise ModelError(
-                f"model.path: {path!r} is not a built-in model; {format_nearest(path, builders)}"
+                f"model.path: {path!r} is not a built-in model; "
+                f"{format_nearest(path, _BUILTIN_MODELS)}"
             )
-        return str(builders[path](observer))
+        return str(_BUILTIN_MODELS[path](observer))
     if not Path(path).exists() and _must_be_folder(path):
         raise ModelError(
             f"model.path: there is no folder {path!r} (from the current folder, "
@@ -49,100 +41,6 @@ def resolve_model_folder(path: str, observer: Observer) -> str:
     return path
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a folder or hub id; it has a chat template.
-
-    Raises:
-        ModelError: there is no tokenizer, or it has no chat template.
-    """
-    folder = Path(path)
-    if folder.is_dir() and not any(
-        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
-    ):
-        raise ModelError(
-            f"{path}: found a folder without tokenizer.json. Type "
-            "tokenizer_path=FOLDER_OR_HUB_ID to name the tokenizer of the model it was made from, "
-            "or copy tokenizer.json and tokenizer_config.json into the folder"
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(_explain(path, "tokenizer", error)) from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ModelError(
-            f"{path}: its tokenizer is a {type(tokenizer).__name__}, which has no fast version "
-            "(tokenizer.json). Type tokenizer_path=FOLDER_OR_HUB_ID to name one that has"
-        )
-    if not tokenizer.chat_template:
-        raise ModelError(
-            f"{path}: its tokenizer has no chat template, so messages cannot become tokens (a "
-            "base model, perhaps?). Type model.path= with the id of the instruct version, or "
-            "tokenizer_path= with a tokenizer that has one (chat_template.jinja beside "
-            "tokenizer.json)"
-        )
-    if tokenizer.eos_token_id is None:
-        raise ModelError(
-            f"{path}: its tokenizer names no end token (eos_token), so no turn would ever end. "
-            "Set eos_token in tokenizer_config.json, or type tokenizer_path=FOLDER_OR_HUB_ID"
-        )
-    return tokenizer
-
-
-def load_model(path: str, dtype: str | torch.dtype, device: str | torch.device) -> PreTrainedModel:
-    """The causal language model of a folder or hub id, in evaluation mode.
-
-    Raises:
-        ModelError: there are no weights, or transformers cannot load them.
-    """
-    folder = Path(path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(
-                f"{path}: found a folder without config.json, so it holds no model in Hugging Face "
-                "format. Type model.path= with a folder that holds config.json, tokenizer.json and "
-                "*.safetensors"
-            )
-        if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
-            raise ModelError(
-                f"{path}: found config.json and no weights. Copy the *.safetensors files into the "
-                "folder, or type model.path= with the folder that holds them"
-            )
-    number_type = _DTYPES[dtype] if isinstance(dtype, str) else dtype
-    try:
-        with without_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=number_type)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(_explain(path, "model", error)) from error
-    return model.to(device).eval()
-
-
-@contextmanager
-def without_progress_bars() -> Iterator[None]:
-    """Keeps transformers' own bars off the terminal, where agentrl shows one of its own."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
-
-
 def _must_be_folder(path: str) -> bool:
     """True: ``path`` cannot be a hub id, which is ``name`` or ``owner/name``."""
     return path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
-
-
-def _explain(path: str, what: str, error: Exception) -> str:
-    first_lines = " ".join(str(error).split())[:300]
-    if Path(path).is_dir():
-        return (
-            f"{path}: its {what} cannot be loaded: {type(error).__name__}: {first_lines}. Type "
-            "model.path= with a folder that transformers can load"
-        )
-    return (
-        f"{path}: no folder of that name, and no {what} came from the hub: "
-        f"{type(error).__name__}: {first_lines}. Allowed: a folder, a hub id such as "
-        "Qwen/Qwen2.5-1.5B-Instruct (with a connection or in the cache; gated ones need `hf auth "
-        "login`), or builtin:calculator"
-    )

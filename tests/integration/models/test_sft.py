@@ -13,10 +13,11 @@ from agentrl_cli.config.loading import load_config_as
 from agentrl_cli.config.sft import NewModelConfig, SftConfig
 from agentrl_cli.errors import ConfigError, DatasetError, ModelError, RunError, UserInputError
 from agentrl_cli.log import SilentObserver
-from agentrl_cli.models import sft
+from agentrl_cli.models import sft_training
 from agentrl_cli.models.loading import load_model, load_tokenizer
-from agentrl_cli.models.sft import compute_learning_rate, compute_loss, run_sft
+from agentrl_cli.models.sft import run_sft
 from agentrl_cli.models.sft_rows import EncodedRow
+from agentrl_cli.models.sft_training import compute_learning_rate, compute_loss
 
 TINY = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2}
 
@@ -165,7 +166,7 @@ def test_a_failed_write_leaves_nothing(
         folder.mkdir()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sft.Qwen2ForCausalLM, "save_pretrained", fail)
+    monkeypatch.setattr(sft_training.Qwen2ForCausalLM, "save_pretrained", fail)
     with pytest.raises(RunError, match="No space left"):
         run_sft(build(), SilentObserver())
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

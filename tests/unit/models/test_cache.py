@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl_cli.errors import ModelError
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.models.cache import make_once, resolve_cache_folder
 
@@ -94,6 +95,12 @@ def test_two_at_once_make_it_once(cache: Path) -> None:
     first.join(20)
     assert calls == ["slowly"]
     assert "another process is making thing" in messages[0]
+
+
+def test_a_cache_that_cannot_be_written(cache: Path) -> None:
+    cache.write_text("a file, not a folder")
+    with pytest.raises(ModelError, match="AGENTRL_CACHE=SOME_FOLDER"):
+        make_once("thing", fill, SilentObserver())
 
 
 def test_a_killed_process_does_not_hold_the_lock(cache: Path) -> None:

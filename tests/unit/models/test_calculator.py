@@ -73,11 +73,11 @@ def test_made_on_first_use_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path))
     made: list[str] = []
 
-    def make(config: SftConfig, observer: object) -> None:
+    def make(config: SftConfig, start_path: None, observer: object) -> None:
         made.append(config.output_path)
         Path(config.output_path).mkdir()
 
-    monkeypatch.setattr(calculator, "run_sft", make)
+    monkeypatch.setattr(calculator, "train_and_save", make)
     folder = resolve_model_folder("builtin:calculator", SilentObserver())
     assert folder == resolve_model_folder("builtin:calculator", SilentObserver())
     assert folder == str(tmp_path / f"calculator-{compute_digest()}")

@@ -1,0 +1,232 @@
+"""Supervised training: a model learns to say what the assistant says in conversations."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from agentrl_cli.config.sft import NewModelConfig, SftConfig, SftTrainConfig
+from agentrl_cli.errors import DatasetError, RunError
+from agentrl_cli.log import Observer
+from agentrl_cli.models.pretrained import load_model, load_tokenizer, without_progress_bars
+from agentrl_cli.models.sft_rows import (
+    EncodedRow,
+    build_batches,
+    encode_conversation,
+    load_rows,
+    render_conversation,
+)
+from agentrl_cli.models.tokenizer import build_untrained_tokenizer, train_tokenizer
+
+#: A tokenizer is learned from so many rows, spread over the dataset: more would change
+#: few of its merges.
+_MAX_TOKENIZER_ROWS = 2000
+
+#: Targets with this value have no loss.
+_IGNORED = -100
+
+
+def train_and_save(config: SftConfig, start_path: str | None, observer: Observer) -> Path:
+    """The folder of the trained model, in Hugging Face format.
+
+    The folder appears whole, when all is done, or not at all. The same configuration
+    gives the same bits on the same machine.
+
+    Args:
+        config: what to train on, and how.
+        start_path: folder or hub id to go on from; None: ``config.model.new`` says what to make.
+        observer: sees a stage with one unit per update.
+
+    Raises:
+        UserInputError: the model or the dataset cannot be used.
+        RunError: the loss stopped being a number, or the folder cannot be written.
+    """
+    output = Path(config.output_path)
+    rows = load_rows(config.dataset)
+    with _fixed_randomness(config.seed, config.train.num_threads):
+        model, tokenizer = _build_model(config, start_path, rows)
+        encoded = _encode_rows(config, tokenizer, rows)
+        _train(model, encoded, config, observer)
+        _save(model, tokenizer, output, config.model.dtype)
+    return output
+
+
+@contextmanager
+def _fixed_randomness(seed: int, num_threads: int | None) -> Iterator[None]:
+    """Seeds torch and sets its threads; both are as before afterwards."""
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        torch.set_num_threads(num_threads or os.cpu_count() or 1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _build_model(
+    config: SftConfig, start_path: str | None, rows: Sequence[Mapping[str, Any]]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    device = config.train.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if start_path is not None:
+        return load_model(start_path, torch.float32, device), load_tokenizer(start_path)
+    new = config.model.new or NewModelConfig()
+    tokenizer = train_tokenizer(_render_texts(rows), new.vocab_size)
+    return _build_new_model(new, tokenizer).to(device), tokenizer
+
+
+def _render_texts(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The conversations as text, from which a new tokenizer is learned."""
+    renderer = build_untrained_tokenizer()
+    for index in range(0, len(rows), max(1, len(rows) // _MAX_TOKENIZER_ROWS)):
+        row = rows[index]
+        yield render_conversation(renderer, row["messages"], row.get("tools"), f"row {index + 1}")
+
+
+def _build_new_model(config: NewModelConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
+    """A Qwen2 model with random weights.
+
+    The output head is not tied to the embeddings: vLLM on CPU keeps a tied head's old
+    weights when weights are reloaded.
+    """
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_heads,
+            max_position_embeddings=config.max_model_len,
+            initializer_range=config.initializer_range,
+            tie_word_embeddings=False,
+            use_sliding_window=False,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def _encode_rows(
+    config: SftConfig, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Mapping[str, Any]]
+) -> list[EncodedRow]:
+    encoded = []
+    for number, row in enumerate(rows, start=1):
+        where = f"{config.dataset.path}, row {number}"
+        one = encode_conversation(tokenizer, row["messages"], row.get("tools"), where)
+        if len(one.input_ids) > config.train.max_row_tokens:
+            raise DatasetError(
+                f"{where}: {len(one.input_ids)} tokens, and train.max_row_tokens is "
+                f"{config.train.max_row_tokens}. Shorten the conversation, or type "
+                f"train.max_row_tokens={len(one.input_ids)}"
+            )
+        encoded.append(one)
+    return encoded
+
+
+def _train(
+    model: PreTrainedModel, rows: Sequence[EncodedRow], config: SftConfig, observer: Observer
+) -> None:
+    train = config.train
+    batches = _plan_batches(rows, config)
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=train.learning_rate,
+        betas=(train.adam_beta1, train.adam_beta2),
+        weight_decay=train.weight_decay,
+        fused=True,
+    )
+    model.train()
+    observer.on_stage("warm start", total=len(batches))
+    for index, batch in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = compute_learning_rate(train, index, len(batches))
+        with torch.autocast(
+            model.device.type, torch.bfloat16, enabled=config.model.dtype == "bfloat16"
+        ):
+            loss = compute_loss(model, batch)
+        if not math.isfinite(loss.item()):
+            raise RunError(
+                f"the loss is {loss.item()} at update {index + 1} of {len(batches)}: training "
+                f"diverged. Type train.learning_rate={train.learning_rate / 10:g}, or more "
+                "train.warmup_steps"
+            )
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), train.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        observer.on_progress(index + 1, f"loss {loss.item():.3f}")
+    model.eval()
+
+
+def _plan_batches(rows: Sequence[EncodedRow], config: SftConfig) -> list[list[EncodedRow]]:
+    """The batches of all epochs, in the order of training."""
+    rng = random.Random(config.seed) if config.dataset.shuffle else None
+    return [
+        batch
+        for _ in range(config.train.num_epochs)
+        for batch in build_batches(rows, config.train.batch_tokens, rng)
+    ]
+
+
+def compute_learning_rate(config: SftTrainConfig, index: int, num_updates: int) -> float:
+    """The learning rate of update ``index`` (from 0): linear warm-up, then half a cosine."""
+    if index < config.warmup_steps:
+        return config.learning_rate * (index + 1) / config.warmup_steps
+    progress = (index - config.warmup_steps) / max(1, num_updates - config.warmup_steps)
+    height = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.min_learning_rate + height * (config.learning_rate - config.min_learning_rate)
+
+
+def compute_loss(model: PreTrainedModel, batch: Sequence[EncodedRow]) -> Tensor:
+    """Mean cross entropy over the assistant's tokens of the batch, in nats; a scalar.
+
+    Rows are padded on the right: under a causal mask no real token sees the padding.
+    """
+    width = max(len(row.input_ids) for row in batch)
+    input_ids = torch.zeros(len(batch), width, dtype=torch.long)
+    targets = torch.full((len(batch), width), _IGNORED)
+    for index, row in enumerate(batch):
+        ids = torch.tensor(row.input_ids)
+        input_ids[index, : len(ids)] = ids
+        targets[index, : len(ids)] = torch.where(torch.tensor(row.loss_mask), ids, _IGNORED)
+    next_ids = targets[:, 1:].to(model.device)
+    scored = (next_ids != _IGNORED).any(dim=0).nonzero()[:, 0]
+    logits = model(
+        input_ids=input_ids[:, :-1].to(model.device), use_cache=False, logits_to_keep=scored
+    ).logits
+    chosen = next_ids[:, scored]
+    return functional.cross_entropy(
+        logits.float().flatten(0, 1), chosen.flatten(), ignore_index=_IGNORED
+    )
+
+
+def _save(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, output: Path, dtype: str
+) -> None:
+    """Writes beside ``output`` and renames: the folder is whole or not there."""
+    partial = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        with without_progress_bars():
+            model.to(getattr(torch, dtype)).save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        partial.replace(output)
+    except OSError as error:
+        raise RunError(
+            f"output_path: {output} cannot be written: {error}. Free some space or type "
+            "output_path=ANOTHER_FOLDER; nothing else was changed"
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
