@@ -63,3 +63,5 @@ def train_command(
     ):
         result = run_training(experiment, observer=observer, overwrite=overwrite, stop=stop)
     print_summary(RunFolder.open(result.run_dir), config_path=config, overrides=overrides or [])
+    if not result.is_complete:
+        typer.echo("stopped before the last step; the same command goes on from here")

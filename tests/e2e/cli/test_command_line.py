@@ -1,0 +1,252 @@
+"""The command as a person types it: a process of its own, its output, its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.config.loading import load_config
+from agentrl_cli.records import Interaction, Trajectory
+from agentrl_cli.store.run_folder import RunFolder
+
+PROJECT = Path(__file__).parents[3]
+HEAVY = ("torch", "transformers", "openai", "vllm", "pydantic", "rich", "pyarrow", "yaml")
+
+CONFIG = """\
+experiment_name: demo
+model: {path: "no/such-model"}
+agent_builder_path: agent.py:build
+train_dataset: {path: tasks.jsonl}
+engine: {kind: embedded}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's folder: a configuration, an agent, two tasks."""
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    (tmp_path / "agent.py").write_text(
+        "def build():\n    async def run(data): ...\n    return run\n"
+    )
+    (tmp_path / "tasks.jsonl").write_text('{"question": "1+1"}\n{"question": "1+2"}\n')
+    return tmp_path
+
+
+def agentrl(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "agentrl_cli", *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": ""} | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    """The message of a command that refused its input."""
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_help_is_fast_and_loads_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys\nsys.argv = ['agentrl', '--help']\n"
+        "from agentrl_cli.cli.app import main\n"
+        "try:\n    main()\nexcept SystemExit as e:\n    assert not e.code\n"
+        f"found = [m for m in {HEAVY!r} if m in sys.modules]\n"
+        "assert not found, found\n"
+    )
+    seconds = []
+    for _ in range(4):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=False
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.returncode == 0, done.stderr
+        for command in ("train", "eval", "inspect-trajectories", "sft"):
+            assert command in done.stdout
+    # Of the processor, and the best of four: other processes share the machine.
+    assert min(seconds) < 0.3
+
+
+def test_version(tmp_path: Path) -> None:
+    done = agentrl("--version", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.startswith("agentrl 0.")
+
+
+@pytest.mark.parametrize("arguments", [(), ("train",), ("trian",), ("train", "--confg", "c.yaml")])
+def test_usage_mistakes(folder: Path, arguments: tuple[str, ...]) -> None:
+    refused(agentrl(*arguments, cwd=folder))
+
+
+def test_dry_run_prints_a_config_that_can_be_used_and_starts_nothing(folder: Path) -> None:
+    done = agentrl("train", "--config", "c.yaml", "--dry-run", "gconfig.n_samples=8", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "# processes:" in done.stdout
+    assert "nothing was started" in done.stdout
+    assert not (folder / "runs").exists()
+    (folder / "resolved.yaml").write_text(done.stdout)
+    resolved = load_config(folder / "resolved.yaml")
+    assert isinstance(resolved, ExperimentConfig)
+    assert resolved.gconfig.n_samples == 8
+
+
+def test_dry_run_shows_servers_and_says_what_cannot_be_started(folder: Path) -> None:
+    done = agentrl(
+        *("train", "--config", "c.yaml", "--dry-run", "engine.kind=vllm", "engine.num_servers=2"),
+        cwd=folder,
+    )
+    assert "engine.kind=embedded" in refused(done)
+    assert "vllm-1" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "expected"),
+    [
+        ("gconfg: {}\n", (), "c.yaml:6: gconfg: unknown key; did you mean 'gconfig'?"),
+        ("seed: x\n", (), "c.yaml:6: seed: expected a whole number"),
+        ("a: [\n", (), "not valid YAML"),
+        ("", ("gconfig.n_samples=1",), "Type gconfig.n_samples=8"),
+        ("", ("engine.kind=sglang",), "Type engine.kind=embedded"),
+        ("", ("gconfig.n_samples",), "expected KEY=VALUE"),
+    ],
+)
+def test_train_refuses_before_it_starts(
+    folder: Path, change: str, arguments: tuple[str, ...], expected: str
+) -> None:
+    (folder / "c.yaml").write_text(CONFIG + change)
+    text = refused(agentrl("train", "--config", "c.yaml", *arguments, cwd=folder))
+    assert expected in text
+    assert text.startswith("error: ")
+    assert not (folder / "runs").exists()
+
+
+def test_a_missing_config_names_its_neighbours(folder: Path) -> None:
+    text = refused(agentrl("train", "--config", "cc.yaml", cwd=folder))
+    assert "did you mean 'c.yaml'?" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--base-url", "http://x/v1"), "Add --model NAME"),
+        (("--model", "m"), "Add --base-url URL"),
+        (("--base-url", "localhost:8000", "--model", "m"), "is no URL"),
+        (("--checkpoint", "nowhere"), "no such folder"),
+        (("--checkpoint", "."), "has no config.json"),
+        (("--limit", "0"), "--limit"),
+    ],
+)
+def test_eval_refuses_options_that_do_not_fit(
+    folder: Path, arguments: tuple[str, ...], expected: str
+) -> None:
+    assert expected in refused(agentrl("eval", "--config", "c.yaml", *arguments, cwd=folder))
+    assert not (folder / "runs").exists()
+
+
+def test_sft_refuses_with_its_own_keys(folder: Path) -> None:
+    (folder / "sft.yaml").write_text("output_path: x\nmodel: {path: m}\ndataset: {pth: d}\n")
+    text = refused(agentrl("sft", "--config", "sft.yaml", cwd=folder))
+    assert "sft.yaml:3: dataset.pth: unknown key; did you mean 'path'?" in text
+
+
+@pytest.fixture
+def run(folder: Path) -> Path:
+    """A run with one step, while it is still going on."""
+    config = load_config(folder / "c.yaml", [f"output_dir={folder / 'runs'}"])
+    call = Interaction(
+        id="c1",
+        messages=({"role": "user", "content": "1+1"},),
+        reply={"role": "assistant", "content": "2"},
+        prompt_ids=(1,),
+        completion_ids=(2,),
+        rollout_logprobs=(-0.5,),
+        versions=(0,),
+    )
+    with RunFolder.create_or_resume(config) as run_folder:
+        run_folder.write_trajectories(
+            1,
+            [
+                Trajectory(
+                    id="000001.000/0",
+                    group_id="000001.000",
+                    task_id="0",
+                    step=1,
+                    interactions=(call,),
+                    reward=1.0,
+                )
+            ],
+        )
+        yield run_folder.path.relative_to(folder)
+
+
+def test_a_run_is_inspected_while_it_goes_on(folder: Path, run: Path) -> None:
+    done = agentrl("inspect-trajectories", str(run), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "step 1" in done.stdout
+    done = agentrl("inspect-trajectories", str(run), "--step", "last", "--json", cwd=folder)
+    (row,) = json.loads(done.stdout)["trajectories"]
+    done = agentrl("inspect-trajectories", str(run), row["id"], "--tokens", cwd=folder)
+    assert "user: 1+1" in done.stdout
+    assert "trained" in done.stdout
+
+
+def test_two_processes_cannot_train_in_one_folder(folder: Path, run: Path) -> None:
+    code = (
+        "from agentrl_cli.config.loading import load_config\n"
+        "from agentrl_cli.store.run_folder import RunFolder\n"
+        f"RunFolder.create_or_resume(load_config('c.yaml', ['output_dir={folder / 'runs'}']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert f"process {os.getpid()} is training in this run folder" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("runs/demo/t9",), "Did you mean runs/demo/t0?"),
+        (("runs/demo/t0", "nobody"), "no trajectory 'nobody'"),
+        (("runs/demo/t0", "--step", "9"), "stored steps: 1 to 1"),
+        (("runs/demo/t0", "--step", "x"), "Allowed: 12, 3-7"),
+        (("runs/demo/t0", "--min-reward", "1", "--max-reward", "0"), "nothing lies between"),
+        (("runs/demo/t0", "--failure", "sometimes"), "--failure"),
+        (("runs/demo/t0", "--tokenizer", "x"), "Add --tokens"),
+    ],
+)
+def test_inspect_refuses_what_is_not_there(
+    folder: Path, run: Path, arguments: tuple[str, ...], expected: str
+) -> None:
+    assert expected in refused(agentrl("inspect-trajectories", *arguments, cwd=folder))
+
+
+def test_a_reader_that_goes_away_is_no_crash(folder: Path, run: Path) -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m agentrl_cli inspect-trajectories {run} --json | true",
+        shell=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
