@@ -62,6 +62,8 @@ def packed_attention(
     sequence_lengths: Sequence[int] | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_unused: Any,
 ) -> tuple[Tensor, None]:
     """The attention output [1, tokens, heads, width] of packed sequences, and no weights.
@@ -69,7 +71,16 @@ def packed_attention(
     ``query`` is [1, heads, tokens, width]; ``key`` and ``value`` may have fewer heads
     (grouped queries). Dropout is never applied: the engine sampled without it. Without
     ``sequence_lengths`` every row is one sequence.
+
+    Raises:
+        ModelError: the architecture changes the attention's scores (Gemma 2, gpt-oss).
     """
+    if softcap is not None or s_aux is not None:
+        raise ModelError(
+            "model.path: this architecture caps its attention scores or has attention sinks, "
+            "which agentrl does not train. Allowed: architectures without, such as Qwen2, Qwen3, "
+            "Llama and Mistral"
+        )
     if attention_mask is not None:
         raise ValueError("packed attention takes no attention_mask: pass sequence_lengths")
     if sequence_lengths is None or len(sequence_lengths) == 1:

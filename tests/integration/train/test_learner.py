@@ -155,8 +155,8 @@ def test_several_updates_are_held_by_the_proximal_policy(build_model, build_conf
 
 
 def test_gradient_checkpointing_changes_nothing(build_model, build_config, ragged_batch):
-    plain = Learner(build_model(), build_config())
-    thrifty = Learner(build_model(), build_config(gradient_checkpointing=True))
+    plain = Learner(build_model(), build_config(num_epochs=2))
+    thrifty = Learner(build_model(), build_config(num_epochs=2, gradient_checkpointing=True))
     plain.update(ragged_batch, 0)
     thrifty.update(ragged_batch, 0)
     assert thrifty.model.is_gradient_checkpointing
