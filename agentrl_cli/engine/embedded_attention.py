@@ -2,12 +2,13 @@
 
 The library's own ``sdpa`` packs the requests of a step into one sequence and masks the
 pairs that belong to different requests: work and mask grow with the square of the number
-of requests. Here rows that decode form one padded batch, and each prefill runs alone;
-nothing is computed that is thrown away save the padding.
+of requests, and every cached token is an entry of a Python list at every step. Here rows
+that decode form one padded batch over whole pages, and each prefill runs alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,90 +21,77 @@ PAGED_ATTENTION = "agentrl_paged"
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
-    """One request with several new tokens: where its queries and its keys lie."""
+    """One request with several new tokens."""
 
     query_start: int
     query_end: int
-    key_start: int
-    key_end: int
+    num_keys: int
+    pages: torch.Tensor | None
+    """Cache pages that hold its keys; None: its new keys are all it has."""
     mask: torch.Tensor | None
-    """bool, [queries, keys], True = attends; None: plainly causal, nothing cached before."""
+    """bool, [queries, keys], True = attends; None: plainly causal."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
     """How the requests of one step lie in its packed tensors; made once for all layers."""
 
-    read_index: torch.Tensor
-    """Rows of the cache to read: the padded keys of the decoding rows, then each prefill's.
-    Empty: nothing is cached yet, the new keys are all there is."""
     decode_rows: torch.Tensor
-    """Positions of the decoding rows among the queries."""
-    decode_length: int
-    """Keys per decoding row, padding included."""
-    decode_mask: torch.Tensor | None
-    """bool, [rows, 1, 1, decode_length], True = attends."""
+    """Positions of the requests with one new token among the queries."""
+    decode_pages: torch.Tensor
+    """Their cache pages, one row's after another's, each padded to the longest."""
+    decode_mask: torch.Tensor
+    """bool, [rows, 1, 1, keys], True = attends; keys fill whole pages."""
     prefills: tuple[PrefillSpan, ...]
 
 
 def build_layout(
-    query_lengths: list[int], key_lengths: list[int], read_index: torch.Tensor
+    query_lengths: Sequence[int],
+    key_lengths: Sequence[int],
+    pages: Sequence[Sequence[int]],
+    *,
+    page_size: int,
+    device: torch.device,
 ) -> StepLayout:
     """The layout of a step whose requests have these numbers of new and of total tokens.
 
-    ``read_index`` holds the cache rows of all requests one after another, or nothing when
-    no request has cached tokens.
+    ``pages`` holds the cache pages of every request, in the order of their tokens; there
+    may be more than its tokens need.
     """
-    device = read_index.device
-    has_reads = read_index.numel() > 0
-    rows, lengths, starts = [], [], []
-    spans: list[tuple[int, int, int, int]] = []
-    query_start = key_start = 0
-    for num_queries, num_keys in zip(query_lengths, key_lengths, strict=True):
-        if num_queries == 1 and has_reads:
-            rows.append(query_start)
+    rows, lengths, row_pages, prefills = [], [], [], []
+    start = 0
+    for num_queries, num_keys, own in zip(query_lengths, key_lengths, pages, strict=True):
+        used = own[: -(-num_keys // page_size)]
+        if num_queries == 1:
+            rows.append(start)
             lengths.append(num_keys)
-            starts.append(key_start)
+            row_pages.append(used)
         else:
-            spans.append((query_start, query_start + num_queries, key_start, key_start + num_keys))
-        query_start += num_queries
-        key_start += num_keys
-    decode_length = max(lengths, default=0)
-    parts, mask = [], None
-    if rows:
-        offsets = torch.arange(decode_length, device=device)
-        present = offsets < torch.tensor(lengths, device=device).unsqueeze(1)
-        places = torch.tensor(starts, device=device).unsqueeze(1) + offsets
-        # Row 0 of the cache is the library's read trash: zeros, never written.
-        padded = read_index[places.clamp(max=key_start - 1)].masked_fill(~present, 0)
-        parts.append(padded.flatten())
-        if min(lengths) < decode_length:
-            mask = present.view(len(rows), 1, 1, decode_length)
-    position = len(rows) * decode_length
-    prefills = []
-    for start, end, first_key, last_key in spans:
-        num_queries, num_keys = end - start, last_key - first_key
-        if has_reads:
-            parts.append(read_index[first_key:last_key])
-            first_key, last_key = position, position + num_keys
-            position += num_keys
-        prefills.append(
-            PrefillSpan(
-                start, end, first_key, last_key, _causal_mask(num_queries, num_keys, device)
+            is_fresh = num_queries == num_keys
+            prefills.append(
+                PrefillSpan(
+                    start,
+                    start + num_queries,
+                    num_keys,
+                    None if is_fresh else torch.tensor(used, device=device),
+                    None if is_fresh else _causal_mask(num_queries, num_keys, device),
+                )
             )
-        )
+        start += num_queries
+    longest = max(map(len, row_pages), default=0)
+    # Page 0 is the library's read trash: zeros, never written.
+    padded = [[*used, *[0] * (longest - len(used))] for used in row_pages]
+    places = torch.arange(longest * page_size, device=device)
+    mask = places < torch.tensor(lengths, device=device).unsqueeze(1)
     return StepLayout(
-        read_index=torch.cat(parts) if has_reads else read_index,
         decode_rows=torch.tensor(rows, device=device, dtype=torch.int64),
-        decode_length=decode_length,
-        decode_mask=mask,
+        decode_pages=torch.tensor(padded, device=device, dtype=torch.int64).flatten(),
+        decode_mask=mask.view(len(rows), 1, 1, longest * page_size),
         prefills=tuple(prefills),
     )
 
 
-def _causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor | None:
-    if num_queries == num_keys:
-        return None
+def _causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
     full = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     return full.tril(diagonal=num_keys - num_queries)
 
@@ -134,57 +122,64 @@ def paged_attention(
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise RuntimeError("soft-capped attention and attention sinks are not supported")
     allocator = cache.layer_to_allocator[module.layer_idx]
-    keys, values = allocator.update(
-        key.squeeze(0).transpose(0, 1),
-        value.squeeze(0).transpose(0, 1),
-        module.layer_idx,
-        step_layout.read_index,
-        write_index[allocator.index],
-    )
-    queries = query.squeeze(0).transpose(0, 1)
+    queries, keys, values = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
+    own_writes = write_index[allocator.index]
+    # Nothing to read here (the empty index): whole pages are read below.
+    allocator.update(keys, values, module.layer_idx, own_writes[:0], own_writes)
+    key_pages, value_pages = allocator.get_cache_for_block_table(module.layer_idx)
     output = torch.empty_like(queries, memory_format=torch.contiguous_format)
-    if step_layout.decode_length:
-        rows = step_layout.decode_rows
-        num_keys = len(rows) * step_layout.decode_length
+    if len(step_layout.decode_rows):
         decoded = _attend_decoding(
-            queries[rows], keys[:num_keys], values[:num_keys], step_layout, scaling
+            queries[step_layout.decode_rows], key_pages, value_pages, step_layout, scaling
         )
-        output.index_copy_(0, rows, decoded)
+        output.index_copy_(0, step_layout.decode_rows, decoded)
     for span in step_layout.prefills:
-        own = functional.scaled_dot_product_attention(
-            queries[span.query_start : span.query_end].transpose(0, 1).unsqueeze(0),
-            keys[span.key_start : span.key_end].transpose(0, 1).unsqueeze(0),
-            values[span.key_start : span.key_end].transpose(0, 1).unsqueeze(0),
-            attn_mask=span.mask,
-            is_causal=span.mask is None,
-            scale=scaling,
-            enable_gqa=queries.shape[1] != keys.shape[1],
+        new = slice(span.query_start, span.query_end)
+        if span.pages is None:
+            all_keys, all_values = keys[new], values[new]
+        else:
+            all_keys, all_values = (
+                part.index_select(0, span.pages).flatten(0, 1)[: span.num_keys]
+                for part in (key_pages, value_pages)
+            )
+        output[new] = (
+            functional.scaled_dot_product_attention(
+                queries[new].transpose(0, 1).unsqueeze(0),
+                all_keys.transpose(0, 1).unsqueeze(0),
+                all_values.transpose(0, 1).unsqueeze(0),
+                attn_mask=span.mask,
+                is_causal=span.mask is None,
+                scale=scaling,
+                enable_gqa=queries.shape[1] != keys.shape[1],
+            )
+            .squeeze(0)
+            .transpose(0, 1)
         )
-        output[span.query_start : span.query_end] = own.squeeze(0).transpose(0, 1)
     return output.unsqueeze(0), None
 
 
 def _attend_decoding(
     queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
     layout: StepLayout,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Output of one query per row, [rows, heads, head_dim], over padded keys."""
+    """Output of one query per row, [rows, heads, head_dim], over padded pages."""
     num_rows, num_heads, head_dim = queries.shape
-    shape = (num_rows, layout.decode_length, keys.shape[1], head_dim)
+    num_key_heads = key_pages.shape[2]
+    shape = (num_rows, layout.decode_mask.shape[-1], num_key_heads, head_dim)
     # The heads that share keys stand where queries of one sequence would: all of them
     # attend to the same keys, so nothing has to be repeated.
-    grouped = queries.view(num_rows, keys.shape[1], num_heads // keys.shape[1], head_dim)
-    out = functional.scaled_dot_product_attention(
+    grouped = queries.reshape(num_rows, num_key_heads, num_heads // num_key_heads, head_dim)
+    attended = functional.scaled_dot_product_attention(
         grouped,
-        keys.view(shape).transpose(1, 2),
-        values.view(shape).transpose(1, 2),
+        key_pages.index_select(0, layout.decode_pages).view(shape).transpose(1, 2),
+        value_pages.index_select(0, layout.decode_pages).view(shape).transpose(1, 2),
         attn_mask=layout.decode_mask,
         scale=scaling,
     )
-    return out.reshape(num_rows, num_heads, head_dim)
+    return attended.reshape(num_rows, num_heads, head_dim)
 
 
 AttentionInterface.register(PAGED_ATTENTION, paged_attention)

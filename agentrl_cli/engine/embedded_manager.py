@@ -57,6 +57,7 @@ class EmbeddedManager(ContinuousBatchingManager):  # type: ignore[misc]
         self.distributed_helper.set_tp_seed = _seed_nothing
         self.policy_version = policy_version
         self.paused = False
+        self._is_cache_poisoned = False
         self._commands: deque[Command] = deque()
         self._num_threads = num_threads
         self._on_stopped = on_stopped
@@ -150,6 +151,11 @@ class EmbeddedManager(ContinuousBatchingManager):  # type: ignore[misc]
             self._wake_up_loop.wait(timeout=0.1)
             self._wake_up_loop.clear()
             self._run_commands()
+        if self._is_cache_poisoned:
+            # Pages are read whole: what is not a number would spread from their unused ends.
+            self.drop_caches()
+            batch_processor.cache.cache_tensor.zero_()
+            self._is_cache_poisoned = False
         return bool(super()._generation_loop_body(batch_processor, bootstrapping))
 
     def _is_stopping(self) -> bool:
@@ -201,20 +207,7 @@ class EmbeddedManager(ContinuousBatchingManager):  # type: ignore[misc]
         processor = super()._create_batch_processor()
         processor.model_runner._sample = self._sample
         if self.model.config._attn_implementation == PAGED_ATTENTION:
-            inputs = processor.inputs_and_outputs
-            build_arguments = inputs.get_model_kwargs
-
-            def build_arguments_with_layout(use_padding: bool = False) -> Any:
-                arguments = build_arguments(use_padding=use_padding)
-                requests = inputs.requests_in_batch
-                arguments["step_layout"] = build_layout(
-                    [request.query_length for request in requests],
-                    [request.state.position_offset for request in requests],
-                    arguments["read_index"][0],
-                )
-                return arguments
-
-            inputs.get_model_kwargs = build_arguments_with_layout
+            _use_layouts(processor)
         return processor
 
     def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
@@ -233,8 +226,40 @@ class EmbeddedManager(ContinuousBatchingManager):  # type: ignore[misc]
             [call.sampling.top_p for call in calls],
             [call.random.random() for call in calls],
         )
+        self._is_cache_poisoned |= not bool(logprobs.isfinite().all())
         output_ids[0, : len(calls)].copy_(tokens)
         output_ids[1, : len(calls)].copy_(logprobs.view(torch.int32))
+
+
+def _use_layouts(processor: Any) -> None:
+    """Gives our attention its layout at every step, and spares the lists it does not read."""
+    cache, inputs = processor.cache, processor.inputs_and_outputs
+    (allocator,) = cache.cache_allocators.values()
+    pages_per_block = allocator.block_physical_stride // allocator.tokens_per_page
+    build_indices, build_arguments = cache.extend_read_and_write_indices, inputs.get_model_kwargs
+
+    def build_write_indices(
+        request_id: str, past_length: int, query_length: int, _: Any, write_index: Any
+    ) -> None:
+        build_indices(request_id, past_length, query_length, None, write_index)
+
+    def build_arguments_with_layout(use_padding: bool = False) -> Any:
+        arguments = build_arguments(use_padding=use_padding)
+        states = [future.state for future in inputs.requests_in_batch]
+        arguments["step_layout"] = build_layout(
+            [future.query_length for future in inputs.requests_in_batch],
+            [state.position_offset for state in states],
+            [
+                [block * pages_per_block for block in allocator.block_table[state.request_id]]
+                for state in states
+            ],
+            page_size=allocator.tokens_per_page,
+            device=inputs.device,
+        )
+        return arguments
+
+    cache.extend_read_and_write_indices = build_write_indices
+    inputs.get_model_kwargs = build_arguments_with_layout
 
 
 def set_own_threads(num_threads: int) -> None:
