@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agentrl_cli.config.imports import import_object
 from agentrl_cli.config.sft import SftDatasetConfig
-from agentrl_cli.errors import DatasetError, ModelError
+from agentrl_cli.errors import DatasetError, ModelError, UserInputError
 
 #: Rows whose lengths are compared when batches are made: enough to waste little on padding,
 #: few enough to leave the order of a curriculum as it is.
@@ -206,7 +206,14 @@ def _call_function(config: SftDatasetConfig) -> list[Mapping[str, Any]]:
             f"dataset.kwargs: {config.path}{inspect.signature(build)} cannot be called with "
             f"{config.kwargs}: {error}"
         ) from None
-    return list(build(**config.kwargs))
+    try:
+        return list(build(**config.kwargs))
+    except UserInputError:
+        raise
+    except Exception as error:
+        raise DatasetError(
+            f"dataset.path: {config.path} gave no list of rows: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _check_row(row: Any, where: str) -> None:
@@ -223,5 +230,11 @@ def _check_row(row: Any, where: str) -> None:
                 f'{where}, message {index}: found {message!r}; a message has a "role" '
                 "(system, user, assistant or tool)"
             )
+    tools = row.get("tools") or []
+    if isinstance(tools, str) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DatasetError(
+            f"{where}: tools are {tools!r}; allowed is a list of schemas "
+            '{"type": "function", "function": {...}}, or no key "tools"'
+        )
     if not any(message["role"] == "assistant" for message in messages):
         raise DatasetError(f"{where}: no message has the role assistant: nothing to learn here")

@@ -193,6 +193,10 @@ def test_rows_from_a_file(tmp_path: Path) -> None:
         ('{"messages": []}', r"row 2: found the keys"),
         ("[1]", r"row 2: found list"),
         ('{"messages": [{"content": "x"}]}', r'row 2, message 1: .* a message has a "role"'),
+        (
+            '{"messages": [{"role": "assistant", "content": "x"}], "tools": "add"}',
+            r"row 2: tools are 'add'; allowed is a list",
+        ),
         ('{"messages": [{"role": "user", "content": "x"}]}', r"row 2: no message has the role"),
     ],
 )
@@ -215,5 +219,7 @@ def test_functions_that_cannot_be_used() -> None:
         load_rows(SftDatasetConfig(path=function, kwargs={"rows": 1}))
     with pytest.raises(ImportPathError, match="build_demonstrations"):
         load_rows(SftDatasetConfig(path=function + "s"))
+    with pytest.raises(DatasetError, match=r"gave no list of rows: TypeError"):
+        load_rows(SftDatasetConfig(path=function, kwargs={"num_bare_rows": "many"}))
     with pytest.raises(DatasetError, match="not a function"):
         load_rows(SftDatasetConfig(path="agentrl_cli.models.calculator_prompt:SYSTEM_PROMPT"))
