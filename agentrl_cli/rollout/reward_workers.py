@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import ctypes
 import multiprocessing
+import os
 import pickle
+import signal
 import sys
 import threading
 import traceback
@@ -29,6 +32,8 @@ _log = get_logger(__name__)
 #: A fresh worker imports the user's module first; its deadline begins after that.
 STARTUP_SECONDS = 60.0
 MAX_STUCK_THREADS = 8
+#: From <sys/prctl.h>: the signal that a process gets when its parent dies.
+_PR_SET_PDEATHSIG = 1
 
 
 def find_import_path(fn: Callable[..., Any]) -> str | None:
@@ -97,11 +102,12 @@ class RewardWorkers:
 
     async def _call_in_process(self, import_path: str, arguments: Mapping[str, Any]) -> Parsed:
         with self._lock:
-            if self._pool is None:
+            if self._pool is None or not self._pool.active:
+                # Inactive: something outside has ended its processes.
                 self._pool = ProcessPool(
                     max_workers=self._num_workers,
                     context=multiprocessing.get_context("spawn"),
-                    initializer=_import_early,
+                    initializer=_begin_worker,
                     initargs=(import_path,),
                 )
                 self._finalizer = weakref.finalize(self, _stop_pool, self._pool)
@@ -201,13 +207,29 @@ def _stop_pool(pool: ProcessPool) -> None:
     pool.join(timeout=10)
 
 
-def _import_early(import_path: str) -> None:
-    """Runs in a fresh worker: a slow import must not count against the first call's deadline."""
+def _begin_worker(import_path: str) -> None:
+    """Runs in a fresh worker, before its first call.
+
+    Imports early, because a slow import must not count against the first call's deadline.
+    """
+    _part_from_terminal()
     try:
         import_object(import_path, "reward_fn_path")
     except ImportPathError as error:
         # The call that follows imports again and carries the error back.
         _log.debug("reward worker: %s", error)
+
+
+def _part_from_terminal() -> None:
+    """Keeps Ctrl-C, which goes to every process of a terminal, from ending the workers.
+
+    The run drains on it, and needs them for that. They end with the run: even when that is
+    killed, where the system (Linux) can see to it.
+    """
+    if hasattr(os, "setsid"):
+        os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _call_imported(import_path: str, arguments: dict[str, Any]) -> tuple[Parsed, Exception | None]:
