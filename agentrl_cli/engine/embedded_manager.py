@@ -151,6 +151,11 @@ class EmbeddedManager(ContinuousBatchingManager):  # type: ignore[misc]
             self._wake_up_loop.wait(timeout=0.1)
             self._wake_up_loop.clear()
             self._run_commands()
+        scheduler = batch_processor.scheduler
+        if scheduler.block_new_requests and not scheduler.active_requests:
+            # After an eviction the library holds the queue until a request finishes; where
+            # all of them were cancelled instead, it would hold it for ever.
+            scheduler.block_new_requests = False
         if self._is_cache_poisoned:
             # Pages are read whole: what is not a number would spread from their unused ends.
             self.drop_caches()

@@ -351,3 +351,32 @@ async def test_a_small_cache_still_finishes_every_call(
         expected = compute_truth(model, ids, list(generation.completion_ids), 1.0, 1.0)
         assert generation.rollout_logprobs == pytest.approx(expected, abs=1e-4)
         assert len(generation.versions) == len(generation.completion_ids)
+
+
+async def test_cancelling_all_that_an_eviction_left_does_not_hold_the_queue(
+    open_engine, prompt_ids, monkeypatch
+):
+    monkeypatch.setattr("agentrl_cli.engine.embedded_sizes._HEADROOM", 0.2)
+    async with open_engine(max_num_seqs=8, max_model_len=512) as engine:
+        endless = Sampling(temperature=0.0)
+        tasks = {
+            f"call-{i}": asyncio.create_task(engine.generate([i + 3, *prompt_ids], endless))
+            for i in range(8)
+        }
+        await asyncio.sleep(0)  # each has opened its call, in this order
+        scheduler = engine._manager.batch_processor.scheduler
+        for _ in range(2000):
+            await asyncio.sleep(0.002)
+            if scheduler.block_new_requests:
+                break
+        else:
+            pytest.fail("nothing was evicted")
+        await engine.pause()
+        active = list(scheduler.active_requests)
+        assert 0 < len(active) < 8
+        for name in active:
+            tasks.pop(name).cancel()
+        await asyncio.sleep(0)
+        await engine.resume()
+        done = await asyncio.wait_for(asyncio.gather(*tasks.values()), 60)
+    assert all(generation.finish_reason == "length" for generation in done)
