@@ -70,7 +70,7 @@ class SftDatasetConfig(StrictConfig):
 
 
 class SftTrainConfig(StrictConfig):
-    """How the model is updated; the loss is the mean over the assistant's tokens of a batch."""
+    """How the model is updated; every token that an assistant says weighs the same."""
 
     num_epochs: int = Field(1, ge=1)
     batch_tokens: int = Field(16384, ge=1)

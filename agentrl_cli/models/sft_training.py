@@ -141,6 +141,10 @@ def _train(
 ) -> None:
     train = config.train
     batches = _plan_batches(rows, config)
+    # Divided by each batch's own count, a token of a short answer would weigh several times one
+    # of a long answer, for rows of one length share a batch: how often the model gives short
+    # answers would then not be how often the demonstrations do.
+    mean_scored = sum(map(_count_scored, rows)) * train.num_epochs / len(batches)
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=train.learning_rate,
@@ -156,18 +160,19 @@ def _train(
         with torch.autocast(
             model.device.type, torch.bfloat16, enabled=config.model.dtype == "bfloat16"
         ):
-            loss = compute_loss(model, batch)
-        if not math.isfinite(loss.item()):
+            summed = compute_summed_loss(model, batch)
+        loss = summed.item() / max(1, sum(map(_count_scored, batch)))
+        if not math.isfinite(loss):
             raise RunError(
-                f"the loss is {loss.item()} at update {index + 1} of {len(batches)}: training "
+                f"the loss is {loss} at update {index + 1} of {len(batches)}: training "
                 f"diverged. Type train.learning_rate={train.learning_rate / 10:g}, or more "
                 "train.warmup_steps"
             )
-        torch.autograd.backward(loss)
+        torch.autograd.backward(summed / mean_scored)
         torch.nn.utils.clip_grad_norm_(model.parameters(), train.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        observer.on_progress(index + 1, f"loss {loss.item():.3f}")
+        observer.on_progress(index + 1, f"loss {loss:.3f}")
     model.eval()
 
 
@@ -190,8 +195,13 @@ def compute_learning_rate(config: SftTrainConfig, index: int, num_updates: int) 
     return config.min_learning_rate + height * (config.learning_rate - config.min_learning_rate)
 
 
-def compute_loss(model: PreTrainedModel, batch: Sequence[EncodedRow]) -> Tensor:
-    """Mean cross entropy over the assistant's tokens of the batch, in nats; a scalar.
+def _count_scored(row: EncodedRow) -> int:
+    """Tokens with a loss: a row's first token has nothing before it to be predicted from."""
+    return sum(row.loss_mask[1:])
+
+
+def compute_summed_loss(model: PreTrainedModel, batch: Sequence[EncodedRow]) -> Tensor:
+    """Cross entropy summed over the assistant's tokens of the batch, in nats; a scalar.
 
     Rows are padded on the right: under a causal mask no real token sees the padding.
     """
@@ -209,7 +219,7 @@ def compute_loss(model: PreTrainedModel, batch: Sequence[EncodedRow]) -> Tensor:
     ).logits
     chosen = next_ids[:, scored]
     return functional.cross_entropy(
-        logits.float().flatten(0, 1), chosen.flatten(), ignore_index=_IGNORED
+        logits.float().flatten(0, 1), chosen.flatten(), ignore_index=_IGNORED, reduction="sum"
     )
 
 

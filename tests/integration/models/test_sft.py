@@ -17,7 +17,7 @@ from agentrl_cli.models import sft_training
 from agentrl_cli.models.loading import load_model, load_tokenizer
 from agentrl_cli.models.sft import run_sft
 from agentrl_cli.models.sft_rows import EncodedRow
-from agentrl_cli.models.sft_training import compute_learning_rate, compute_loss
+from agentrl_cli.models.sft_training import compute_learning_rate, compute_summed_loss
 
 TINY = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2}
 
@@ -110,7 +110,7 @@ def test_going_on_from_a_model_keeps_its_tokenizer(build: Callable[..., SftConfi
     assert AutoModelForCausalLM.from_pretrained(second).dtype == torch.bfloat16
 
 
-def test_loss_is_the_mean_over_trained_tokens_whatever_the_padding(
+def test_loss_is_summed_over_trained_tokens_whatever_the_padding(
     build: Callable[..., SftConfig],
 ) -> None:
     model = load_model(str(run_sft(build(), SilentObserver())), "float32", "cpu")
@@ -125,7 +125,31 @@ def test_loss_is_the_mean_over_trained_tokens_whatever_the_padding(
                     total -= logprobs[0, place - 1, one.input_ids[place]].item()
                     count += 1
         assert count == 4  # a first token has nothing before it to be predicted from
-        assert compute_loss(model, [long, short]).item() == pytest.approx(total / count, abs=1e-5)
+        assert compute_summed_loss(model, [long, short]).item() == pytest.approx(total, rel=1e-5)
+
+
+def test_short_answers_are_as_frequent_as_in_the_rows(
+    build: Callable[..., SftConfig], tmp_path: Path
+) -> None:
+    """Rows of one length share batches: weighed by the batch, short answers would win."""
+    asked = {"role": "user", "content": "Q"}
+    answers = ["n"] * 3 + ["y" + " y" * 30] * 7
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "\n".join(
+            json.dumps({"messages": [asked, {"role": "assistant", "content": answer}]})
+            for answer in answers * 20
+        )
+    )
+    train = {"num_epochs": 6, "batch_tokens": 200, "min_learning_rate": 1e-4}
+    folder = str(run_sft(build(train=train), SilentObserver()))
+    tokenizer, model = load_tokenizer(folder), load_model(folder, "float32", "cpu")
+    prompt = tokenizer.apply_chat_template(
+        [asked], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.no_grad():
+        chances = model(input_ids=prompt["input_ids"]).logits[0, -1].softmax(-1)
+    assert chances[tokenizer.convert_tokens_to_ids("n")].item() == pytest.approx(0.3, abs=0.12)
 
 
 def test_learning_rate_rises_and_falls(build: Callable[..., SftConfig]) -> None:
