@@ -1,0 +1,141 @@
+"""One small run through its life: stopped by Ctrl-C, gone on with, measured, looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).parents[3]
+
+AGENT = """\
+def build(client, model):
+    async def run(data):
+        messages = [{"role": "user", "content": data["question"]}]
+        reply = await client.chat.completions.create(model=model, messages=messages)
+        return float(len(reply.choices[0].message.content or "") % 2)
+    return run
+"""
+CONFIG = """\
+experiment_name: demo
+model: {path: tiny, dtype: float32}
+agent_builder_path: agent.py:build
+gconfig: {n_samples: 4, max_tokens: 8}
+train_dataset: {path: tasks.jsonl, batch_size: 2}
+valid_dataset: {path: tasks.jsonl}
+engine: {kind: embedded, max_model_len: 128}
+train: {total_steps: 5000, learning_rate: 1.0e-3}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's folder with a random model of two layers."""
+    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
+
+    tokenizer = Qwen2Tokenizer().train_new_from_iterator(
+        ["What is 1 plus 2? user assistant"], vocab_size=300, show_progress=False
+    )
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    rows = [json.dumps({"question": f"What is 1 plus {n}?"}) for n in range(4)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(rows))
+    return tmp_path
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    env = os.environ | {"PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [sys.executable, "-m", "agentrl_cli", *arguments],
+        cwd=folder,
+        env=env | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(folder: Path, *arguments: str) -> str:
+    process = start(folder, *arguments)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.mark.slow
+def test_a_run_is_stopped_gone_on_with_measured_and_looked_at(folder: Path) -> None:
+    process = start(folder, "train", "--config", "c.yaml")
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("step 2/"):
+            process.send_signal(signal.SIGINT)
+    output = "".join(lines)
+    assert process.wait(60) == 0, output
+    process.stdout.close()
+    assert "stopping: the step in progress is finished and saved" in output
+    assert "the same command goes on from here" in output
+
+    run = folder / "runs" / "demo" / "t0"
+    saved = [p.name for p in (run / "checkpoints").iterdir()]
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    # Whatever step was in progress: it was finished, and it is the one that was saved.
+    assert steps == list(range(1, len(steps) + 1))
+    assert saved == [f"step-{len(steps):06d}"]
+
+    total = len(steps) + 1
+    output = finish(folder, "train", "--config", "c.yaml", f"train.total_steps={total}")
+    assert f"going on after step {total - 1}" in output
+    assert f"step {total}/{total}" in output
+    assert "mean reward" in output
+    checkpoint = f"runs/demo/t0/checkpoints/step-{total:06d}"
+    assert f"agentrl eval --config c.yaml --checkpoint {checkpoint}" in output
+
+    output = finish(
+        folder, "eval", "--config", "c.yaml", "--checkpoint", checkpoint, "--limit", "2"
+    )
+    assert "2 / 2" in output
+    listed = json.loads(finish(folder, "inspect-trajectories", "runs/demo/t0", "--json"))
+    assert [s["step"] for s in listed["steps"]][:total] == list(range(1, total + 1))
+    assert any(e["label"] for e in listed["evals"])
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_stops_at_once(folder: Path) -> None:
+    process = start(folder, "train", "--config", "c.yaml")
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith(("step 1/", "stopping:")):
+            process.send_signal(signal.SIGINT)
+    code = process.wait(60)
+    process.stdout.close()
+    output = "".join(lines)
+    assert "Traceback" not in output
+    # The second may come when the step is already saved and the run has ended by itself.
+    assert code == 130 or "the same command goes on from here" in output, output
