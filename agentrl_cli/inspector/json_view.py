@@ -48,7 +48,7 @@ def format_trajectory(source: Source, trajectory: Trajectory, *, tokens: bool) -
     data = asdict(trajectory) | _locate(source)
     for interaction, row in zip(trajectory.interactions, data["interactions"], strict=True):
         row["num_prompt_tokens"] = len(interaction.prompt_ids)
-        row["num_completion_tokens"] = len(interaction.completion_ids)
+        row["num_completion_tokens"] = interaction.num_completion_tokens
         if tokens:
             row["loss_mask"] = [t.trained for t in list_tokens(interaction)]
         else:

@@ -100,7 +100,7 @@ def find_new_messages(interaction: Interaction, parent: Interaction | None) -> S
 
 def _format_turn(interaction: Interaction) -> Text:
     parts = [
-        f"{len(interaction.completion_ids)} tokens",
+        f"{interaction.num_completion_tokens} tokens",
         f"version {format_versions(interaction.versions)}",
         f"{interaction.finish_reason or 'no finish reason'}",
     ]

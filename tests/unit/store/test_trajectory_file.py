@@ -64,6 +64,7 @@ FULL = Trajectory(
             status=InteractionStatus.CANCELLED,
             error="cancelled",
             started=3,
+            num_reported_tokens=17,
             reward=-0.0,
         ),
     ),
@@ -173,7 +174,7 @@ def test_summaries_count_and_read_no_tokens(tmp_path, monkeypatch) -> None:
     assert "interactions" not in read
     assert "task_json" not in read
     assert summary.num_turns == FULL.num_turns == 1
-    assert summary.num_completion_tokens == 2
+    assert summary.num_completion_tokens == FULL.num_completion_tokens == 2 + 17
     assert summary.num_prompt_tokens == 3
     assert summary.num_tool_calls == 1
     assert summary.reward == FULL.reward
