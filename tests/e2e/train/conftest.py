@@ -1,0 +1,98 @@
+"""A folder as a user has it: a model, an agent, a reward, a dataset and a YAML file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+AGENT = '''
+async def answer(data, client):
+    """Asks once, and then once more with the reply in the history."""
+    messages = [{"role": "user", "content": data["question"]}]
+    for _ in range(data.get("num_turns", 1)):
+        reply = await client.chat.completions.create(model="policy", messages=messages)
+        message = reply.choices[0].message
+        messages += [message.model_dump(exclude_none=True), {"role": "user", "content": "More."}]
+    return message.content
+
+
+def build():
+    return answer
+
+
+def count_vowels(completions, **kwargs):
+    return sum(letter in "aeiou" for letter in completions) / max(len(completions), 1)
+'''
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, chat_tokenizer: Any) -> Path:
+    """A tiny random model with the tokenizer of the unit tests, on disk."""
+    folder = tmp_path_factory.mktemp("model")
+    config = Qwen2Config(
+        vocab_size=len(chat_tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=chat_tokenizer.eos_token_id,
+        pad_token_id=chat_tokenizer.pad_token_id,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    chat_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def project(tmp_path: Path, model_folder: Path) -> Path:
+    """The user's folder; ``experiment.yaml`` trains the tiny model on ten questions."""
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    rows = [{"question": f"Say {n}.", "num_turns": 1 + n % 2} for n in range(10)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = {
+        "experiment_name": "small",
+        "model": {"path": str(model_folder), "dtype": "float32"},
+        "agent_builder_path": "my_agent.build",
+        "reward_fn_path": "my_agent.count_vowels",
+        "gconfig": {"n_samples": 4, "max_tokens": 8},
+        "train_dataset": {"path": "rows.jsonl", "batch_size": 4},
+        "engine": {"kind": "embedded", "max_model_len": 256, "max_num_seqs": 16},
+        "rollout": {"max_concurrent": 16, "max_staleness": 1, "timeout_seconds": 60},
+        "train": {"total_steps": 3, "learning_rate": 1e-3},
+    }
+    (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+@pytest.fixture
+def agentrl(project: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts ``agentrl ARGS`` in the user's folder, as a process of its own."""
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "agentrl_cli", *arguments],
+            cwd=project,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    return start

@@ -1,0 +1,107 @@
+"""Kill the command at any moment; typed again, it finishes, and no task is lost or repeated."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentrl_cli.rollout.dataset import TaskStream
+from agentrl_cli.store.run_folder import RunFolder
+
+NUM_STEPS = 10
+ARGUMENTS = (
+    "train",
+    "--config",
+    "experiment.yaml",
+    f"train.total_steps={NUM_STEPS}",
+    "train.save_every_steps=3",
+    "rollout.max_staleness=1",
+)
+
+
+def count_lines(path: Path) -> int:
+    return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_three_times_the_run_finishes_with_every_task_once(
+    project: Path, agentrl: Callable[..., subprocess.Popen[str]]
+) -> None:
+    run_dir = project / "runs" / "small" / "t0"
+    moments = random.Random(20)
+    last_steps = []
+    for kill in range(3):
+        # A random moment after some steps of progress: while rolling out, training,
+        # publishing or saving, whatever it falls on.
+        process = agentrl(*ARGUMENTS)
+        seen = count_lines(run_dir / "metrics.jsonl")
+        wanted = min(seen + moments.randint(1, 3), NUM_STEPS - 1) if kill else 0
+        deadline = time.monotonic() + 240
+        while count_lines(run_dir / "metrics.jsonl") < wanted or not run_dir.is_dir():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        time.sleep(moments.uniform(0.0, 1.0))
+        process.kill()
+        process.communicate()
+        last_steps.append(count_lines(run_dir / "metrics.jsonl"))
+    finishing = agentrl(*ARGUMENTS)
+    output, _ = finishing.communicate(timeout=400)
+    assert finishing.returncode == 0, output
+
+    folder = RunFolder.open(run_dir)
+    steps = list(range(1, NUM_STEPS + 1))
+    assert [line["step"] for line in folder.read_metrics()] == steps
+    assert folder.trajectory_steps() == steps
+    rows = [json.loads(line) for line in (project / "rows.jsonl").read_text().splitlines()]
+    stream = TaskStream(rows, batch_size=4, shuffle=True, seed=1)
+    seen_ids: set[str] = set()
+    for step in steps:
+        trajectories = folder.read_trajectories(step)
+        expected = [(t.group_id, t.task_id, n) for t in stream.batch(step) for n in range(4)]
+        assert [(t.group_id, t.task_id, t.sample_index) for t in trajectories] == expected
+        assert not seen_ids & {t.id for t in trajectories}
+        seen_ids |= {t.id for t in trajectories}
+        versions = {v for t in trajectories for i in t.interactions for v in i.versions}
+        assert versions <= {step - 1, step - 2}
+    latest = folder.latest_checkpoint()
+    assert latest is not None
+    assert latest[0] == NUM_STEPS
+    assert max(last_steps) > 0, "no kill came after a step: the test shows nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_interrupted_run_learns_what_an_undisturbed_one_does(
+    project: Path, agentrl: Callable[..., subprocess.Popen[str]]
+) -> None:
+    arguments = (*ARGUMENTS[:3], "train.total_steps=5", "rollout.max_staleness=0")
+    whole = agentrl(*arguments, "trial_name=whole")
+    output, _ = whole.communicate(timeout=300)
+    assert whole.returncode == 0, output
+    broken = agentrl(*arguments, "trial_name=broken")
+    metrics = project / "runs" / "small" / "broken" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while count_lines(metrics) < 3:
+        assert broken.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    broken.kill()
+    broken.communicate()
+    again = agentrl(*arguments, "trial_name=broken")
+    output, _ = again.communicate(timeout=300)
+    assert again.returncode == 0, output
+    assert "stored trajectories are used again" in output
+    names = ("reward_mean", "loss", "grad_norm", "completion_tokens_mean")
+    lines = [RunFolder.open(metrics.parents[1] / t).read_metrics() for t in ("whole", "broken")]
+    for one, other in zip(*lines, strict=True):
+        assert [one[n] for n in names] == pytest.approx(
+            [other[n] for n in names], rel=1e-4, abs=1e-6
+        )
