@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.embedded import EmbeddedEngine
-from agentrl_cli.models.loading import load_model
+from agentrl_cli.models.loading import choose_device, load_model
 from agentrl_cli.train.learner import Learner
-
-
-def choose_device() -> torch.device:
-    """The first GPU, else the CPU."""
-    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
 def load_learner(config: ExperimentConfig, model_folder: str, tokenizer: object) -> Learner:

@@ -94,12 +94,7 @@ def run_evaluation(
     """
     key = "valid_dataset" if config.valid_dataset is not None else "train_dataset"
     rows = take_rows(None, config.valid_dataset or config.train_dataset, key)[:limit]
-    if base_url is not None:
-        label = f"endpoint-{_as_file_name(model_name or '')}"
-        source: CompletionSource = EndpointSource(config, base_url, model_name or "")
-    else:
-        label = f"checkpoint-{checkpoint.name}" if checkpoint is not None else "model"
-        source = EngineSource(config, str(checkpoint or config.model.path), observer)
+    source, label = _choose_source(config, checkpoint, base_url, model_name, observer)
     gconfig = config.resolve_eval_gconfig()
     with ExitStack() as stack:
         workflow = build_workflow(
@@ -131,6 +126,21 @@ def run_evaluation(
         )
         folder.write_eval(0, trajectories, report.to_dict(), label=label)
         return report
+
+
+def _choose_source(
+    config: ExperimentConfig,
+    checkpoint: Path | None,
+    base_url: str | None,
+    model_name: str | None,
+    observer: Observer,
+) -> tuple[CompletionSource, str]:
+    """What answers the agent's calls, and a label for its results."""
+    if base_url is not None:
+        label = f"endpoint-{_as_file_name(model_name or '')}"
+        return EndpointSource(config, base_url, model_name or ""), label
+    label = f"checkpoint-{_as_file_name(checkpoint.name)}" if checkpoint is not None else "model"
+    return EngineSource(config, str(checkpoint or config.model.path), observer), label
 
 
 def _as_file_name(name: str) -> str:
