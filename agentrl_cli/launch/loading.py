@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.embedded import EmbeddedEngine
-from agentrl_cli.models.loading import choose_device, load_model
+from agentrl_cli.models.pretrained import choose_device, load_model
 from agentrl_cli.train.learner import Learner
 
 

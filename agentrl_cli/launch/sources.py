@@ -13,7 +13,8 @@ from agentrl_cli.errors import ConfigError, UserInputError
 from agentrl_cli.launch.loading import load_engine
 from agentrl_cli.launch.plan import check_supported, count_visible_gpus
 from agentrl_cli.log import Observer
-from agentrl_cli.models.loading import load_tokenizer, resolve_model_folder
+from agentrl_cli.models.loading import resolve_model_folder
+from agentrl_cli.models.pretrained import load_tokenizer
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.endpoint import EndpointGateway
 from agentrl_cli.tracking.gateway import get_gateway

@@ -16,7 +16,8 @@ from agentrl_cli.evaluate.run import evaluate
 from agentrl_cli.launch.loading import load_engine, load_learner
 from agentrl_cli.launch.plan import check_supported, count_visible_gpus
 from agentrl_cli.log import Observer, SilentObserver, file_log
-from agentrl_cli.models.loading import load_tokenizer, resolve_model_folder
+from agentrl_cli.models.loading import resolve_model_folder
+from agentrl_cli.models.pretrained import load_tokenizer
 from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.rollout.dataset import Row, TaskStream, build_eval_tasks, load_rows
 from agentrl_cli.rollout.scheduler import RolloutScheduler

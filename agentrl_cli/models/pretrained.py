@@ -22,6 +22,11 @@ _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def choose_device() -> torch.device:
+    """The first GPU, else the CPU."""
+    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a folder or hub id; it has a chat template.
 

@@ -103,6 +103,6 @@ class TrackingClient(AsyncOpenAI):
 def _load_tokenizer(tokenizer: Any) -> Any:
     if not isinstance(tokenizer, str):
         return tokenizer
-    from agentrl_cli.models.loading import load_tokenizer
+    from agentrl_cli.models.pretrained import load_tokenizer
 
     return load_tokenizer(tokenizer)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunError, StoreError
+from agentrl_cli.models.pretrained import without_progress_bars
 from agentrl_cli.records import Trajectory
 from agentrl_cli.train.advantages import compute_advantages
 from agentrl_cli.train.attention import use_packed_attention
@@ -169,7 +170,8 @@ class Learner:
         folder = Path(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.model.save_pretrained(folder)
+            with without_progress_bars():
+                self.model.save_pretrained(folder)
             if self._tokenizer is not None:
                 self._tokenizer.save_pretrained(folder)
         except (OSError, SafetensorError) as error:
