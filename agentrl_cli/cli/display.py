@@ -22,6 +22,8 @@ from agentrl_cli.log import Observer
 
 #: Seconds between two plain lines about the progress of one stage.
 _PLAIN_INTERVAL = 10.0
+#: Parts of every step: the step's own line says enough, unless one of them takes long.
+_STEP_STAGES = frozenset({"rollout", "train", "publish", "save"})
 
 
 class ClosableObserver(Observer, Protocol):
@@ -91,9 +93,10 @@ class PlainObserver:
         """Has nothing to give back."""
 
     def on_stage(self, stage: str, total: int | None = None) -> None:
-        """One line for a stage that differs from the one before."""
+        """One line for a new stage, those inside a step excepted."""
         with self._lock:
-            if (stage, total) != (self._stage, self._total):
+            is_new = (stage, total) != (self._stage, self._total)
+            if is_new and stage not in _STEP_STAGES:
                 self._print(f"{stage} ..." if total is None else f"{stage} (0/{total}) ...")
             self._stage, self._total = stage, total
             self._next_line_at = self._clock() + _PLAIN_INTERVAL

@@ -142,6 +142,8 @@ class PPOTrainer:
                 f"{2 * total_steps}; to begin anew, --overwrite or another trial_name="
             )
             return True
+        for one in (workflow, eval_workflow or workflow):
+            one.use(self.config.rollout)
         self.check_rows(workflow, eval_workflow or workflow)
         with ExitStack() as stack:
             self.observer.on_stage("load model")

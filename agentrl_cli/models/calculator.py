@@ -63,7 +63,7 @@ def build_calculator_config(output_path: str) -> SftConfig:
             min_learning_rate=1.0e-4,
             warmup_steps=20,
             device="cpu",
-            num_threads=1,
+            num_threads=2,
         ),
     )
 

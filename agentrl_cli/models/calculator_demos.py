@@ -24,10 +24,10 @@ from agentrl_cli.records import Message
 
 def build_demonstrations(
     *,
-    num_bare_rows: int = 7000,
-    num_tool_rows: int = 700,
-    num_mixed_rows: int = 900,
-    tool_rate: float = 0.3,
+    num_bare_rows: int = 7500,
+    num_tool_rows: int = 3000,
+    num_mixed_rows: int = 1000,
+    tool_rate: float = 0.25,
     seed: int = 1,
 ) -> list[dict[str, Any]]:
     """Rows for ``agentrl sft``, to be trained on in this order.

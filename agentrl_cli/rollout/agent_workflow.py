@@ -61,7 +61,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         self._rollout = rollout
         self._open_client = open_client
         self._seed = seed
-        self.timeout_seconds = rollout.timeout_seconds
+        self.use(rollout)
 
     def check_rows(self, rows: list[dict[str, Any]], where: str) -> None:
         """Refuses rows without an agent, without anything to ask it, or without a reward's field.

@@ -137,5 +137,5 @@ def _build_own_workflow(
             f"{where} gave {type(workflow).__name__}. Allowed: a class derived from "
             "agentrl_cli.RolloutWorkflow, or a function that returns an object of one"
         )
-    workflow.timeout_seconds = config.rollout.timeout_seconds
+    workflow.use(config.rollout)
     return workflow

@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from agentrl_cli.config.experiment import RolloutConfig
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.records import Interaction, Trajectory
 from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.deadline import run_with_deadline
 from agentrl_cli.rollout.failures import describe_failure
+from agentrl_cli.tracking.credit import compute_turn_returns
 from agentrl_cli.tracking.export import ExportedInteraction
+from agentrl_cli.tracking.session import collect_sessions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,14 @@ class RolloutWorkflow(ABC):
     """
 
     timeout_seconds: float = 600.0
-    """Deadline of one trajectory; the YAML's ``rollout.timeout_seconds``."""
+    """Deadline of one trajectory."""
+    turn_discount: float = 1.0
+    """For episodes that set rewards and hand out no credit themselves."""
+
+    def use(self, rollout: RolloutConfig) -> None:
+        """Takes deadline and turn discount from a configuration."""
+        self.timeout_seconds = rollout.timeout_seconds
+        self.turn_discount = rollout.turn_discount
 
     @abstractmethod
     async def arun_episode(
@@ -68,25 +78,34 @@ class RolloutWorkflow(ABC):
             UserInputError: a mistake that would repeat itself in every trajectory.
         """
         started = time.perf_counter()
-        try:
-            exported = await run_with_deadline(
-                self.arun_episode(engine, dict(attempt.task.row)),
-                self.timeout_seconds,
-                f"trajectory {attempt.id}",
-            )
-            interactions = collect_interactions(exported)
-        except UserInputError:
-            raise
-        except Exception as error:
-            return attempt.begin_trajectory(
-                failure=describe_failure(error), seconds=time.perf_counter() - started
-            )
+        with collect_sessions() as sessions:
+            failure = None
+            try:
+                exported = await run_with_deadline(
+                    self.arun_episode(engine, dict(attempt.task.row)),
+                    self.timeout_seconds,
+                    f"trajectory {attempt.id}",
+                )
+                interactions = self._with_returns(collect_interactions(exported))
+            except UserInputError:
+                raise
+            except Exception as error:
+                failure = describe_failure(error)
+                interactions = tuple(i for session in sessions for i in session.interactions)
         return attempt.begin_trajectory(
             interactions=interactions,
             reward=find_last_reward(interactions),
-            final_answer=find_last_answer(interactions),
+            final_answer=find_last_answer(interactions) if failure is None else None,
+            failure=failure,
             seconds=time.perf_counter() - started,
         )
+
+    def _with_returns(self, interactions: tuple[Interaction, ...]) -> tuple[Interaction, ...]:
+        """The interactions with their returns, handed out here if the episode did not."""
+        if any(i.turn_return is not None for i in interactions):
+            return interactions
+        returns = compute_turn_returns(interactions, self.turn_discount)
+        return tuple(replace(i, turn_return=returns.get(i.id)) for i in interactions)
 
     def check_rows(self, rows: list[dict[str, Any]], where: str) -> None:  # noqa: B027 - optional
         """Refuses a dataset (``where``: its config key) that this workflow cannot run on.

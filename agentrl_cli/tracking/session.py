@@ -6,6 +6,9 @@ import asyncio
 import hashlib
 import secrets
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +30,23 @@ class Budget:
     """Most model calls, failed ones included."""
     max_tokens: int | None = None
     """Most sampled tokens over all calls."""
+
+
+_COLLECTED: ContextVar[list[Session] | None] = ContextVar("collected sessions", default=None)
+
+
+@contextmanager
+def collect_sessions() -> Iterator[list[Session]]:
+    """The sessions that are opened inside the block, by this task and those it starts.
+
+    A rollout that fails leaves nothing behind but these: they hold what was sampled.
+    """
+    sessions: list[Session] = []
+    token = _COLLECTED.set(sessions)
+    try:
+        yield sessions
+    finally:
+        _COLLECTED.reset(token)
 
 
 class BudgetExceededError(Exception):
@@ -65,6 +85,9 @@ class Session:
         self._num_calls = 0
         self._num_tokens = 0
         self._clock = 0
+        collected = _COLLECTED.get()
+        if collected is not None:
+            collected.append(self)
 
     @property
     def interactions(self) -> tuple[Interaction, ...]:
