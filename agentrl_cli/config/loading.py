@@ -280,7 +280,7 @@ def allowed_keys(config_class: type[BaseModel], key_path: KeyPath) -> list[str]:
     annotation: Any = config_class
     for part in key_path:
         annotation = _step_into(annotation, part)
-    section = _find_model(annotation)
+    section = find_config_class(annotation)
     return list(section.model_fields) if section is not None else []
 
 
@@ -303,12 +303,12 @@ def _strip_annotated(annotation: Any) -> Any:
     return typing.get_args(annotation)[0] if is_annotated else annotation
 
 
-def _find_model(annotation: Any) -> type[BaseModel] | None:
+def find_config_class(annotation: Any) -> type[BaseModel] | None:
     """The configuration class inside an annotation such as ``tuple[X, ...]`` or ``X | None``."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return annotation if issubclass(annotation, BaseModel) else None
     for argument in typing.get_args(annotation):
-        found = _find_model(argument)
+        found = find_config_class(argument)
         if found is not None:
             return found
     return None

@@ -2,7 +2,7 @@
 
 A trajectory's score is the mean of its interactions' returns; baselines and
 deviations are taken over the scores of a group, so that a trajectory of ten turns
-weighs as much as one of a single turn (DESIGN.md, rules 4 and 5).
+weighs as much as one of a single turn (see docs/how-it-works.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DESIGN's rules 1 to 4 on whole conversations, through the official client."""
+"""Token truth, matching and credit on whole conversations, through the official client."""
 
 from __future__ import annotations
 

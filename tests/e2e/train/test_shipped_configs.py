@@ -1,0 +1,135 @@
+"""What the README promises, as a user types it: the quickstart, its Python, real-world data."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl_cli.store.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[3]
+
+#: In the format of GSM8K; made for this test.
+ROWS = [
+    {
+        "question": f"Ann has {n} boxes with {n + 3} pens each and finds {n} pens more. "
+        "How many pens does she have?",
+        "answer": f"In the boxes are {n} * {n + 3} = <<{n}*{n + 3}={n * (n + 3)}>>{n * (n + 3)} "
+        f"pens.\nWith the others she has {n * (n + 3)} + {n} pens.\n#### {n * (n + 4)}",
+    }
+    for n in range(2, 14)
+]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """One cache for the whole module: the built-in model is made once."""
+    cache = os.environ.get("AGENTRL_CACHE") or str(tmp_path_factory.mktemp("cache"))
+    return {**os.environ, "AGENTRL_CACHE": cache, "HF_HUB_OFFLINE": "1"}
+
+
+def run(arguments: list[str], environment: dict[str, str], folder: Path = ROOT) -> str:
+    result = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+    )
+    assert result.returncode == 0, result.stdout
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.openai_agents
+@pytest.mark.timeout(1200)
+def test_quickstart_teaches_the_agent_to_use_its_tool(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    pytest.importorskip("agents")
+    command = ["-m", "agentrl_cli", "train", "--config", "configs/quickstart.yaml"]
+    output = run([*command, f"output_dir={tmp_path}"], environment)
+    folder = RunFolder.open(tmp_path / "quickstart" / "t0")
+    steps = folder.eval_steps()
+    before, after = (folder.read_eval_report(step) for step in (steps[0], steps[-1]))
+    assert before["mean_reward"] <= 0.45
+    assert after["mean_reward"] >= 0.95
+    assert before["failures"] == after["failures"] == {}
+    metrics = folder.read_metrics()
+    assert sum(line["failures"] for line in metrics) == 0
+    assert max(line["staleness_max"] for line in metrics) <= 1
+    assert max(line["probe_gap_max"] for line in metrics) < 1e-3
+    breaks = [v for line in metrics for k, v in line.items() if k.startswith("breaks_")]
+    assert len(breaks) == 5 * len(metrics)
+    assert sum(breaks) == 0
+    for promised in ("before", "after", "agentrl inspect-trajectories", "agentrl eval"):
+        assert promised in output
+    checkpoint = folder.latest_checkpoint()
+    assert checkpoint is not None
+    report = run(
+        [
+            *("-m", "agentrl_cli", "eval", "--config", "configs/quickstart.yaml"),
+            *("--checkpoint", str(checkpoint[1]), "--limit", "64", f"output_dir={tmp_path}"),
+        ],
+        environment,
+    )
+    assert "mean reward" in report
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_python_example_of_the_readme_trains(environment: dict[str, str], tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    [example] = [block for block in blocks if "PPOTrainer" in block]
+    script = tmp_path / "own_workflow.py"
+    script.write_text(
+        example.replace("configs/quickstart.yaml", str(ROOT / "configs/quickstart.yaml"))
+    )
+    output = run([str(script)], environment, folder=tmp_path)
+    assert output.splitlines()[-1] == "trained: runs/quickstart/ask-twice"
+    folder = RunFolder.open(tmp_path / "runs" / "quickstart" / "ask-twice")
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
+    [trajectory, *_] = folder.read_trajectories(1)
+    first, second = trajectory.interactions
+    assert second.parent_id == first.id
+    assert second.extends_parent
+    assert second.turn_return == trajectory.reward
+    assert first.turn_return == pytest.approx(0.9 * trajectory.reward)
+
+
+@pytest.mark.slow
+@pytest.mark.openai_agents
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("builder", ["build_math_agent", "build_math_team"])
+def test_math_config_runs_on_a_local_file(
+    environment: dict[str, str], tmp_path: Path, builder: str
+) -> None:
+    pytest.importorskip("agents")
+    data = tmp_path / "train.jsonl"
+    data.write_text("\n".join(map(json.dumps, ROWS)))
+    run(
+        [
+            *("-m", "agentrl_cli", "train", "--config", "configs/gsm8k-math.yaml"),
+            *("model.path=builtin:calculator", "engine.kind=embedded", "model.dtype=float32"),
+            *(f"train_dataset.path={data}", f"valid_dataset.path={data}", "valid_dataset.limit=4"),
+            *("engine.max_model_len=1024", "gconfig.max_tokens=48", "gconfig.n_samples=2"),
+            *("train_dataset.batch_size=4", "train.total_steps=3", f"output_dir={tmp_path}"),
+            f"agent_builder_path=builders.math_agent.{builder}",
+        ],
+        environment,
+    )
+    folder = RunFolder.open(tmp_path / "gsm8k-math" / "t0")
+    assert [line["num_trajectories"] for line in folder.read_metrics()] == [8, 8, 8]
+    shown = run(
+        ["-m", "agentrl_cli", "inspect-trajectories", str(folder.path), "1", "--step", "3"],
+        environment,
+    )
+    assert "reward" in shown
