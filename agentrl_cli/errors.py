@@ -7,8 +7,8 @@ command line prints it without a traceback and exits with ``exit_code``.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 
 class AgentrlError(Exception):
@@ -64,7 +64,15 @@ class StoreError(RunError):
 
 
 class RolloutFailedError(RunError):
-    """Every trajectory of a batch failed in the same way."""
+    """Every trajectory of a batch failed in the same way.
+
+    Attributes:
+        trajectories: the batch, for the record.
+    """
+
+    def __init__(self, message: str, trajectories: Sequence[Any]) -> None:
+        super().__init__(message)
+        self.trajectories = list(trajectories)
 
 
 class RewardError(RunError):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+
+# Read when the hub's library is imported: nothing is downloaded in a test.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.models.tokenizer import train_tokenizer

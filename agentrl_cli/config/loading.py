@@ -123,7 +123,7 @@ def _format_nearest_file(path: Path) -> str:
     """The YAML files beside ``path``, and those in configs/."""
     folder = path.parent if path.parent.is_dir() else Path()
     found = {str(p) for p in (*folder.glob("*.yaml"), *Path("configs").glob("*.yaml"))}
-    return format_nearest(str(path), found)
+    return format_nearest(str(path), found) if found else "there is no .yaml file beside it"
 
 
 def _walk_lines(

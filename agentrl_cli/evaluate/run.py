@@ -6,12 +6,14 @@ import math
 from collections.abc import Sequence
 
 from agentrl_cli.engine.protocol import InferenceEngine
+from agentrl_cli.errors import RolloutFailedError
 from agentrl_cli.evaluate.report import EvalReport, build_report
 from agentrl_cli.log import Observer
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.scheduler import run_tasks
 from agentrl_cli.rollout.workflow import RolloutWorkflow
+from agentrl_cli.store.run_folder import RunFolder
 
 
 async def evaluate(
@@ -46,6 +48,43 @@ async def evaluate(
     k_values = choose_k_values(n_samples)
     report = build_report(trajectories, k_values=k_values, pass_threshold=pass_threshold)
     return report, trajectories
+
+
+async def evaluate_and_store(
+    folder: RunFolder,
+    workflow: RolloutWorkflow,
+    engine: InferenceEngine,
+    tasks: Sequence[Task],
+    *,
+    n_samples: int,
+    max_concurrent: int,
+    observer: Observer,
+    step: int = 0,
+    label: str | None = None,
+) -> EvalReport:
+    """As :func:`evaluate`; the trajectories and the report are in the folder, also when all failed.
+
+    Raises:
+        RolloutFailedError: every trajectory failed in the same way; stored with the label
+            ``failed``, so that the evaluation still counts as not done.
+        UserInputError: a mistake that would repeat itself in every trajectory.
+    """
+    try:
+        report, trajectories = await evaluate(
+            workflow,
+            engine,
+            tasks,
+            n_samples=n_samples,
+            max_concurrent=max_concurrent,
+            observer=observer,
+            step=step,
+        )
+    except RolloutFailedError as error:
+        failed = build_report(error.trajectories, k_values=choose_k_values(n_samples))
+        folder.write_eval(step, error.trajectories, failed.to_dict(), label="failed")
+        raise
+    folder.write_eval(step, trajectories, report.to_dict(), label=label)
+    return report
 
 
 def choose_k_values(n_samples: int) -> tuple[int, ...]:

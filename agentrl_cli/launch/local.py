@@ -10,7 +10,7 @@ from pathlib import Path
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.evaluate.report import EvalReport
-from agentrl_cli.evaluate.run import evaluate
+from agentrl_cli.evaluate.run import evaluate_and_store
 from agentrl_cli.launch.sources import CompletionSource, EndpointSource, EngineSource
 from agentrl_cli.launch.trainer import PPOTrainer, take_rows
 from agentrl_cli.log import Observer, file_log
@@ -113,19 +113,19 @@ def run_evaluation(
         observer.on_stage("load model")
         engine = source.start()
         stack.callback(lambda: background.run(source.close(), _CLOSE_SECONDS))
-        report, trajectories = background.run(
-            evaluate(
+        return background.run(
+            evaluate_and_store(
+                folder,
                 workflow,
                 engine,
                 build_eval_tasks(rows),
                 n_samples=gconfig.n_samples,
                 max_concurrent=config.rollout.max_concurrent,
                 observer=observer,
+                label=label,
             ),
             config.rollout.compute_deadline(len(rows) * gconfig.n_samples),
         )
-        folder.write_eval(0, trajectories, report.to_dict(), label=label)
-        return report
 
 
 def _choose_source(

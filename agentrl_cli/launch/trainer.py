@@ -11,8 +11,8 @@ from typing import Any, Self
 
 from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine
-from agentrl_cli.errors import ConfigError, DatasetError
-from agentrl_cli.evaluate.run import evaluate
+from agentrl_cli.errors import ConfigError, DatasetError, RolloutFailedError
+from agentrl_cli.evaluate.run import evaluate_and_store
 from agentrl_cli.launch.loading import load_engine, load_learner
 from agentrl_cli.launch.plan import check_supported, count_visible_gpus
 from agentrl_cli.log import Observer, SilentObserver, file_log
@@ -20,6 +20,7 @@ from agentrl_cli.models.loading import resolve_model_folder
 from agentrl_cli.models.pretrained import load_tokenizer
 from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.rollout.dataset import Row, TaskStream, build_eval_tasks, load_rows
+from agentrl_cli.rollout.failures import check_not_all_failed
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.store.run_folder import RunFolder
@@ -134,17 +135,14 @@ class PPOTrainer:
             UserInputError: a dataset that a workflow cannot run on.
             RunError: the run cannot go on; what was done is stored.
         """
-        folder, total_steps = self._entered(), self.config.train.total_steps
+        folder, eval_workflow = self._entered(), eval_workflow or workflow
         latest = folder.latest_checkpoint()
-        if latest is not None and latest[0] >= total_steps:
-            self.observer.on_message(
-                f"{folder.path} is complete: {latest[0]} steps. For more, type train.total_steps="
-                f"{2 * total_steps}; to begin anew, --overwrite or another trial_name="
-            )
+        if latest is not None and latest[0] >= self.config.train.total_steps:
+            self.observer.on_message(_describe_complete(folder, latest[0]))
             return True
-        for one in (workflow, eval_workflow or workflow):
+        for one in (workflow, eval_workflow):
             one.use(self.config.rollout)
-        self.check_rows(workflow, eval_workflow or workflow)
+        self.check_rows(workflow, eval_workflow)
         with ExitStack() as stack:
             self.observer.on_stage("load model")
             background = stack.enter_context(BackgroundLoop())
@@ -156,11 +154,11 @@ class PPOTrainer:
             stack.callback(lambda: background.run(engine.close(), _CLOSE_SECONDS))
             gateway = get_gateway(engine, self.tokenizer, self.config.engine.tool_call_parser)
             stack.callback(lambda: background.run(gateway.close(), _CLOSE_SECONDS))
-            loggers = build_loggers(self.config, folder.path)
-            for logger in loggers:
-                stack.callback(logger.close)
+            loggers = build_loggers(self.config, folder.path, stack)
             progress = BatchProgress(self.observer)
-            scheduler = self._build_scheduler(workflow, engine, learner.step, progress)
+            first_step = find_first_rolled_step(folder, learner.step + 1)
+            scheduler = self._build_scheduler(workflow, engine, first_step, progress)
+            scheduler.set_policy_version(learner.step)
             stack.callback(lambda: background.run(scheduler.close(), _CLOSE_SECONDS))
             loop = TrainingLoop(
                 config=self.config,
@@ -169,11 +167,10 @@ class PPOTrainer:
                 engine=engine,
                 scheduler=scheduler,
                 progress=progress,
+                first_rolled_step=first_step,
                 background=background,
                 probes=build_probes(self.tokenizer, self.config.engine.max_model_len),
-                evaluate=lambda step: self._evaluate(
-                    eval_workflow or workflow, engine, background, step
-                ),
+                evaluate=lambda step: self._evaluate(eval_workflow, engine, background, step),
                 observer=self.observer,
                 loggers=loggers,
                 stop=self._stop,
@@ -184,14 +181,11 @@ class PPOTrainer:
         self,
         workflow: RolloutWorkflow,
         engine: InferenceEngine,
-        policy_version: int,
+        first_step: int,
         progress: BatchProgress,
     ) -> RolloutScheduler:
-        dataset, stored = self.config.train_dataset, self._entered().trajectory_steps()
-        first_step = policy_version + 1
-        while first_step in stored:
-            first_step += 1
-        scheduler = RolloutScheduler(
+        dataset = self.config.train_dataset
+        return RolloutScheduler(
             workflow,
             engine,
             TaskStream(
@@ -206,8 +200,6 @@ class PPOTrainer:
             last_step=self.config.train.total_steps,
             on_finished=progress.on_finished,
         )
-        scheduler.set_policy_version(policy_version)
-        return scheduler
 
     def _evaluate(
         self,
@@ -220,8 +212,9 @@ class PPOTrainer:
         rows = self._valid_rows or []
         n_samples = self.config.resolve_eval_gconfig().n_samples
         rollout = self.config.rollout
-        report, trajectories = background.run(
-            evaluate(
+        background.run(
+            evaluate_and_store(
+                self._entered(),
                 workflow,
                 engine,
                 build_eval_tasks(rows, step),
@@ -232,7 +225,6 @@ class PPOTrainer:
             ),
             rollout.compute_deadline(len(rows) * n_samples),
         )
-        self._entered().write_eval(step, trajectories, report.to_dict())
 
     def _entered(self) -> RunFolder:
         if self._folder is None:
@@ -254,3 +246,28 @@ def take_rows(given: Sequence[Row] | None, config: DatasetConfig | None, key: st
     if not rows:
         raise DatasetError(f"{key}: the rows that were given are none: give at least one")
     return rows
+
+
+def find_first_rolled_step(folder: RunFolder, first_step: int) -> int:
+    """The first step from ``first_step`` on that has no stored trajectories to learn from.
+
+    A batch that failed as a whole stopped the run and is rolled out anew: its cause may be gone.
+    """
+    stored = set(folder.trajectory_steps())
+    step = first_step
+    while step in stored:
+        step += 1
+    if step == first_step:
+        return step
+    try:
+        check_not_all_failed(folder.read_trajectories(step - 1), f"step {step - 1}")
+    except RolloutFailedError:
+        return step - 1
+    return step
+
+
+def _describe_complete(folder: RunFolder, num_steps: int) -> str:
+    return (
+        f"{folder.path} is complete: {num_steps} steps. For more, type train.total_steps="
+        f"{2 * num_steps}; to begin anew, --overwrite or another trial_name="
+    )

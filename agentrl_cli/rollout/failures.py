@@ -108,5 +108,6 @@ def check_not_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
         f"'{first.boundary}' with {first.kind}: {first.message}\n"
         + "\n".join(f"  | {line}" for line in lines)
         + f"\n{_ADVICE[first.boundary]}. The failed trajectories are kept in the run folder: "
-        "agentrl inspect-trajectories shows them."
+        "agentrl inspect-trajectories shows them.",
+        trajectories,
     )

@@ -94,7 +94,7 @@ class RolloutWorkflow(ABC):
                 interactions = tuple(i for session in sessions for i in session.interactions)
         return attempt.begin_trajectory(
             interactions=interactions,
-            reward=find_last_reward(interactions),
+            reward=find_last_reward(interactions) if failure is None else None,
             final_answer=find_last_answer(interactions) if failure is None else None,
             failure=failure,
             seconds=time.perf_counter() - started,

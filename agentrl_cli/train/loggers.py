@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,13 +23,18 @@ class MetricsLogger(Protocol):
         ...
 
 
-def build_loggers(config: ExperimentConfig, run_dir: Path) -> list[MetricsLogger]:
-    """The loggers of ``config.loggers``, in its order.
+def build_loggers(config: ExperimentConfig, run_dir: Path, stack: ExitStack) -> list[MetricsLogger]:
+    """The loggers of ``config.loggers``, in its order; the end of ``stack`` closes them.
 
     Raises:
         MissingExtraError: a logger's package is not installed.
     """
-    return [_build(logger, config, run_dir) for logger in config.loggers]
+    loggers = []
+    for logger_config in config.loggers:
+        logger = _build(logger_config, config, run_dir)
+        stack.callback(logger.close)
+        loggers.append(logger)
+    return loggers
 
 
 def _build(logger: LoggerConfig, config: ExperimentConfig, run_dir: Path) -> MetricsLogger:

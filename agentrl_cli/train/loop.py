@@ -9,6 +9,7 @@ from typing import Protocol
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine
+from agentrl_cli.errors import RolloutFailedError
 from agentrl_cli.log import Observer
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background import BackgroundLoop
@@ -45,6 +46,8 @@ class TrainingLoop:
     engine: InferenceEngine
     scheduler: RolloutScheduler
     progress: BatchProgress
+    first_rolled_step: int
+    """Trajectories of earlier steps are stored from before an interruption."""
     background: BackgroundLoop
     probes: Sequence[Sequence[int]]
     """Prompts on which the engine's weights are verified."""
@@ -79,17 +82,21 @@ class TrainingLoop:
 
     def collect(self, step: int) -> list[Trajectory]:
         """The trajectories of a step, on disk: made now, or before an interruption."""
-        if step in self.folder.trajectory_steps():
+        if step < self.first_rolled_step:
             self.observer.on_message(f"step {step}: its stored trajectories are used again")
             return self.folder.read_trajectories(step)
         num_trajectories = self.config.train_dataset.batch_size * self.config.gconfig.n_samples
         self.observer.on_stage("rollout", num_trajectories)
         self.observer.on_progress(self.progress.begin(step))
         num_steps_ahead = self.config.rollout.max_staleness + 1
-        batch = self.background.run(
-            self.scheduler.next_batch(step),
-            self.config.rollout.compute_deadline(num_trajectories * num_steps_ahead),
-        )
+        try:
+            batch = self.background.run(
+                self.scheduler.next_batch(step),
+                self.config.rollout.compute_deadline(num_trajectories * num_steps_ahead),
+            )
+        except RolloutFailedError as error:
+            self.folder.write_trajectories(step, error.trajectories)
+            raise
         self.folder.write_trajectories(step, batch)
         return batch
 

@@ -40,14 +40,17 @@ def test_plain_lines_are_few(capsys) -> None:
     now = [0.0]
     observer = PlainObserver(total_steps=2, clock=lambda: now[0])
     with observer:
+        observer.on_stage("evaluation", 8)
         observer.on_stage("rollout", 64)
         for number in range(64):
             now[0] += 0.5
             observer.on_progress(number + 1, "mean reward 0.5")
+        observer.on_stage("train")
         observer.on_step({"step": 1, "reward_mean": 0.5})
         observer.on_message("saved")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "rollout (0/64) ..."
+    assert lines[0] == "evaluation (0/8) ..."
+    assert len(lines) == 6, "the stages of a step have no lines of their own"
     # 32 seconds, a line every ten
     assert [line for line in lines if "mean reward" in line] == [
         f"rollout ({n}/64) mean reward 0.5" for n in (20, 40, 60)

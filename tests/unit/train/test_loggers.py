@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ def build_config(*loggers: dict[str, Any]) -> ExperimentConfig:
 
 
 def test_no_loggers(tmp_path: Path):
-    assert build_loggers(build_config(), tmp_path) == []
+    assert build_loggers(build_config(), tmp_path, ExitStack()) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -36,7 +37,7 @@ def test_tensorboard_can_be_read_back(tmp_path: Path):
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", exc_type=ImportError
     )
-    (logger,) = build_loggers(build_config({"kind": "tensorboard"}), tmp_path)
+    (logger,) = build_loggers(build_config({"kind": "tensorboard"}), tmp_path, ExitStack())
     logger.log(1, {"reward_mean": 0.25})
     logger.log(2, {"reward_mean": 0.5, "loss": -1.0})
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
@@ -56,7 +57,7 @@ def test_a_missing_package_says_what_to_type(
 ):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError, match=rf"pip install 'agentrl\[{kind}\]'"):
-        build_loggers(build_config({"kind": kind}), tmp_path)
+        build_loggers(build_config({"kind": kind}), tmp_path, ExitStack())
 
 
 def test_wandb_goes_on_in_the_run_of_the_trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -71,7 +72,7 @@ def test_wandb_goes_on_in_the_run_of_the_trial(monkeypatch: pytest.MonkeyPatch, 
         return run
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    (logger,) = build_loggers(build_config({"kind": "wandb"}), tmp_path)
+    (logger,) = build_loggers(build_config({"kind": "wandb"}), tmp_path, ExitStack())
     logger.log(3, {"loss": 1.0})
     logger.close()
     (_, arguments), *rest = calls
