@@ -14,6 +14,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -101,9 +102,28 @@ class RewardWorkers:
         return await self._call_in_process(self._import_path, arguments)
 
     async def _call_in_process(self, import_path: str, arguments: Mapping[str, Any]) -> Parsed:
+        pool, rounds = self._enter_pool(import_path)
+        try:
+            return await self._call_in_pool(pool, import_path, arguments, rounds)
+        except (BrokenProcessPool, RuntimeError) as error:
+            if pool.active:
+                raise
+            # The pool broke before the call had begun: something outside has killed its
+            # idle processes. A new pool replaces it.
+            _log.warning("the reward processes were killed and are started anew: %s", error)
+            pool, rounds = self._enter_pool(import_path, is_counted=True)
+            return await self._call_in_pool(pool, import_path, arguments, rounds)
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
+
+    def _enter_pool(self, import_path: str, *, is_counted: bool = False) -> tuple[ProcessPool, int]:
+        """A working pool, and how many calls deep its queue is; counts this call in.
+
+        ``is_counted``: the call was counted in before.
+        """
         with self._lock:
             if self._pool is None or not self._pool.active:
-                # Inactive: something outside has ended its processes.
                 self._pool = ProcessPool(
                     max_workers=self._num_workers,
                     context=multiprocessing.get_context("spawn"),
@@ -111,9 +131,13 @@ class RewardWorkers:
                     initargs=(import_path,),
                 )
                 self._finalizer = weakref.finalize(self, _stop_pool, self._pool)
-            self._num_waiting += 1
-            rounds = 1 + self._num_waiting // self._num_workers
-        future = self._pool.schedule(
+            self._num_waiting += not is_counted
+            return self._pool, 1 + self._num_waiting // self._num_workers
+
+    async def _call_in_pool(
+        self, pool: ProcessPool, import_path: str, arguments: Mapping[str, Any], rounds: int
+    ) -> Parsed:
+        future = pool.schedule(
             _call_imported, args=(import_path, dict(arguments)), timeout=self._timeout_seconds
         )
         try:
@@ -129,9 +153,6 @@ class RewardWorkers:
                 f"the process of reward function {import_path} died (exit code "
                 f"{expired.exitcode}): it crashed, called exit, or ran out of memory"
             ) from None
-        finally:
-            with self._lock:
-                self._num_waiting -= 1
         if error is not None:
             raise error
         return parsed

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import signal
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -259,3 +261,36 @@ def test_what_is_no_function_or_not_callable_by_keyword_is_refused():
         AsyncRewardWrapper(positional)
     with pytest.raises(RewardSignatureError, match="is float, not a function"):
         AsyncRewardWrapper(0.5)
+
+
+async def test_ctrl_c_of_the_terminal_does_not_reach_reward_processes(tmp_path: Path) -> None:
+    path = tmp_path / "group.py"
+    path.write_text("import os\n\ndef reward(**kwargs):\n    return os.getpgid(0)\n")
+    wrapper = AsyncRewardWrapper(
+        import_object(f"{path}:reward", "reward_fn_path"), import_path=f"{path}:reward"
+    )
+    try:
+        assert await wrapper() != os.getpgid(0)
+    finally:
+        wrapper.close()
+
+
+async def test_reward_processes_that_were_killed_are_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "number.py"
+    path.write_text("import os\n\ndef reward(**kwargs):\n    return os.getpid()\n")
+    wrapper = AsyncRewardWrapper(
+        import_object(f"{path}:reward", "reward_fn_path"), import_path=f"{path}:reward"
+    )
+    try:
+        first = await wrapper()
+        assert first is not None
+        os.kill(int(first), signal.SIGKILL)
+        for _ in range(100):
+            try:
+                second = await wrapper()
+                break
+            except RewardError:
+                await asyncio.sleep(0.05)
+        assert second not in (None, first)
+    finally:
+        wrapper.close()
