@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,31 +35,9 @@ train: {total_steps: 5000, learning_rate: 1.0e-3}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A user's folder with a random model of two layers."""
-    from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
-
-    tokenizer = Qwen2Tokenizer().train_new_from_iterator(
-        ["What is 1 plus 2? user assistant"], vocab_size=300, show_progress=False
-    )
-    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "tiny")
-    tokenizer.save_pretrained(tmp_path / "tiny")
+def folder(tmp_path: Path, model_folder: Path) -> Path:
+    """A user's folder, with a random model of two layers in it."""
+    shutil.copytree(model_folder, tmp_path / "tiny")
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "c.yaml").write_text(CONFIG)
     rows = [json.dumps({"question": f"What is 1 plus {n}?"}) for n in range(4)]

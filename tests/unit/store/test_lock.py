@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -79,18 +78,21 @@ def test_one_process_cannot_hold_it_twice(tmp_path) -> None:
 
 
 def test_a_child_process_is_refused(tmp_path) -> None:
-    """A spawned worker must not train in the folder of its parent."""
+    """A worker that was started anew must not train in the folder of its parent."""
+    code = """
+import sys
+from pathlib import Path
+from agentrl_cli.store.lock import FolderLock
+FolderLock(Path(sys.argv[1]))
+"""
     lock = FolderLock(tmp_path / ".lock")
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(_is_refused, (str(tmp_path / ".lock"),))
+    child = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / ".lock")],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert child.returncode != 0
+    assert "RunFolderError" in child.stderr
     lock.release()
-
-
-def _is_refused(path: str) -> bool:
-    from pathlib import Path
-
-    try:
-        FolderLock(Path(path))
-    except RunFolderError:
-        return True
-    return False
