@@ -14,6 +14,7 @@ from agentrl_cli.errors import RunError
 
 _START_SECONDS = 20.0
 _STOP_SECONDS = 5.0
+_KEEP_ALIVE_SECONDS = 3600
 
 
 class _Server(uvicorn.Server):
@@ -56,13 +57,18 @@ class LoopbackServer:
         self._server = self._task = None
 
     async def _start(self) -> None:
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        # With the protocol named, asyncio turns off Nagle's algorithm for its connections;
+        # left to the system (0), every answer waits 40 ms for the client's acknowledgement.
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(
             self._app,
             log_level="warning",
             access_log=False,
             lifespan="off",
+            # An agent's tool may take minutes between two calls: a connection that is closed
+            # meanwhile can fail the call that is just being sent on it.
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=int(_STOP_SECONDS) - 1,
         )
         self._server = _Server(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -248,6 +249,30 @@ async def test_socket_serves_the_same_sessions(open_client: Open) -> None:
     assert text == "streamed over the wire"
     assert model.id == "scripted"
     assert len(client.interactions) == 2
+
+
+async def test_answers_on_the_socket_do_not_wait_for_acknowledgements(
+    open_client: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_options: list[tuple[int, ...]] = []
+    original = socket.socket.setsockopt
+
+    def record(connection: socket.socket, *option: Any) -> None:
+        set_options.append(option)
+        original(connection, *option)
+
+    client = open_client("a")
+    base_url = await client.gateway.serve()
+    monkeypatch.setattr(socket.socket, "setsockopt", record)
+
+    def ask() -> bytes:
+        # A plain socket sets no option itself: what is recorded is the server's.
+        with socket.create_connection(("127.0.0.1", int(base_url.split(":")[2][:-3]))) as plain:
+            plain.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            return plain.recv(100)
+
+    assert b"401" in await asyncio.to_thread(ask)
+    assert (socket.IPPROTO_TCP, socket.TCP_NODELAY, True) in set_options
 
 
 async def test_hanging_up_on_the_socket_aborts_the_call(open_client: Open) -> None:
