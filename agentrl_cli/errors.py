@@ -91,6 +91,13 @@ class EngineTimeoutError(EngineError):
     """A call to the engine did not finish before its deadline."""
 
 
+class ServerDownError(EngineError):
+    """An engine server cannot be reached: it died, was killed, or closed the connection.
+
+    Another server, or the same one after its restart, may well answer.
+    """
+
+
 class ContextLengthError(EngineError):
     """A prompt (plus what it asks to generate) does not fit ``engine.max_model_len``.
 

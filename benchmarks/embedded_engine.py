@@ -16,7 +16,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2Tokenizer
 
-from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.engine.embedded import EmbeddedEngine
 from agentrl_cli.engine.protocol import Sampling
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import openai
 
-from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.engine.embedded import EmbeddedEngine
 from agentrl_cli.engine.protocol import Generation, InferenceEngine, Sampling
 from agentrl_cli.models.tokenizer import train_tokenizer

@@ -9,10 +9,23 @@ from pydantic import Field, model_validator
 
 from agentrl_cli.config.algorithm import GrpoConfig
 from agentrl_cli.config.base import StrictConfig
+from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.errors import ConfigError
 
 #: One path segment: experiments and trials become folder names.
 FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._\-]*$", max_length=120)]
+
+
+class LoraConfig(StrictConfig):
+    """Low-rank adapters (arXiv 2106.09685): they are trained, the model itself stays as it is."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0.0)
+    """The adapter's output is scaled by alpha / rank."""
+    target_modules: Annotated[tuple[str, ...], Field(strict=False)] | Literal["all-linear"] = (
+        "all-linear"
+    )
+    """Names of the layers that get an adapter; ``all-linear``: all but the output head."""
 
 
 class ModelConfig(StrictConfig):
@@ -22,6 +35,8 @@ class ModelConfig(StrictConfig):
     """Hub id, folder, or ``builtin:calculator``."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Number type of the forward and backward pass; optimizer state is always float32."""
+    lora: LoraConfig | None = None
+    """null: all weights are trained."""
 
 
 class GenerationConfig(StrictConfig):
@@ -51,27 +66,6 @@ class DatasetConfig(StrictConfig):
     """A new order every epoch, from ``seed``."""
     limit: int | None = Field(None, ge=1)
     """Use the first ``limit`` rows only."""
-
-
-class EngineConfig(StrictConfig):
-    """What samples the completions."""
-
-    kind: Literal["embedded", "vllm", "sglang"] | None = None
-    """null: ``vllm`` where there is a GPU, ``embedded`` elsewhere."""
-    num_servers: int = Field(1, ge=1)
-    """Server processes (vllm, sglang); the embedded engine is always one."""
-    tool_call_parser: str = "hermes"
-    """How tool calls are written by the model."""
-    max_model_len: int = Field(8192, ge=2)
-    """Most tokens of prompt and completion together."""
-    max_num_seqs: int = Field(64, ge=1)
-    """Most completions sampled at the same time."""
-    num_threads: int | None = Field(None, ge=1)
-    """CPU threads of the embedded engine; null: half of the cores, at least one."""
-    generate_timeout_seconds: float = Field(600.0, gt=0.0)
-    """Deadline of one completion."""
-    publish_timeout_seconds: float = Field(120.0, gt=0.0)
-    """Deadline of a weight publication."""
 
 
 class RolloutConfig(StrictConfig):
@@ -146,6 +140,9 @@ class LauncherConfig(StrictConfig):
     """Where processes run."""
 
     kind: Literal["local", "ray"] = "local"
+    max_trainer_restarts: int = Field(3, ge=0)
+    """Times that a trainer process which was killed is started again from its last checkpoint;
+    only where the trainer is a process of its own (vllm, sglang)."""
 
 
 class LoggerConfig(StrictConfig):

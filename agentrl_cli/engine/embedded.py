@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.engine.embedded_calls import Call, StopTextFinder
 from agentrl_cli.engine.embedded_delivery import Command, fail_call
 from agentrl_cli.engine.embedded_manager import EmbeddedManager
 from agentrl_cli.engine.embedded_weights import copy_weights
-from agentrl_cli.engine.protocol import Generation, Sampling
+from agentrl_cli.engine.protocol import Generation, Probe, Replica, Sampling
 from agentrl_cli.errors import ContextLengthError, EngineError, EngineTimeoutError
 from agentrl_cli.log import get_logger
 
@@ -139,6 +139,19 @@ class EmbeddedEngine:
         """The version of the weights that the engine holds."""
         self._check_alive()
         return self._manager.policy_version
+
+    @property
+    def name(self) -> str:
+        """What the logs call the engine, being its own only replica."""
+        return "embedded"
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """The engine itself."""
+        return (self,)
+
+    def expect(self, version: int, probes: Sequence[Probe]) -> None:
+        """Keeps nothing: a replica in this process cannot come back."""
 
     async def publish_weights(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Replaces the weights between two steps and drops all caches made by old ones.

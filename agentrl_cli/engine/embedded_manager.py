@@ -26,7 +26,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.continuous_batching.cache import group_layers_by_attn_type
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
-from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.engine.embedded_attention import PAGED_ATTENTION, build_layout
 from agentrl_cli.engine.embedded_calls import Call, CallRequest
 from agentrl_cli.engine.embedded_delivery import CallRouter, Command

@@ -11,7 +11,7 @@ from transformers.generation.continuous_batching.utils import (
     find_num_key_value_heads,
 )
 
-from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.errors import EngineError
 
 #: Tokens of one cache page, and the grain at which prompts share their beginnings.

@@ -39,11 +39,45 @@ class Generation:
     """Nats, one per token, of the distribution sampled from: after temperature and top_p.
     Greedy tokens have 0.0."""
     versions: tuple[int, ...]
-    """Policy version that sampled each token."""
+    """Policy version that sampled each token. Streamed pieces but the last may have none; the
+    last then has those of the whole completion."""
     finish_reason: FinishReason | None
     """None only in a streamed piece that is not the last."""
     stop_text: str | None = None
     """The stop text that ended the completion, if one did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """A token sequence, and the logprobs that every replica of the engine must give to it."""
+
+    token_ids: tuple[int, ...]
+    """A prompt and a completion sampled by one of the replicas."""
+    num_prompt_tokens: int
+    logprobs: tuple[float, ...]
+    """The trainer's, in nats, of the tokens after the prompt."""
+    tolerance: float
+    """Nats."""
+
+
+@runtime_checkable
+class Replica(Protocol):
+    """One holder of a copy of the weights, by which they can be verified."""
+
+    @property
+    def name(self) -> str:
+        """What the logs call it, such as ``vllm-0``."""
+        ...
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
+    ) -> Generation:
+        """As :meth:`InferenceEngine.generate`, by this replica and no other."""
+        ...
+
+    async def policy_version(self) -> int:
+        """The version of the weights that the replica says it holds."""
+        ...
 
 
 @runtime_checkable
@@ -85,7 +119,20 @@ class InferenceEngine(Protocol):
         ...
 
     async def policy_version(self) -> int:
-        """The version of the weights that the engine says it holds."""
+        """The version of the weights that the engine says it holds.
+
+        Raises:
+            WeightMismatchError: its replicas do not agree.
+        """
+        ...
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """Who holds a copy of the weights and serves at this moment; each is verified by itself."""
+        ...
+
+    def expect(self, version: int, probes: Sequence[Probe]) -> None:
+        """Says what a replica that comes back later with ``version`` must be able to show."""
         ...
 
     async def publish_weights(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.engine.embedded import EmbeddedEngine
 
 OpenEngine = Callable[..., AbstractAsyncContextManager[EmbeddedEngine]]

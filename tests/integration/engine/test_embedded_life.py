@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.engine.embedded import EmbeddedEngine
 from agentrl_cli.engine.embedded_delivery import Command
 from agentrl_cli.engine.protocol import Sampling
@@ -128,7 +128,7 @@ _LEAVES_ENGINES_RUNNING = """
 import asyncio, sys
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
-from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.engine.embedded import EmbeddedEngine
 from agentrl_cli.engine.protocol import Sampling
 

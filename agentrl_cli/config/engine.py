@@ -1,0 +1,63 @@
+"""The configuration of what samples: the engine, its servers, and how weights reach them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from agentrl_cli.config.base import StrictConfig
+
+
+class WeightTransferConfig(StrictConfig):
+    """How the trainer's weights reach the servers (vllm, sglang)."""
+
+    kind: Literal["disk", "nccl", "lora"] | None = None
+    """``disk``: a file in a RAM-backed folder; ``nccl``: from GPU to GPU; ``lora``: the adapter
+    alone. null: ``lora`` with ``model.lora``; else ``nccl`` where trainer and servers have GPUs
+    of their own; else ``disk``."""
+    dir: str | None = None
+    """Folder for files of weights, seen by trainer and servers; null: /dev/shm where it has room,
+    else the system's folder for temporary files."""
+
+
+class EngineConfig(StrictConfig):
+    """What samples the completions."""
+
+    kind: Literal["embedded", "vllm", "sglang"] | None = None
+    """null: ``vllm`` where there is a GPU, ``embedded`` elsewhere."""
+    num_servers: int = Field(1, ge=1)
+    """Server processes (vllm, sglang); the embedded engine is always one."""
+    python: str | None = None
+    """Interpreter whose environment has the server's package; null: the one agentrl runs on."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Where servers compute; null: ``cuda`` where there is a GPU, ``cpu`` elsewhere."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """GPUs of one server."""
+    gpu_memory_utilization: float = Field(0.9, gt=0.0, le=1.0)
+    """Share of a GPU's memory that a server takes; a GPU that the trainer shares needs less."""
+    cpu_kv_cache_gib: float = Field(1.0, gt=0.0)
+    """Memory for keys and values of one server on CPU, in GiB."""
+    tool_call_parser: str = "hermes"
+    """How tool calls are written by the model."""
+    max_model_len: int = Field(8192, ge=2)
+    """Most tokens of prompt and completion together."""
+    max_num_seqs: int = Field(64, ge=1)
+    """Most completions sampled at the same time (by each server)."""
+    num_threads: int | None = Field(None, ge=1)
+    """CPU threads of the embedded engine (null: half of the cores, at least one), or of each
+    server on CPU (null: an equal share of the cores, at least one)."""
+    first_port: int | None = Field(None, ge=1024, le=65000)
+    """Loopback port of the first server, the others follow; null: ports that are free."""
+    server_args: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Further arguments of the server's command line, such as ``--swap-space``."""
+    weight_transfer: WeightTransferConfig = WeightTransferConfig()
+    start_timeout_seconds: float = Field(600.0, gt=0.0)
+    """Deadline of a server's start."""
+    generate_timeout_seconds: float = Field(600.0, gt=0.0)
+    """Deadline of one completion."""
+    publish_timeout_seconds: float = Field(120.0, gt=0.0)
+    """Deadline of a weight publication."""
+    max_restarts: int = Field(3, ge=0)
+    """Times that a process which died is started again, counted over one hour; the next death
+    stops the run."""
