@@ -73,8 +73,8 @@ def format_results(config_path: Path, results: list[SeedResult]) -> str:
 
 Made by `python -m benchmarks.quickstart --config {config_path}` ({os.cpu_count()} CPU cores,
 {platform.machine()}, Python {platform.python_version()}). Every run began with an empty cache, so
-its seconds hold the Python imports, the warm start of `builtin:calculator`, the start of the engine,
-two evaluations of 256 held-out tasks, and the training steps.
+its seconds hold the Python imports, the warm start of `builtin:calculator`, the start of the
+engine, two evaluations of 256 held-out tasks, and the training steps.
 
 | seed | mean reward before | after | seconds, all in | median seconds a step |
 |---|---|---|---|---|
