@@ -18,7 +18,8 @@ from agentrl_cli.engine.embedded_delivery import Command, fail_call
 from agentrl_cli.engine.embedded_manager import EmbeddedManager
 from agentrl_cli.engine.embedded_weights import copy_weights
 from agentrl_cli.engine.protocol import Generation, Probe, Replica, Sampling
-from agentrl_cli.errors import ContextLengthError, EngineError, EngineTimeoutError
+from agentrl_cli.engine.request_check import check_request
+from agentrl_cli.errors import EngineError, EngineTimeoutError
 from agentrl_cli.log import get_logger
 
 _log = get_logger(__name__)
@@ -184,19 +185,13 @@ class EmbeddedEngine:
 
     def _check_request(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         self._check_alive()
-        if len(prompt_ids) + 1 > self.max_model_len:
-            raise ContextLengthError(len(prompt_ids), self.max_model_len)
-        if not prompt_ids:
-            raise EngineError("the prompt is empty: at least one token id is needed")
+        check_request(prompt_ids, sampling, self.max_model_len)
         if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocabulary_size:
             found = next(i for i in prompt_ids if not 0 <= i < self._vocabulary_size)
             raise EngineError(
                 f"token id {found} is outside of the model's vocabulary: "
                 f"allowed are 0 to {self._vocabulary_size - 1}"
             )
-        problem = _find_sampling_problem(sampling)
-        if problem:
-            raise EngineError(problem)
 
     def _check_alive(self) -> None:
         if self._ended is not None:
@@ -269,16 +264,6 @@ def _find_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
     configured = model.generation_config.eos_token_id if model.generation_config else None
     ids = configured if isinstance(configured, list | tuple) else [configured]
     return frozenset(int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None)
-
-
-def _find_sampling_problem(sampling: Sampling) -> str | None:
-    if not 0.0 <= sampling.temperature < float("inf"):
-        return f"temperature {sampling.temperature} is not allowed: 0 (greedy) or more"
-    if not 0.0 < sampling.top_p <= 1.0:
-        return f"top_p {sampling.top_p} is not allowed: above 0, at most 1"
-    if sampling.max_tokens is not None and sampling.max_tokens < 1:
-        return f"max_tokens {sampling.max_tokens} is not allowed: 1 or more"
-    return None
 
 
 def _call_weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -12,6 +12,10 @@ from agentrl_cli.engine.protocol import Generation, Replica, Sampling
 if TYPE_CHECKING:
     import torch
 
+#: The policy version of a server whose weights nobody has versioned since its process started
+#: (vLLM's ``default``): reported as such, never raised, so that the router sees a restart.
+UNKNOWN_VERSION = -1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerEndpoint:

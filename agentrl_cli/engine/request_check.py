@@ -1,0 +1,34 @@
+"""What every engine refuses before it samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agentrl_cli.engine.protocol import Sampling
+from agentrl_cli.errors import ContextLengthError, EngineError
+
+
+def check_request(prompt_ids: Sequence[int], sampling: Sampling, max_model_len: int) -> None:
+    """Refuses what no engine could serve, in words that say what is allowed.
+
+    Raises:
+        ContextLengthError: no room is left for an answer.
+        EngineError: the prompt is empty, or a sampling parameter is outside of its range.
+    """
+    if len(prompt_ids) + 1 > max_model_len:
+        raise ContextLengthError(len(prompt_ids), max_model_len)
+    if not prompt_ids:
+        raise EngineError("the prompt is empty: at least one token id is needed")
+    problem = _find_sampling_problem(sampling)
+    if problem:
+        raise EngineError(problem)
+
+
+def _find_sampling_problem(sampling: Sampling) -> str | None:
+    if not 0.0 <= sampling.temperature < float("inf"):
+        return f"temperature {sampling.temperature} is not allowed: 0 (greedy) or more"
+    if not 0.0 < sampling.top_p <= 1.0:
+        return f"top_p {sampling.top_p} is not allowed: above 0, at most 1"
+    if sampling.max_tokens is not None and sampling.max_tokens < 1:
+        return f"max_tokens {sampling.max_tokens} is not allowed: 1 or more"
+    return None
