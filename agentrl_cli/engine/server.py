@@ -97,6 +97,30 @@ class EngineServer(Replica, Protocol):
 
 
 @runtime_checkable
+class BroadcastReceiver(Protocol):
+    """A server that takes weights from GPU to GPU, over NCCL; the trainer is rank 0.
+
+    Raises as :class:`EngineServer`.
+    """
+
+    async def join_broadcast(self, unique_id: bytes, world_size: int) -> None:
+        """Enters the NCCL group of ``unique_id`` with all its GPUs, as ranks 1 and up.
+
+        Returns when the trainer has entered too.
+        """
+        ...
+
+    async def receive_broadcast(
+        self, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]
+    ) -> None:
+        """Takes one broadcast for each tensor, in this order, as its new weights.
+
+        ``dtype_names`` are torch's (``bfloat16``). Calls must be paused.
+        """
+        ...
+
+
+@runtime_checkable
 class WeightUpdate(Protocol):
     """The weights of one version, ready to be given to any number of servers, also later."""
 

@@ -1,0 +1,411 @@
+"""Weights in files: what is in them, what stays of them, and what dead runs leave behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.engine import weight_transfer_folder, weight_transfer_nccl
+from agentrl_cli.engine.server import ServerEndpoint
+from agentrl_cli.engine.weight_transfer import build_weight_transfer, resolve_transfer_kind
+from agentrl_cli.engine.weight_transfer_disk import DiskTransfer
+from agentrl_cli.engine.weight_transfer_file import WeightFile
+from agentrl_cli.engine.weight_transfer_folder import VersionFolders, remove_dead_folders
+from agentrl_cli.engine.weight_transfer_nccl import NcclTransfer, NcclUpdate
+from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerDownError
+
+FILE_NAME = "model.safetensors"
+
+
+def make_weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Odd sizes of several types, so that places would overlap or be misaligned if they could."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "b": torch.randn(7, 3, generator=generator).to(torch.bfloat16),
+        "a": torch.randn(5, generator=generator),
+        "c": torch.randint(0, 9, (3,), generator=generator),
+        "transposed": torch.randn(4, 6, generator=generator).T,
+        "none": torch.empty(0, 3),
+        "scalar": torch.tensor(2.5),
+    }
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+def nothing() -> None:
+    """No deadline."""
+
+
+class Reader:
+    """A server that only says which folder it was told to read."""
+
+    def __init__(self) -> None:
+        self.folders: list[Path] = []
+
+    async def load_weights(self, folder: Path) -> None:
+        self.folders.append(folder)
+
+
+@pytest.fixture(params=["memory", "disk"])
+def parent(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A folder in RAM, and one on a disk where the machine has any."""
+    if request.param == "disk":
+        yield tmp_path
+        return
+    memory = Path(tempfile.mkdtemp(prefix="agentrl-test-", dir="/dev/shm"))
+    yield memory
+    shutil.rmtree(memory)
+
+
+@pytest.fixture
+async def transfer(parent: Path) -> AsyncIterator[DiskTransfer]:
+    transfer = make_transfer(parent)
+    yield transfer
+    await transfer.close()
+
+
+def make_transfer(parent: Path, timeout_seconds: float = 30.0, **tied: str) -> DiskTransfer:
+    folders = VersionFolders(str(parent), FILE_NAME, timeout_seconds=timeout_seconds)
+    return DiskTransfer(folders, model_folder=Path("/the/model"), tied_names=tied)
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_file_holds_what_was_written_last(tmp_path, in_memory):
+    file = WeightFile(tmp_path / FILE_NAME, in_memory=in_memory)
+    for seed in (1, 2):
+        file.write(make_weights(seed), nothing)
+        assert_equal(load_file(tmp_path / FILE_NAME), make_weights(seed))
+    larger = make_weights(3) | {"d": torch.ones(1000)}
+    file.write(larger, nothing)
+    assert_equal(load_file(tmp_path / FILE_NAME), larger)
+    file.write({"a": torch.ones(2)}, nothing)
+    assert_equal(load_file(tmp_path / FILE_NAME), {"a": torch.ones(2)})
+
+
+async def test_each_version_is_a_folder_of_its_own_and_a_snapshot(transfer):
+    weights = make_weights(1)
+    update = await transfer.prepare(1, weights)
+    weights["a"].zero_()
+    reader = Reader()
+    await update.apply(reader)
+    assert update.version == 1
+    assert_equal(load_file(reader.folders[0] / FILE_NAME), make_weights(1))
+
+
+async def test_the_version_before_the_last_is_kept_and_older_ones_are_not(transfer, parent):
+    assert transfer.previous_folder is None
+    folders = []
+    for version in (0, 1, 2, 3):
+        folders.append((await transfer.prepare(version, make_weights(version))).folder)
+        expected = Path("/the/model") if version == 0 else folders[-2]
+        assert transfer.previous_folder == expected
+    assert [folder.exists() for folder in folders] == [False, False, True, True]
+    assert_equal(load_file(folders[2] / FILE_NAME), make_weights(2))
+    assert_equal(load_file(folders[3] / FILE_NAME), make_weights(3))
+    (root,) = parent.iterdir()
+    assert stat.S_IMODE(root.stat().st_mode) == 0o700
+    await transfer.close()
+    assert list(parent.iterdir()) == []
+
+
+async def test_the_same_version_may_be_written_again(transfer):
+    first = await transfer.prepare(4, make_weights(1))
+    second = await transfer.prepare(4, make_weights(2))
+    assert_equal(load_file(first.folder / FILE_NAME), make_weights(1))
+    assert_equal(load_file(second.folder / FILE_NAME), make_weights(2))
+
+
+async def test_tied_names_are_written_too(parent):
+    transfer = make_transfer(parent, head="a")
+    update = await transfer.prepare(1, make_weights(1))
+    found = load_file(update.folder / FILE_NAME)
+    assert torch.equal(found["head"], make_weights(1)["a"])
+    assert torch.equal(found["a"], make_weights(1)["a"])
+    await transfer.close()
+
+
+async def test_a_deadline_that_passes_leaves_no_half_version(parent):
+    transfer = make_transfer(parent, timeout_seconds=1e-9)
+    with pytest.raises(EngineTimeoutError, match=r"version 3 .*publish_timeout_seconds"):
+        await transfer.prepare(3, make_weights())
+    (root,) = parent.iterdir()
+    assert [path.name for path in root.iterdir()] == ["lock"]
+    await transfer.close()
+
+
+async def test_a_full_folder_says_which_and_what_to_type(transfer, parent):
+    """The kernel's own refusal: the process may write no file larger than its limit."""
+    await transfer.prepare(1, make_weights())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with pytest.raises(EngineError) as caught:
+            await transfer.prepare(2, {"large": torch.zeros(2**19)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert str(parent) in str(caught.value)
+    assert "engine.weight_transfer.dir=FOLDER" in str(caught.value)
+    update = await transfer.prepare(2, make_weights(2))
+    assert_equal(load_file(update.folder / FILE_NAME), make_weights(2))
+
+
+HOLDER = """
+import asyncio, sys, torch
+from agentrl_cli.engine.weight_transfer_folder import VersionFolders
+folders = VersionFolders(sys.argv[1], "x.safetensors", timeout_seconds=30)
+print(asyncio.run(folders.write(1, {"a": torch.ones(9)})), flush=True)
+sys.stdin.read()
+"""
+
+
+def start_holder(parent: Path) -> tuple[subprocess.Popen[str], Path]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(parent)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, Path(process.stdout.readline().strip())
+
+
+async def test_a_killed_run_is_cleaned_up_after_and_a_living_one_is_left_alone(tmp_path):
+    (killed, its_folder), (living, other_folder) = start_holder(tmp_path), start_holder(tmp_path)
+    try:
+        killed.kill()
+        killed.wait()
+        assert its_folder.is_dir()
+        transfer = make_transfer(tmp_path)
+        await transfer.prepare(1, make_weights())
+        assert not its_folder.parent.exists()
+        assert (other_folder / "x.safetensors").is_file()
+        await transfer.close()
+        living.communicate("", timeout=30)
+        assert list(tmp_path.iterdir()) == []
+    finally:
+        for process in (killed, living):
+            process.kill()
+            process.communicate()
+
+
+def test_a_folder_in_the_making_is_left_alone_until_it_is_old(tmp_path):
+    folder = tmp_path / "agentrl-weights-abc"
+    folder.mkdir()
+    remove_dead_folders(tmp_path)
+    assert folder.is_dir()
+    os.utime(folder, (time.time() - 7200,) * 2)
+    remove_dead_folders(tmp_path)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("free", [10, 10**12])
+async def test_memory_is_taken_only_where_two_versions_fit(tmp_path, monkeypatch, free):
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    memory.mkdir()
+    disk.mkdir()
+    monkeypatch.setattr(weight_transfer_folder, "_MEMORY_FOLDER", memory)
+    monkeypatch.setattr(weight_transfer_folder, "_count_free_bytes", lambda _: free)
+    monkeypatch.setattr(weight_transfer_folder.tempfile, "gettempdir", lambda: str(disk))
+    folders = VersionFolders(None, FILE_NAME, timeout_seconds=30)
+    folder = await folders.write(1, make_weights())
+    assert folder.is_relative_to(memory if free > 10 else disk)
+    folders.close()
+
+
+def build(**engine: Any) -> ExperimentConfig:
+    return ExperimentConfig.model_validate(
+        {
+            "experiment_name": "t",
+            "model": {"path": "m", "lora": engine.pop("lora", None)},
+            "workflow_path": "none.none",
+            "train_dataset": {"path": "none"},
+            "engine": {"kind": "vllm", **engine},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_gpus", "expected"),
+    [
+        ({}, 0, "disk"),
+        ({}, 1, "disk"),
+        ({}, 2, "nccl"),
+        ({"num_servers": 2}, 2, "disk"),
+        ({"num_servers": 2, "tensor_parallel_size": 2}, 5, "nccl"),
+        ({"device": "cpu"}, 2, "disk"),
+        ({"kind": "sglang"}, 2, "disk"),
+        ({"lora": {}}, 2, "lora"),
+        ({"lora": {}, "weight_transfer": {"kind": "disk"}}, 2, "disk"),
+        ({"weight_transfer": {"kind": "nccl"}}, 0, "nccl"),
+    ],
+)
+def test_the_kind_follows_from_what_is_there(engine, num_gpus, expected):
+    assert resolve_transfer_kind(build(**engine), num_gpus=num_gpus) == expected
+
+
+class Server(Reader):
+    """A server that could take a broadcast, if the trainer had a GPU to send one from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_joined = 0
+
+    async def join_broadcast(self, unique_id: bytes, world_size: int) -> None:
+        self.num_joined += 1
+
+
+async def test_without_a_gpu_nccl_falls_back_to_files_and_says_so_once(tmp_path, caplog):
+    config = build(weight_transfer={"kind": "nccl", "dir": str(tmp_path)})
+    transfer = build_weight_transfer(config, model_folder=str(tmp_path), tied_names={}, num_gpus=0)
+    server = Server()
+    with caplog.at_level(logging.WARNING, logger="agentrl_cli"):
+        for version in (1, 2):
+            await (await transfer.prepare(version, make_weights(version))).apply(server)
+    assert server.num_joined == 0
+    assert_equal(load_file(server.folders[1] / FILE_NAME), make_weights(2))
+    assert transfer.previous_folder == server.folders[0]
+    messages = [r.getMessage() for r in caplog.records]
+    assert len(messages) == 1
+    assert "must lie on one GPU, found: cpu" in messages[0]
+    await transfer.close()
+
+
+class Refusing(Server):
+    """Another kind of server: it has an error for every broadcast."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.endpoint = ServerEndpoint(name="vllm-0", base_url="", api_key="")
+        self.error = error
+
+    async def join_broadcast(self, unique_id: bytes, world_size: int) -> None:
+        raise self.error
+
+    async def receive_broadcast(self, *parts: Any) -> None:
+        raise self.error
+
+
+def make_update(tmp_path: Path) -> tuple[NcclTransfer, NcclUpdate]:
+    disk = make_transfer(tmp_path)
+    transfer = NcclTransfer(disk, num_gpus_per_server=1, timeout_seconds=30.0)
+    return transfer, NcclUpdate(3, make_weights(3), transfer)
+
+
+async def test_servers_that_fail_get_the_same_file(tmp_path):
+    """What is missing here (a GPU, the NCCL library) is missing for real."""
+    transfer, update = make_update(tmp_path)
+    servers = [Refusing(EngineError("no NCCL here")) for _ in range(2)]
+    await asyncio.gather(*(update.apply(server) for server in servers))
+    assert servers[0].folders == servers[1].folders != []
+    assert_equal(load_file(servers[0].folders[0] / FILE_NAME), make_weights(3))
+    assert transfer.failure is not None
+    await transfer.close()
+
+
+class FakeGroup:
+    """Stands for a GPU's group, to make the faults of its other side."""
+
+    made: ClassVar[list[FakeGroup]] = []
+    unique_id = b"id"
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.aborted = False
+        self.made.append(self)
+
+    def enter(self, world_size: int, device: torch.device) -> None:
+        assert world_size == 2
+
+    def send(self, tensors: Sequence[torch.Tensor]) -> None:
+        # As NCCL does: waits for a receiver, until somebody aborts.
+        if not self.released.wait(10.0):
+            raise AssertionError("nobody came")
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.released.set()
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[FakeGroup]:
+    monkeypatch.setattr(weight_transfer_nccl, "NcclGroup", FakeGroup)
+    monkeypatch.setattr(FakeGroup, "made", [])
+    return FakeGroup.made
+
+
+class Receiving(Refusing):
+    """Takes broadcasts, but for those numbered in ``faults``."""
+
+    def __init__(self, groups: list[FakeGroup], faults: dict[int, Exception]) -> None:
+        super().__init__(EngineError("unused"))
+        self.groups = groups
+        self.faults = faults
+        self.num_broadcasts = 0
+
+    async def join_broadcast(self, unique_id: bytes, world_size: int) -> None:
+        self.num_joined += 1
+
+    async def receive_broadcast(self, *parts: Any) -> None:
+        self.num_broadcasts += 1
+        if self.num_broadcasts in self.faults:
+            raise self.faults[self.num_broadcasts]
+        assert parts[0] == list(make_weights())
+        assert parts[1][0] == "bfloat16"
+        self.groups[-1].released.set()
+
+
+async def test_a_server_that_was_started_again_gets_a_new_group(tmp_path, groups):
+    transfer, update = make_update(tmp_path)
+    server = Receiving(groups, {2: EngineError("not initialized")})
+    await update.apply(server)
+    groups[0].released.clear()
+    await update.apply(server)
+    assert (server.num_joined, server.num_broadcasts, len(groups)) == (2, 3, 2)
+    assert groups[0].aborted
+    assert transfer.failure is None
+    assert server.folders == []
+    await transfer.close()
+    assert groups[1].aborted
+
+
+async def test_a_server_that_dies_is_no_reason_to_give_nccl_up(tmp_path, groups):
+    transfer, update = make_update(tmp_path)
+    server = Receiving(groups, {1: ServerDownError("vllm-0 died")})
+    with pytest.raises(ServerDownError):
+        await update.apply(server)
+    assert groups[0].aborted
+    await update.apply(server)
+    assert transfer.failure is None
+    await transfer.close()
+
+
+async def test_a_new_group_that_fails_too_means_files(tmp_path, groups):
+    transfer, update = make_update(tmp_path)
+    server = Receiving(groups, {1: EngineError("broken pipe")})
+    await update.apply(server)
+    assert "broken pipe" in str(transfer.failure)
+    assert len(server.folders) == 1
+    assert groups[0].aborted
+    await transfer.close()
