@@ -1,0 +1,297 @@
+"""A vLLM server as the router sees it: :class:`EngineServer` over vLLM's own endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from agentrl_cli.config.engine import EngineConfig
+from agentrl_cli.engine.http import HttpStatusError, Method, ServerHttp, shorten
+from agentrl_cli.engine.protocol import Generation, Sampling
+from agentrl_cli.engine.request_check import check_request
+from agentrl_cli.engine.server import ServerEndpoint
+from agentrl_cli.engine.vllm_calls import GENERATE_LEG, VllmCalls
+from agentrl_cli.engine.vllm_replies import (
+    GivenUpError,
+    find_meaning,
+    parse_score,
+    parse_version,
+)
+from agentrl_cli.engine.vllm_version import check_vllm_version
+from agentrl_cli.engine.vllm_weights import Adapter, WeightState
+from agentrl_cli.engine.vllm_wire import (
+    COMPLETIONS_PATH,
+    GENERATE_PATH,
+    format_score,
+    format_score_completion,
+)
+from agentrl_cli.errors import EngineError
+from agentrl_cli.log import get_logger
+
+_log = get_logger(__name__)
+
+#: A server on a busy core answers late; one that died is found out by its process.
+_HEALTH_SECONDS = 10.0
+#: Endpoints that vLLM has only when it is told to.
+_HOW_TO_OPEN = {
+    "/v1/load_lora_adapter": "--enable-lora and the variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+    "/v1/unload_lora_adapter": "--enable-lora and the variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+}
+_OPEN_FOR_TRAINING = "the variable VLLM_SERVER_DEV_MODE=1"
+
+
+class VllmServer:
+    """A client of one vLLM server; see :class:`~agentrl_cli.engine.server.EngineServer`.
+
+    Lives on one event loop. The server may die and be started again meanwhile.
+    """
+
+    def __init__(self, endpoint: ServerEndpoint, config: EngineConfig, *, model_name: str) -> None:
+        self._endpoint = endpoint
+        self._config = config
+        self._model_name = model_name
+        self._http = ServerHttp(endpoint)
+        self._weights = WeightState()
+        self._calls = VllmCalls(self._http, self._weights, self.policy_version)
+        self._connecting = asyncio.Lock()
+        self._knows_versions: bool | None = None
+        """Whether it has /inference/v1/generate; None: not asked yet."""
+
+    @property
+    def name(self) -> str:
+        """What the logs call it."""
+        return self._endpoint.name
+
+    @property
+    def endpoint(self) -> ServerEndpoint:
+        """Where it listens."""
+        return self._endpoint
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the model is served."""
+        return self._model_name
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
+    ) -> Generation:
+        """Samples one completion within ``engine.generate_timeout_seconds``."""
+        limit = self._config.generate_timeout_seconds
+        ids: list[int] = []
+        logprobs: list[float] = []
+        stream = self.stream(
+            prompt_ids, sampling, session_id=session_id, stream_interval=self._config.max_model_len
+        )
+        try:
+            async with asyncio.timeout(limit), aclosing(stream) as pieces:
+                async for piece in pieces:
+                    ids += piece.completion_ids
+                    logprobs += piece.rollout_logprobs
+        except TimeoutError:
+            raise self._http.timed_out(GENERATE_LEG, limit) from None
+        return Generation(
+            completion_ids=tuple(ids),
+            rollout_logprobs=tuple(logprobs),
+            versions=piece.versions,
+            finish_reason=piece.finish_reason,
+            stop_text=piece.stop_text,
+        )
+
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session_id: str = "",
+        stream_interval: int = 1,
+    ) -> AsyncGenerator[Generation]:
+        """Samples one completion piece by piece; what cannot be served is refused at once."""
+        check_request(prompt_ids, sampling, self._config.max_model_len)
+        return self._stream(prompt_ids, sampling, stream_interval)
+
+    async def _stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, stream_interval: int
+    ) -> AsyncGenerator[Generation]:
+        room = self._config.max_model_len - len(prompt_ids)
+        max_tokens = room if sampling.max_tokens is None else min(room, sampling.max_tokens)
+        with self._vllm_errors(GENERATE_LEG):
+            is_new = await self._connect()
+            make = self._calls.stream_versioned if is_new else self._calls.stream_unversioned
+            async with aclosing(make(prompt_ids, sampling, max_tokens, stream_interval)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def score(self, token_ids: Sequence[int], start: int) -> list[float]:
+        """Logprobs (nats, temperature 1) of the tokens from position ``start`` on."""
+        if not 1 <= start <= len(token_ids):
+            raise EngineError(
+                f"score from position {start} of {len(token_ids)} tokens: allowed are 1 (the "
+                f"first token has no logprob) to {len(token_ids)}"
+            )
+        check_request(token_ids, Sampling(), self._config.max_model_len)
+        with self._vllm_errors("score"), self._weights.use_adapter() as adapter:
+            is_new = await self._connect()
+            path = GENERATE_PATH if is_new else COMPLETIONS_PATH
+            make = format_score if is_new else format_score_completion
+            body = make(token_ids, self._weights.make_salt(), adapter.name if adapter else None)
+            limit = self._config.generate_timeout_seconds
+            reply = await self._http.request("POST", path, body, leg="score", timeout_seconds=limit)
+        return parse_score(reply, token_ids, start)
+
+    async def check_health(self) -> None:
+        """Returns if the server can serve, and is a vLLM that this version knows."""
+        await self._http.request(
+            "GET", "/health", leg="health check", timeout_seconds=_HEALTH_SECONDS
+        )
+        await self._connect()
+
+    async def policy_version(self) -> int:
+        """The version that the server says its weights have; UNKNOWN_VERSION: never set."""
+        reply = await self._ask("GET", "/weight_info", leg="asking for the policy version")
+        return parse_version(_read(reply).get("weight_version"))
+
+    async def pause(self) -> None:
+        """Freezes calls in flight and holds new ones."""
+        self._weights.begin_change()
+        try:
+            await self._ask("POST", "/pause?mode=keep", leg="pause")
+        except BaseException:
+            self._weights.end_change()
+            raise
+
+    async def resume(self) -> None:
+        """Lets them go on."""
+        await self._ask("POST", "/resume", leg="resume")
+        self._weights.end_change()
+
+    async def load_weights(self, folder: Path) -> None:
+        """Reads all weights from the safetensors files of ``folder``; calls must be paused.
+
+        A server that fails in it has lost its weights: its next completion kills it.
+        """
+        path = _find_files(folder, "*.safetensors")
+        # A server that started with weights of its own making refuses to read others.
+        overrides = {"load_config": {"load_format": "auto"}}
+        config = {"method": "update_config", "kwargs": {"overrides": overrides}}
+        await self._ask("POST", "/collective_rpc", config, leg="preparing to load weights")
+        load = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        await self._ask("POST", "/collective_rpc", load, leg="loading weights")
+        self._weights.epoch += 1
+
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        """Serves the peft adapter in ``folder`` from now on, as ``version``.
+
+        Calls in flight stay with the adapter they began with. One that no call uses any more
+        is unloaded.
+        """
+        name = self._weights.name_adapter(version)
+        body = {"lora_name": name, "lora_path": _find_files(folder, "adapter_config.json")}
+        await self._ask("POST", "/v1/load_lora_adapter", body, leg="loading an adapter")
+        self._weights.adapter = Adapter(name, version)
+        models = await self._ask("GET", "/v1/models", leg="listing adapters")
+        loaded = [str(model.get("id")) for model in _read(models).get("data", [])]
+        for unused in self._weights.find_unused(loaded):
+            body = {"lora_name": unused}
+            await self._ask("POST", "/v1/unload_lora_adapter", body, leg="unloading an adapter")
+
+    async def set_policy_version(self, version: int) -> None:
+        """Says which version the weights are; tokens sampled from now on carry it."""
+        body = {"new_version": str(version)}
+        await self._ask("POST", "/update_weight_version", body, leg="setting the policy version")
+
+    async def close(self) -> None:
+        """Closes the connections; the process is not touched."""
+        await self._http.close()
+
+    async def _connect(self) -> bool:
+        """Whether the server has /inference/v1/generate; asked once, with its version."""
+        if self._knows_versions is not None:
+            return self._knows_versions
+        async with self._connecting:
+            if self._knows_versions is None:
+                reply = await self._http.request(
+                    "GET", "/version", leg="version check", timeout_seconds=_HEALTH_SECONDS
+                )
+                check_vllm_version(str(_read(reply).get("version", "")))
+                self._knows_versions = await self._has_generate()
+            return self._knows_versions
+
+    async def _has_generate(self) -> bool:
+        try:
+            # Not a valid request: where the endpoint is, it says so.
+            await self._http.request(
+                "POST",
+                GENERATE_PATH,
+                {},
+                leg="asking for endpoints",
+                timeout_seconds=_HEALTH_SECONDS,
+            )
+        except HttpStatusError as error:
+            if error.status == 404:
+                _log.warning(
+                    "%s lacks %s (start it with --enable-scale-out): using %s, which is slower "
+                    "around weight updates",
+                    *(self.name, GENERATE_PATH, COMPLETIONS_PATH),
+                )
+                return False
+            if error.status not in (400, 422):
+                raise
+        return True
+
+    async def _ask(self, method: Method, path: str, body: object = None, *, leg: str) -> bytes:
+        """One leg of a publication, within ``engine.publish_timeout_seconds``."""
+        with self._vllm_errors(leg, path):
+            return await self._http.request(
+                method, path, body, leg=leg, timeout_seconds=self._config.publish_timeout_seconds
+            )
+
+    @contextmanager
+    def _vllm_errors(self, leg: str, path: str = "") -> Iterator[None]:
+        """Raises what an error of vLLM means."""
+        try:
+            yield
+        except GivenUpError as error:
+            raise self._http.went_down(leg, str(error)) from None
+        except HttpStatusError as error:
+            meaning = find_meaning(error.server_message)
+            if isinstance(meaning, GivenUpError):
+                raise self._http.went_down(leg, str(meaning)) from None
+            if meaning is not None:
+                raise meaning from None
+            if path and error.status == 404 and error.server_message == "Not Found":
+                how = _HOW_TO_OPEN.get(path, _OPEN_FOR_TRAINING)
+                raise EngineError(f"{error}. Start the server with {how}") from None
+            raise
+
+
+def _read(reply: bytes) -> dict[str, Any]:
+    """The JSON object of a reply.
+
+    Raises:
+        EngineError: it is something else.
+    """
+    try:
+        parsed = json.loads(reply)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise EngineError(f"vLLM sent something that is no JSON object: {shorten(reply)}")
+    return parsed
+
+
+def _find_files(folder: Path, pattern: str) -> str:
+    """The absolute path of a folder that holds a file like ``pattern``.
+
+    Raises:
+        EngineError: it holds none. vLLM would lose the weights it has in trying to read them.
+    """
+    if not any(folder.glob(pattern)):
+        raise EngineError(
+            f"no weights to load: {folder} holds no {pattern}. Trainer and servers need a folder "
+            "that all of them see: engine.weight_transfer.dir=PATH"
+        )
+    return str(folder.absolute())
