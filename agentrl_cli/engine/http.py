@@ -167,7 +167,7 @@ class ServerHttp:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The response, its status already looked at; closed at the end unless read whole."""
         try:
-            response = await self._send(method, path, body, leg)
+            response = await self._send(method, path, body)
             try:
                 if response.status != 200:
                     self._raise_status(response.status, await response.read(), leg)
@@ -181,24 +181,18 @@ class ServerHttp:
             reason = str(error) or type(error).__name__
             raise self.went_down(leg, reason) from error
 
-    async def _send(
-        self, method: Method, path: str, body: object, leg: str
-    ) -> aiohttp.ClientResponse:
+    async def _send(self, method: Method, path: str, body: object) -> aiohttp.ClientResponse:
         data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
-        session = self._get_session()
+        url = self._base_url + path
         try:
-            return await session.request(
-                method, self._base_url + path, data=data, allow_redirects=False
-            )
+            return await self._get_session().request(method, url, data=data, allow_redirects=False)
         except aiohttp.ClientConnectorError:
             raise
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
             # An idle connection that the server closed at this very moment: aiohttp repeats only
             # what is idempotent. Everything sent here may be sent twice, and a server that is
             # really gone refuses the second connection.
-            return await session.request(
-                method, self._base_url + path, data=data, allow_redirects=False
-            )
+            return await self._get_session().request(method, url, data=data, allow_redirects=False)
 
     def _get_session(self) -> aiohttp.ClientSession:
         if self._is_closed:
