@@ -1,0 +1,295 @@
+"""An SGLang server as the router sees it: :class:`EngineServer` over SGLang's own endpoints.
+
+Written from the source of SGLang 0.5.23, whose request and reply classes hold it in the tests;
+it has not been run against a real SGLang server, which needs a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl_cli.config.engine import EngineConfig
+from agentrl_cli.engine.http import ServerHttp
+from agentrl_cli.engine.protocol import Generation, Sampling
+from agentrl_cli.engine.request_check import check_request
+from agentrl_cli.engine.server import ServerEndpoint
+from agentrl_cli.engine.sglang_wire import (
+    ADAPTER_PREFIX,
+    PAUSE,
+    GenerationReader,
+    check_sglang_version,
+    find_message,
+    format_adapter,
+    format_generate,
+    format_score,
+    format_version,
+    format_weights,
+    parse_adapters,
+    parse_scores,
+    parse_version,
+)
+from agentrl_cli.errors import EngineError, ServerDownError
+from agentrl_cli.log import get_logger
+
+_logger = get_logger(__name__)
+
+#: Of one request that only changes a flag.
+_ADMIN_SECONDS = 30.0
+#: ``/health_generate`` answers after one second, or as soon after as a token was made.
+_HEALTH_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    name: str
+    version: int
+
+
+class SglangServer:
+    """A client of one SGLang server, used on one event loop.
+
+    A call is aborted by closing its connection; SGLang looks for that every few seconds.
+
+    Args:
+        endpoint: where it listens.
+        config: lengths and deadlines.
+        model_name: what it is served as.
+    """
+
+    def __init__(self, endpoint: ServerEndpoint, config: EngineConfig, *, model_name: str) -> None:
+        self.model_name = model_name
+        self._endpoint = endpoint
+        self._config = config
+        self._http = ServerHttp(endpoint)
+        self._is_paused = False
+        self._is_supported = False
+        self._adapter: _Adapter | None = None
+        self._adapters_in_use: Counter[str] = Counter()
+
+    @property
+    def name(self) -> str:
+        """Such as ``sglang-0``."""
+        return self._endpoint.name
+
+    @property
+    def endpoint(self) -> ServerEndpoint:
+        """Where it listens."""
+        return self._endpoint
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
+    ) -> Generation:
+        """Samples one completion; see :class:`EngineServer`."""
+        check_request(prompt_ids, sampling, self._config.max_model_len)
+        with self._hold_adapter() as adapter:
+            reply = await self._http.request_json(
+                "POST",
+                "/generate",
+                self._format(prompt_ids, sampling, adapter, None),
+                leg="generate",
+                timeout_seconds=self._config.generate_timeout_seconds,
+            )
+            return self._build_reader(sampling, adapter).read(reply)
+
+    async def stream(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session_id: str = "",
+        stream_interval: int = 1,
+    ) -> AsyncGenerator[Generation]:
+        """Samples one completion in pieces; see :class:`EngineServer`."""
+        check_request(prompt_ids, sampling, self._config.max_model_len)
+        with self._hold_adapter() as adapter:
+            reader = self._build_reader(sampling, adapter)
+            body = self._format(prompt_ids, sampling, adapter, stream_interval)
+            events = self._http.stream_events("/generate", body, leg="generate")
+            is_finished = False
+            async with aclosing(events):
+                async for event in events:
+                    piece = reader.read(_parse_event(event, self.name))
+                    is_finished = piece.finish_reason is not None
+                    yield piece
+            if not is_finished:
+                raise EngineError(f"{self.name} ended a completion without saying why")
+
+    def _format(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        adapter: _Adapter | None,
+        stream_interval: int | None,
+    ) -> dict[str, Any]:
+        return format_generate(
+            prompt_ids,
+            sampling,
+            max_model_len=self._config.max_model_len,
+            adapter=adapter.name if adapter else None,
+            stream_interval=stream_interval,
+        )
+
+    def _build_reader(self, sampling: Sampling, adapter: _Adapter | None) -> GenerationReader:
+        # A call keeps its adapter to its end, so the adapter's version is that of all its tokens;
+        # the server's own answer would name the newest.
+        return GenerationReader(self.name, sampling, adapter.version if adapter else None)
+
+    async def score(self, token_ids: Sequence[int], start: int) -> list[float]:
+        """Logprobs (nats, temperature 1) of the tokens from position ``start`` on."""
+        with self._hold_adapter() as adapter:
+            reply = await self._http.request_json(
+                "POST",
+                "/generate",
+                format_score(token_ids, start, adapter=adapter.name if adapter else None),
+                leg="score",
+                timeout_seconds=self._config.generate_timeout_seconds,
+            )
+        return parse_scores(reply, len(token_ids) - start, server=self.name)
+
+    async def policy_version(self) -> int:
+        """The version of the weights that the server says it holds."""
+        reply = await self._get("/model_info", "policy version")
+        if not isinstance(reply, dict) or "weight_version" not in reply:
+            raise EngineError(f"{self.name} does not say which weights it holds: {reply}")
+        return parse_version(reply["weight_version"])
+
+    async def check_health(self) -> None:
+        """Returns if the server is able to serve.
+
+        Raises:
+            UserInputError: its SGLang is not supported.
+        """
+        try:
+            if not self._is_supported:
+                reply = await self._get("/server_info", "health check")
+                version = reply.get("version") if isinstance(reply, dict) else None
+                check_sglang_version(str(version))
+                self._is_supported = True
+            if not self._is_paused and await self._samples():
+                return
+            await self._get("/model_info", "health check")
+        except ServerDownError:
+            # The process that comes after it is not paused, and may be another SGLang.
+            self._is_paused = self._is_supported = False
+            raise
+
+    async def _samples(self) -> bool:
+        """Whether one token was sampled; False where a pause began meanwhile, which delays it."""
+        try:
+            await self._http.request(
+                "GET", "/health_generate", leg="health check", timeout_seconds=_HEALTH_SECONDS
+            )
+        except EngineError:
+            if not self._is_paused:
+                raise
+            return False
+        return True
+
+    async def pause(self) -> None:
+        """Freezes calls in flight and holds new ones.
+
+        What calls in flight have computed is dropped: they compute it anew when they go on,
+        so that their next tokens are of the new weights alone.
+        """
+        self._is_paused = True
+        try:
+            await self._post("/pause_generation", PAUSE, "pause")
+        except EngineError:
+            self._is_paused = False
+            raise
+
+    async def resume(self) -> None:
+        """Lets them go on."""
+        await self._post("/continue_generation", {}, "resume")
+        self._is_paused = False
+
+    async def load_weights(self, folder: Path) -> None:
+        """Reads all weights from the safetensors files of ``folder``; calls must be paused."""
+        await self._post(
+            "/update_weights_from_disk",
+            format_weights(folder),
+            "load weights",
+            self._config.publish_timeout_seconds,
+        )
+
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        """Serves the peft adapter in ``folder`` from now on.
+
+        Older ones go as soon as no call is sampled with them any more.
+        """
+        # The name was never used before: SGLang refuses to load one twice, and the server may
+        # have got this version already, from a trainer that died.
+        adapter = _Adapter(f"{ADAPTER_PREFIX}{version}-{uuid.uuid4().hex[:8]}", version)
+        await self._post(
+            "/load_lora_adapter",
+            format_adapter(adapter.name, folder),
+            "load adapter",
+            self._config.publish_timeout_seconds,
+        )
+        self._adapter = adapter
+        await self._drop_adapters()
+
+    async def _drop_adapters(self) -> None:
+        """Unloads adapters that nobody uses, those of an earlier trainer among them."""
+        current = self._adapter.name if self._adapter else None
+        try:
+            for name in parse_adapters(await self._get("/v1/models", "list adapters")):
+                # SGLang waits for calls that use it, and those wait for the end of the pause.
+                if name != current and not self._adapters_in_use[name]:
+                    await self._post("/unload_lora_adapter", {"lora_name": name}, "drop adapter")
+        except ServerDownError:
+            raise
+        except EngineError as error:
+            # It takes memory, no more; the next version tries again.
+            _logger.warning("an old adapter stays loaded: %s", error)
+
+    @contextmanager
+    def _hold_adapter(self) -> Iterator[_Adapter | None]:
+        adapter = self._adapter
+        if adapter is None:
+            yield None
+            return
+        self._adapters_in_use[adapter.name] += 1
+        try:
+            yield adapter
+        finally:
+            self._adapters_in_use[adapter.name] -= 1
+            if not self._adapters_in_use[adapter.name]:
+                del self._adapters_in_use[adapter.name]
+
+    async def set_policy_version(self, version: int) -> None:
+        """Says which version the weights are; tokens sampled from now on carry it."""
+        await self._post("/update_weight_version", format_version(version), "set policy version")
+
+    async def close(self) -> None:
+        """Closes the connections; the process is not touched."""
+        await self._http.close()
+
+    async def _get(self, path: str, leg: str) -> Any:
+        return await self._http.request_json("GET", path, leg=leg, timeout_seconds=_ADMIN_SECONDS)
+
+    async def _post(
+        self, path: str, body: dict[str, Any], leg: str, timeout_seconds: float = _ADMIN_SECONDS
+    ) -> None:
+        reply = await self._http.request_json(
+            "POST", path, body, leg=leg, timeout_seconds=timeout_seconds
+        )
+        if isinstance(reply, dict) and reply.get("success") is False:
+            raise EngineError(f"{leg}: {self.name} says: {find_message(reply)}")
+
+
+def _parse_event(event: bytes, server: str) -> dict[str, Any]:
+    try:
+        reply = json.loads(event)
+    except ValueError:
+        reply = None
+    if not isinstance(reply, dict):
+        raise EngineError(f"{server} streamed something that is no JSON object: {event[:300]!r}")
+    return reply
