@@ -151,7 +151,7 @@ def parse_version(version: object) -> int:
     """
     if version == "default":
         return UNKNOWN_VERSION
-    if isinstance(version, str) and re.fullmatch(r"\d{1,18}", version):
+    if isinstance(version, str) and re.fullmatch("[0-9]{1,18}", version):
         return int(version)
     raise EngineError(
         f"vLLM says its weights are {version!r}; agentrl names weights by numbers only. Does "

@@ -81,9 +81,13 @@ async def ask(http: ServerHttp, timeout_seconds: float = 5.0) -> object:
     )
 
 
-async def collect(http: ServerHttp) -> list[bytes]:
+async def collect(http: ServerHttp, seen: list[bytes] | None = None) -> list[bytes]:
+    """All events; ``seen`` has those that came before an error."""
+    seen = [] if seen is None else seen
     async with aclosing(http.stream_events("/x", {}, leg="the test")) as events:
-        return [event async for event in events]
+        async for event in events:
+            seen.append(event)
+    return seen
 
 
 async def test_a_request_carries_key_and_body() -> None:
@@ -146,12 +150,10 @@ async def test_a_reply_that_breaks_off_means_a_server_that_is_down(start: bytes)
 async def test_a_stream_without_its_end_mark_means_a_server_that_is_down(
     reply: bytes, seen_before: list[bytes]
 ) -> None:
-    seen = []
+    seen: list[bytes] = []
     async with serve(answer_with(reply, then_close=True)) as http:
-        events = http.stream_events("/x", {}, leg="the test")
         with pytest.raises(ServerDownError):
-            async for event in events:
-                seen.append(event)
+            await collect(http, seen)
     assert seen == seen_before
 
 
@@ -302,7 +304,7 @@ async def test_closing_the_client_ends_its_requests_with_its_own_error() -> None
         await asyncio.sleep(0.05)
         await http.close()
         await http.close()
-        with pytest.raises(EngineError, match="client of vllm-0 .* was closed"):
+        with pytest.raises(EngineError, match=r"client of vllm-0 .* was closed"):
             await task
         with pytest.raises(EngineError, match="was closed"):
             await ask(http)

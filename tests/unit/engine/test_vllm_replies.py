@@ -1,0 +1,265 @@
+"""What vLLM 0.32 answers, and what it must not get away with."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl_cli.engine.vllm_replies import (
+    GivenUpError,
+    VersionSpan,
+    expand_spans,
+    find_meaning,
+    parse_completion_piece,
+    parse_generate_piece,
+    parse_score,
+    parse_version,
+)
+from agentrl_cli.errors import ContextLengthError, EngineError
+
+#: As a server sent it, shortened by fields that are always null.
+PIECE = (
+    b'{"request_id":"generate-tokens-92de","usage":null,"output_mode":"tokens","choices":['
+    b'{"index":0,"finish_reason":null,"stop_reason":null,"token_ids":[185,430],'
+    b'"weight_versions":null,"logprobs":{"content":[{"token_id":185,"logprob":-5.096236228942871,'
+    b'"rank":20,"top_logprobs":[{"token_id":185,"logprob":-5.096236228942871,"rank":20}]},'
+    b'{"token_id":430,"logprob":-5.571554183959961,"rank":49,"top_logprobs":[]}]}}]}'
+)
+LAST = (
+    b'{"request_id":"generate-tokens-92de","choices":[{"index":0,"finish_reason":"length",'
+    b'"stop_reason":null,"token_ids":[93],"weight_versions":[{"version":"3","start":0,"end":2},'
+    b'{"version":"4","start":2,"end":4}],"logprobs":{"content":[{"token_id":93,'
+    b'"logprob":-5.816113471984863,"rank":71,"top_logprobs":[]}]}}]}'
+)
+COMPLETION = (
+    b'{"id":"cmpl-aec6","object":"text_completion","model":"m","choices":[{"index":0,'
+    b'"text":"Le trip","logprobs":{"text_offset":[0,2],"token_logprobs":[-5.0156378746032715,'
+    b'-5.82164192199707],"tokens":["Le"," trip"],"top_logprobs":[{"Le":-5.01},{" trip":-5.82}]},'
+    b'"finish_reason":"stop","stop_reason":" trip","prompt_token_ids":null,'
+    b'"token_ids":[527,559]}]}'
+)
+
+
+def change(data: bytes, **fields: Any) -> bytes:
+    """``data`` with other fields in its choice."""
+    reply = json.loads(data)
+    reply["choices"][0].update(fields)
+    return json.dumps(reply).encode()
+
+
+def make_logprobs(*pairs: tuple[Any, Any]) -> dict[str, Any]:
+    return {"content": [{"token_id": token, "logprob": logprob} for token, logprob in pairs]}
+
+
+def test_a_piece_is_read() -> None:
+    piece = parse_generate_piece(PIECE, greedy=False)
+    assert piece.token_ids == (185, 430)
+    assert piece.logprobs == (-5.096236228942871, -5.571554183959961)
+    assert (piece.finish_reason, piece.stop_text, piece.spans) == (None, None, None)
+
+
+def test_the_last_piece_says_why_and_by_which_weights() -> None:
+    piece = parse_generate_piece(LAST, greedy=False)
+    assert piece.finish_reason == "length"
+    assert piece.spans == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 4))
+
+
+def test_greedy_tokens_have_logprob_zero() -> None:
+    assert parse_generate_piece(PIECE, greedy=True).logprobs == (0.0, 0.0)
+    assert parse_completion_piece(COMPLETION, greedy=True).logprobs == (0.0, 0.0)
+
+
+def test_a_stop_text_is_told_from_a_stop_token() -> None:
+    by_text = change(LAST, finish_reason="stop", stop_reason="</a>")
+    assert parse_generate_piece(by_text, greedy=False).stop_text == "</a>"
+    by_token = change(LAST, finish_reason="stop", stop_reason=93)
+    piece = parse_generate_piece(by_token, greedy=False)
+    assert (piece.finish_reason, piece.stop_text) == ("stop", None)
+
+
+def test_a_last_piece_may_be_empty() -> None:
+    empty = change(LAST, token_ids=[], logprobs={"content": []})
+    assert parse_generate_piece(empty, greedy=False).token_ids == ()
+
+
+def test_the_older_endpoint_has_tokens_and_no_versions() -> None:
+    piece = parse_completion_piece(COMPLETION, greedy=False)
+    assert piece.token_ids == (527, 559)
+    assert piece.logprobs == (-5.0156378746032715, -5.82164192199707)
+    assert (piece.finish_reason, piece.stop_text, piece.spans) == ("stop", " trip", None)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"not json",
+        b"[]",
+        b"null",
+        b"{}",
+        b'{"choices": []}',
+        b'{"choices": [1]}',
+        b'{"choices": {}}',
+        json.dumps({"choices": json.loads(PIECE)["choices"] * 2}).encode(),
+        change(PIECE, token_ids=None),
+        change(PIECE, token_ids=[185]),
+        change(PIECE, token_ids=[185, 431]),
+        change(PIECE, token_ids=[430, 185]),
+        change(PIECE, token_ids=[185, -1], logprobs=make_logprobs((185, -1.0), (-1, -1.0))),
+        change(PIECE, token_ids=["185", 430]),
+        change(PIECE, token_ids=[185, True]),
+        change(PIECE, logprobs=None),
+        change(PIECE, logprobs={"content": None}),
+        change(PIECE, logprobs={"content": [1, 2]}),
+        change(PIECE, logprobs={"content": [{"token_id": 185}, {"token_id": 430}]}),
+        change(PIECE, logprobs=make_logprobs((185, None), (430, -1.0))),
+        change(PIECE, logprobs=make_logprobs((185, "-1"), (430, -1.0))),
+        change(PIECE, logprobs=make_logprobs((185, float("nan")), (430, -1.0))),
+        change(PIECE, logprobs=make_logprobs((185, float("-inf")), (430, -1.0))),
+        change(PIECE, logprobs=make_logprobs((185, 0.5), (430, -1.0))),
+        change(PIECE, finish_reason="error"),
+        change(PIECE, finish_reason=1),
+        change(LAST, weight_versions=None),
+        change(LAST, weight_versions=[1]),
+        change(LAST, weight_versions=[{"version": "3"}]),
+        change(LAST, weight_versions=[{"version": "3", "start": 0, "end": "4"}]),
+        change(LAST, weight_versions=[{"version": "v3", "start": 0, "end": 4}]),
+    ],
+)
+def test_what_is_malformed_is_refused(data: bytes) -> None:
+    with pytest.raises(EngineError) as caught:
+        parse_generate_piece(data, greedy=False)
+    assert not isinstance(caught.value, GivenUpError)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"{}",
+        change(COMPLETION, token_ids=[527]),
+        change(COMPLETION, token_ids=None),
+        change(COMPLETION, logprobs=None),
+        change(COMPLETION, logprobs={"token_logprobs": [None, -1.0]}),
+        change(COMPLETION, logprobs={"token_logprobs": 5}),
+    ],
+)
+def test_what_is_malformed_is_refused_from_the_older_endpoint_too(data: bytes) -> None:
+    with pytest.raises(EngineError):
+        parse_completion_piece(data, greedy=False)
+
+
+def test_a_refusal_shows_the_start_of_the_reply() -> None:
+    with pytest.raises(EngineError, match=r"\(no JSON\): <html>") as caught:
+        parse_generate_piece(b"<html>" + b"x" * 5000, greedy=False)
+    assert len(str(caught.value)) < 500
+
+
+def test_weights_that_make_no_numbers_are_named_as_such() -> None:
+    """vLLM writes -9999 for a logprob that is NaN."""
+    data = change(PIECE, logprobs=make_logprobs((185, -9999.0), (430, -1.0)))
+    for greedy in (False, True):
+        with pytest.raises(EngineError, match="not finite"):
+            parse_generate_piece(data, greedy=greedy)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        change(LAST, finish_reason="abort"),
+        b'{"error": {"message": "EngineCore encountered an issue. See stack trace", "code": 500}}',
+    ],
+)
+def test_what_the_server_gives_up_another_may_finish(data: bytes) -> None:
+    with pytest.raises(GivenUpError):
+        parse_generate_piece(data, greedy=False)
+
+
+def test_an_error_in_the_stream_is_the_servers_own() -> None:
+    with pytest.raises(EngineError, match="Token id 9999 is out of vocabulary") as caught:
+        parse_generate_piece(
+            b'{"error":{"message":"Token id 9999 is out of vocabulary","code":400}}', greedy=False
+        )
+    assert not isinstance(caught.value, GivenUpError)
+
+
+def test_a_prompt_that_is_too_long_for_the_server_says_so() -> None:
+    meaning = find_meaning(
+        "The decoder prompt (length 600) is longer than the maximum model length of 512. Make"
+    )
+    assert isinstance(meaning, ContextLengthError)
+    assert (meaning.num_prompt_tokens, meaning.max_model_len) == (600, 512)
+    assert find_meaning("something else") is None
+
+
+@pytest.mark.parametrize(("label", "version"), [("default", -1), ("0", 0), ("12", 12)])
+def test_versions_are_numbers(label: str, version: int) -> None:
+    assert parse_version(label) == version
+
+
+@pytest.mark.parametrize("label", ["-1", "1.0", "step-3", "", "٣", None, 3, "9" * 40])
+def test_weights_that_somebody_else_named_are_refused(label: object) -> None:
+    with pytest.raises(EngineError, match="names weights by numbers"):
+        parse_version(label)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 9))))
+def test_spans_become_the_version_of_every_token(runs: list[tuple[int, int]]) -> None:
+    spans, expected = [], []
+    for version, length in runs:
+        spans.append(VersionSpan(version, len(expected), len(expected) + length))
+        expected += [version] * length
+    assert expand_spans(spans, len(expected)) == tuple(expected)
+
+
+@given(st.lists(st.tuples(st.integers(-3, 12), st.integers(-3, 12)), max_size=5), st.integers(0, 9))
+def test_spans_that_leave_a_token_in_doubt_are_refused(
+    bounds: list[tuple[int, int]], num_tokens: int
+) -> None:
+    spans = [VersionSpan(i, start, end) for i, (start, end) in enumerate(bounds)]
+    owners = [[s for s in spans if s.start <= i < s.end] for i in range(-3, 12)]
+    is_covered = [len(o) == (1 if 0 <= i < num_tokens else 0) for i, o in enumerate(owners, -3)]
+    try:
+        versions = expand_spans(spans, num_tokens)
+    except EngineError:
+        return
+    assert all(is_covered)
+    assert versions == tuple(owners[i + 3][0].version for i in range(num_tokens))
+
+
+SCORES = [None, {"99": {"logprob": -8.6, "rank": 598}}, {"3": {"logprob": -8.1}, "7": {}}]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"prompt_logprobs": SCORES, "choices": [{}]},
+        {"choices": [{"prompt_logprobs": SCORES}]},
+    ],
+)
+def test_scores_are_found_in_the_replies_of_both_endpoints(reply: dict[str, Any]) -> None:
+    data = json.dumps(reply).encode()
+    assert parse_score(data, [10, 99, 3], 1) == [-8.6, -8.1]
+    assert parse_score(data, [10, 99, 3], 2) == [-8.1]
+    assert parse_score(data, [10, 99, 3], 3) == []
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {},
+        [],
+        {"choices": [{}]},
+        {"prompt_logprobs": SCORES[:2]},
+        {"prompt_logprobs": [*SCORES, None]},
+        {"prompt_logprobs": [None, {"98": {"logprob": -1.0}}, SCORES[2]]},
+        {"prompt_logprobs": [None, None, SCORES[2]]},
+        {"prompt_logprobs": [None, {"99": {"logprob": None}}, SCORES[2]]},
+    ],
+)
+def test_malformed_scores_are_refused(reply: Any) -> None:
+    with pytest.raises(EngineError):
+        parse_score(json.dumps(reply).encode(), [10, 99, 3], 1)
