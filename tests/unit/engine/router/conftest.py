@@ -1,0 +1,392 @@
+"""Servers that die, hang and lie, in a world whose clock runs only while everybody waits."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl_cli.config.engine import EngineConfig
+from agentrl_cli.engine.protocol import Generation, Sampling
+from agentrl_cli.engine.router import EngineRouter
+from agentrl_cli.engine.server import UNKNOWN_VERSION, EngineServer, ServerEndpoint
+from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerDownError
+
+END_ID = 2
+#: A completion of a prompt that begins with it is as long as it may be.
+ENDLESS_ID = 2000
+MAX_MODEL_LEN = 512
+TOKEN_SECONDS = 0.02
+#: From the moment a token is sampled until the router has it.
+WIRE_SECONDS = 0.005
+
+
+def sample_token(prefix: Sequence[int], weights: int) -> int:
+    """What the model with these weights says next, always."""
+    number = zlib.crc32(repr((weights, tuple(prefix))).encode())
+    if number % 60 == 0 and prefix[0] != ENDLESS_ID:
+        return END_ID
+    return 3 + number % 1000
+
+
+def compute_logprob(prefix: Sequence[int], weights: int) -> float:
+    return -(zlib.crc32(repr((tuple(prefix), weights, "p")).encode()) % 1000) / 100
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop in which waiting takes no time: its clock jumps to the next timer."""
+
+    def __init__(self) -> None:
+        self._now = 1000.0
+        super().__init__(_Selector(self))
+
+    def time(self) -> float:
+        return self._now
+
+
+class _Selector(selectors.DefaultSelector):
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> Any:
+        ready = super().select(0)
+        if ready or timeout == 0:
+            return ready
+        if timeout is None:
+            raise RuntimeError("everybody waits for ever")
+        self._loop._now += timeout
+        return ready
+
+
+@dataclass
+class FakeProcess:
+    """A server process: what it holds, and what is wrong with it."""
+
+    weights: int = 0
+    """Which weights it really holds; 0: those it was started with."""
+    label: int = UNKNOWN_VERSION
+    """What it says it holds."""
+    is_alive: bool = True
+    is_hung: bool = False
+    is_paused: bool = False
+    refuses_weights: bool = False
+    ignores_weights: bool = False
+    ignores_version: bool = False
+    num_aborted: int = 0
+    num_running: int = 0
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
+    samplings: list[Sampling] = field(default_factory=list)
+    change: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def touch(self) -> None:
+        """Wakes whatever waits for a change of the process."""
+        self.change.set()
+        self.change = asyncio.Event()
+
+
+class FakeServer(EngineServer):
+    """A client of a process that others kill, hang and start again."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.process = FakeProcess()
+        self.is_closed = False
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def endpoint(self) -> ServerEndpoint:
+        return ServerEndpoint(name=self._name, base_url="http://127.0.0.1:1", api_key="k")
+
+    # -- faults ---------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        self.process.is_alive = False
+        self.process.touch()
+
+    def start_again(self, **faults: Any) -> None:
+        self.kill()
+        self.process = FakeProcess(**faults)
+
+    def hang(self, is_hung: bool = True) -> None:
+        self.process.is_hung = is_hung
+        self.process.touch()
+
+    # -- EngineServer ---------------------------------------------------------------------
+
+    async def _reach(self, process: FakeProcess, seconds: float, leg: str) -> None:
+        """Waits like a request that takes ``seconds``, with a deadline."""
+        try:
+            async with asyncio.timeout(5.0):
+                await self._let_pass(process, seconds)
+        except TimeoutError:
+            raise EngineTimeoutError(f"{leg}: {self._name} did not finish") from None
+
+    async def _let_pass(self, process: FakeProcess, seconds: float) -> None:
+        """Time passes in the process, unless it hangs."""
+        while True:
+            if not process.is_alive:
+                raise ServerDownError(f"{self._name} closed the connection")
+            change = process.change
+            if process.is_hung:
+                await change.wait()
+                continue
+            try:
+                async with asyncio.timeout(seconds):
+                    await change.wait()
+            except TimeoutError:
+                return
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
+    ) -> Generation:
+        raise NotImplementedError
+
+    async def stream(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session_id: str = "",
+        stream_interval: int = 1,
+    ) -> AsyncIterator[Generation]:
+        process = self.process
+        process.prompts.append(tuple(prompt_ids))
+        process.samplings.append(sampling)
+        process.num_running += 1
+        is_over = False
+        wire: asyncio.Queue[Generation | None] = asyncio.Queue()
+        sampler = asyncio.ensure_future(
+            self._sample(process, list(prompt_ids), sampling, stream_interval, wire)
+        )
+        try:
+            while True:
+                piece = await wire.get()
+                if piece is None:
+                    is_over = True
+                    raise ServerDownError(f"{self._name} closed the connection")
+                is_over = piece.finish_reason is not None
+                yield piece
+                if is_over:
+                    return
+        finally:
+            sampler.cancel()
+            process.num_running -= 1
+            process.num_aborted += not is_over
+
+    async def _sample(
+        self,
+        process: FakeProcess,
+        ids: list[int],
+        sampling: Sampling,
+        interval: int,
+        wire: asyncio.Queue[Generation | None],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        num_prompt, num_sent = len(ids), len(ids)
+        logprobs: list[float] = []
+        labels: list[int] = []
+        assert sampling.max_tokens is not None
+        while True:
+            try:
+                await self._let_pass(process, TOKEN_SECONDS)
+                while process.is_paused:
+                    await self._let_pass(process, TOKEN_SECONDS)
+            except ServerDownError:
+                loop.call_later(WIRE_SECONDS, wire.put_nowait, None)
+                return
+            logprobs.append(compute_logprob(ids, process.weights))
+            ids.append(sample_token(ids, process.weights))
+            labels.append(process.label)
+            num_tokens = len(ids) - num_prompt
+            reason = "length" if num_tokens == sampling.max_tokens else None
+            reason = "stop" if ids[-1] == END_ID else reason
+            if reason or num_tokens == 1 or len(ids) - num_sent >= interval:
+                piece = Generation(
+                    completion_ids=tuple(ids[num_sent:]),
+                    rollout_logprobs=tuple(logprobs[num_sent - num_prompt :]),
+                    versions=tuple(labels) if reason else (),
+                    finish_reason=reason,  # type: ignore[arg-type]
+                )
+                num_sent = len(ids)
+                loop.call_later(WIRE_SECONDS, wire.put_nowait, piece)
+            if reason:
+                return
+
+    async def policy_version(self) -> int:
+        process = self.process
+        await self._reach(process, 0.002, "version")
+        return process.label
+
+    async def score(self, token_ids: Sequence[int], start: int) -> list[float]:
+        process = self.process
+        await self._reach(process, 0.01, "score")
+        return [
+            compute_logprob(token_ids[:place], process.weights)
+            for place in range(start, len(token_ids))
+        ]
+
+    async def check_health(self) -> None:
+        await self._reach(self.process, 0.002, "health")
+
+    async def pause(self) -> None:
+        process = self.process
+        await self._reach(process, 0.01, "pause")
+        process.is_paused = True
+
+    async def resume(self) -> None:
+        process = self.process
+        await self._reach(process, 0.01, "resume")
+        process.is_paused = False
+
+    async def load_weights(self, folder: Path) -> None:
+        process = self.process
+        await self._reach(process, 0.1, "load")
+        assert process.is_paused
+        if process.refuses_weights:
+            raise EngineError(f"load: {self._name} answered 500: no space left")
+        if not process.ignores_weights:
+            process.weights = int(folder.name)
+
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        raise NotImplementedError
+
+    async def set_policy_version(self, version: int) -> None:
+        process = self.process
+        await self._reach(process, 0.005, "set version")
+        if not process.ignores_version:
+            process.label = version
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass(frozen=True)
+class FakeUpdate:
+    version: int
+
+    async def apply(self, server: EngineServer) -> None:
+        await server.load_weights(Path(str(self.version)))
+
+
+class FakeTransfer:
+    previous_folder = None
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    async def prepare(self, version: int, weights: Mapping[str, Any]) -> FakeUpdate:
+        await asyncio.sleep(0.05)
+        return FakeUpdate(version)
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class World:
+    """Servers, a router over them, and the loop they live in."""
+
+    end_id = END_ID
+    sample_token = staticmethod(sample_token)
+    compute_logprob = staticmethod(compute_logprob)
+
+    def __init__(self, num_servers: int, **config: Any) -> None:
+        self.servers = [FakeServer(f"fake-{index}") for index in range(num_servers)]
+        self.transfer = FakeTransfer()
+        config = {"generate_timeout_seconds": 600.0, "start_timeout_seconds": 100.0, **config}
+        self.router = EngineRouter(
+            self.servers,
+            EngineConfig(kind="vllm", max_model_len=MAX_MODEL_LEN, **config),
+            model_name="fake",
+            transfer=self.transfer,
+        )
+
+    @classmethod
+    def run(
+        cls,
+        story: Callable[[World], Awaitable[None]],
+        num_servers: int = 2,
+        version: int | None = 0,
+        **config: Any,
+    ) -> World:
+        """Plays ``story`` with a started router; the clock is virtual."""
+        world = cls(num_servers, **config)
+
+        async def play() -> None:
+            await world.router.start(version)
+            try:
+                async with asyncio.timeout(20_000):
+                    await story(world)
+            finally:
+                await world.router.close()
+
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(play())
+        return world
+
+    async def generate(
+        self, prompt: Sequence[int], max_tokens: int = 100, **sampling: Any
+    ) -> Generation:
+        """One checked completion."""
+        session_id = sampling.pop("session_id", "")
+        generation = await self.router.generate(
+            prompt, Sampling(max_tokens=max_tokens, **sampling), session_id=session_id
+        )
+        self.check(prompt, generation, max_tokens)
+        return generation
+
+    async def stream(
+        self, prompt: Sequence[int], max_tokens: int = 100, **sampling: Any
+    ) -> tuple[Generation, int]:
+        """One checked completion, read along, and in how many pieces it came."""
+        pieces = [
+            piece
+            async for piece in self.router.stream(
+                prompt, Sampling(max_tokens=max_tokens, **sampling)
+            )
+        ]
+        generation = Generation(
+            completion_ids=tuple(i for p in pieces for i in p.completion_ids),
+            rollout_logprobs=tuple(x for p in pieces for x in p.rollout_logprobs),
+            versions=tuple(v for p in pieces for v in p.versions),
+            finish_reason=pieces[-1].finish_reason,
+        )
+        assert all(p.finish_reason is None for p in pieces[:-1])
+        self.check(prompt, generation, max_tokens)
+        return generation, len(pieces)
+
+    def check(self, prompt: Sequence[int], generation: Generation, max_tokens: int) -> None:
+        """Each token is what the weights of its version say behind the tokens before it."""
+        ids, logprobs, versions = (
+            generation.completion_ids,
+            generation.rollout_logprobs,
+            generation.versions,
+        )
+        assert len(ids) == len(logprobs) == len(versions) >= 1
+        prefix = list(prompt)
+        for token, logprob, version in zip(ids, logprobs, versions, strict=True):
+            assert token == sample_token(prefix, version)
+            assert logprob == compute_logprob(prefix, version)
+            prefix.append(token)
+        assert END_ID not in ids[:-1]
+        assert len(prefix) <= MAX_MODEL_LEN
+        if ids[-1] == END_ID:
+            assert generation.finish_reason == "stop"
+        else:
+            assert generation.finish_reason == "length"
+            assert len(ids) == min(max_tokens, MAX_MODEL_LEN - len(prompt))
+
+
+@pytest.fixture(scope="session")
+def world() -> type[World]:
+    """Makes worlds: ``world.run(story, num_servers=2)``."""
+    return World

@@ -1,0 +1,118 @@
+"""Random deaths, hangs and publications: every call ends, and no token is claimed wrongly."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl_cli.errors import EngineTimeoutError
+
+SECONDS = 30.0
+NUM_SERVERS = 3
+
+moments = st.floats(0.0, SECONDS)
+deaths = st.tuples(
+    st.just("death"),
+    moments,
+    st.integers(0, NUM_SERVERS - 1),
+    # Until the process is there again; 0: before anybody could see it gone.
+    st.sampled_from([0.0, 0.0, 0.004, 0.3, 4.0, 40.0]),
+)
+hangs = st.tuples(
+    st.just("hang"), moments, st.integers(0, NUM_SERVERS - 1), st.sampled_from([0.5, 8.0, 60.0])
+)
+publications = st.tuples(st.just("publication"), moments, st.just(0), st.just(0.0))
+calls = st.fixed_dictionaries(
+    {
+        "begins": moments,
+        "first_id": st.sampled_from([2000, 11, 12, 13]),
+        "max_tokens": st.sampled_from([1, 2, 40, 65, 300]),
+        "stop": st.sampled_from([(), (), ("\n",)]),
+        "reads_along": st.booleans(),
+    }
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet() -> Iterator[None]:
+    """Keeps the lines of thousands of faults out of a failure's report."""
+    logger = logging.getLogger("agentrl_cli.engine")
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(logging.NOTSET)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    faults=st.lists(deaths | hangs, max_size=12),
+    publications=st.lists(publications, max_size=8),
+    called=st.lists(calls, min_size=1, max_size=10),
+)
+def test_every_call_ends_and_says_the_truth(
+    world: Any, faults: list[Any], publications: list[Any], called: list[dict[str, Any]]
+) -> None:
+    published = 1
+
+    async def publish(w: Any) -> None:
+        nonlocal published
+        for version, (_, moment, _, _) in enumerate(sorted(publications), start=2):
+            await _sleep_until(moment)
+            try:
+                await w.router.publish_weights(version, {})
+            except EngineTimeoutError:
+                # A hang that ended right after the deadline: the server lives, so it is told.
+                await w.router.publish_weights(version, {})
+            published = version
+            assert await w.router.policy_version() == version
+
+    async def strike(w: Any, kind: str, moment: float, index: int, seconds: float) -> None:
+        await _sleep_until(moment)
+        server = w.servers[index]
+        if kind == "hang":
+            server.hang()
+            process = server.process
+            await asyncio.sleep(seconds)
+            process.is_hung = False
+            process.touch()
+            return
+        server.kill()
+        if seconds:
+            await asyncio.sleep(seconds)
+        server.start_again()
+
+    async def call(w: Any, number: int, begins: float, reads_along: bool, **request: Any) -> None:
+        await _sleep_until(begins)
+        oldest = published
+        prompt = [request.pop("first_id"), number]
+        if reads_along:
+            generation, _ = await w.stream(prompt, **request)
+        else:
+            generation = await w.generate(prompt, **request)
+        assert min(generation.versions) >= oldest
+        assert list(generation.versions) == sorted(generation.versions)
+
+    async def story(w: Any) -> None:
+        await w.router.publish_weights(1, {})
+        async with asyncio.TaskGroup() as group:
+            group.create_task(publish(w))
+            for fault in faults:
+                group.create_task(strike(w, *fault))
+            for number, request in enumerate(called):
+                group.create_task(call(w, number, **request))
+        await asyncio.sleep(60)
+        assert w.router.num_servers_out == 0
+        assert w.router.num_in_flight == 0
+        assert {s.process.weights for s in w.servers} == {1 + len(publications)}
+        assert not any(s.process.is_paused or s.process.num_running for s in w.servers)
+
+    world.run(story, num_servers=NUM_SERVERS, version=None)
+
+
+async def _sleep_until(moment: float) -> None:
+    await asyncio.sleep(1000.0 + moment - asyncio.get_running_loop().time())
