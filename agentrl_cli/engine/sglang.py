@@ -112,14 +112,17 @@ class SglangServer:
             reader = self._build_reader(sampling, adapter)
             body = self._format(prompt_ids, sampling, adapter, stream_interval)
             events = self._http.stream_events("/generate", body, leg="generate")
-            is_finished = False
+            last: Generation | None = None
             async with aclosing(events):
                 async for event in events:
-                    piece = reader.read(_parse_event(event, self.name))
-                    is_finished = piece.finish_reason is not None
-                    yield piece
-            if not is_finished:
+                    last = reader.read(_parse_event(event, self.name))
+                    if last.finish_reason is None:
+                        yield last
+            # Only now: a consumer leaves with the last piece, and a connection that was not read
+            # to its end cannot be used again.
+            if last is None or last.finish_reason is None:
                 raise EngineError(f"{self.name} ended a completion without saying why")
+            yield last
 
     def _format(
         self,
