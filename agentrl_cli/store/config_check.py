@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.store import layout
 from agentrl_cli.store.files import store_errors, write_text
+from agentrl_cli.store.secrets import mask_secrets, restore_secrets
 
 #: Keys that may differ when a run goes on. A key ending in "." stands for all below it.
 MAY_CHANGE_ON_RESUME: dict[str, str] = {
@@ -33,6 +34,16 @@ MAY_CHANGE_ON_RESUME: dict[str, str] = {
     "engine.kind": "which server samples, from the same distribution; another machine has another",
     "engine.num_servers": "speed",
     "engine.num_threads": "speed",
+    "engine.python": "where servers run",
+    "engine.device": "where servers run",
+    "engine.tensor_parallel_size": "where servers run",
+    "engine.gpu_memory_utilization": "memory",
+    "engine.cpu_kv_cache_gib": "memory",
+    "engine.first_port": "where servers listen",
+    "engine.server_args": "how servers run; the weights they sample with are verified",
+    "engine.weight_transfer.": "the way of the weights, which are verified",
+    "engine.start_timeout_seconds": "deadline",
+    "engine.max_restarts": "patience",
     "engine.max_num_seqs": "speed",
     "engine.generate_timeout_seconds": "deadline",
     "engine.publish_timeout_seconds": "deadline",
@@ -43,13 +54,6 @@ MAY_CHANGE_ON_RESUME: dict[str, str] = {
     "rollout.agent_mode": "where agents run",
 }
 
-_SECRET_KEY = re.compile(
-    r"(^|_)(api_?key|secret(_key)?|password|passwd|authorization|"
-    r"(access|auth|api|bearer|hf)_token|token)$",
-    re.IGNORECASE,
-)
-_SECRET_VALUE = re.compile(r"^(sk-[A-Za-z0-9_\-]{6,}|hf_[A-Za-z0-9]{8,}|[Bb]earer \S+)$")
-_MASK = "***"
 _ABSENT = "(not set)"
 
 
@@ -57,6 +61,19 @@ def save_config(config: ExperimentConfig, run_dir: Path) -> None:
     """Writes the resolved configuration, secrets masked."""
     text = yaml.safe_dump(_dump(config), sort_keys=False, allow_unicode=True)
     write_text(run_dir / layout.CONFIG, text)
+
+
+def load_saved_config(run_dir: Path, secrets: Sequence[Sequence[Any]] = ()) -> ExperimentConfig:
+    """The configuration that was saved with a run, its masked secrets put back.
+
+    Raises:
+        StoreError: it is damaged.
+    """
+    data = restore_secrets(_read_saved(run_dir), secrets)
+    try:
+        return ExperimentConfig.model_validate(data)
+    except ValidationError as error:
+        raise StoreError(f"{run_dir / layout.CONFIG}: is damaged ({error})") from None
 
 
 def check_same_config(config: ExperimentConfig, run_dir: Path) -> None:
@@ -102,18 +119,16 @@ def _dump(config: ExperimentConfig) -> dict[str, Any]:
     return masked
 
 
-def mask_secrets(value: Any, key: str = "") -> Any:
-    """``value`` with ``***`` for every text that is, or is named like, a key or password."""
-    if isinstance(value, Mapping):
-        return {name: mask_secrets(item, str(name)) for name, item in value.items()}
-    if isinstance(value, list):
-        return [mask_secrets(item, key) for item in value]
-    if isinstance(value, str) and (_SECRET_KEY.search(key) or _SECRET_VALUE.match(value)):
-        return _MASK
-    return value
-
-
 def _load_saved(run_dir: Path) -> dict[str, Any]:
+    data = _read_saved(run_dir)
+    try:
+        # Keys that a later version added get their defaults.
+        return _dump(ExperimentConfig.model_validate(data))
+    except ValidationError:
+        return data
+
+
+def _read_saved(run_dir: Path) -> dict[str, Any]:
     path = run_dir / layout.CONFIG
     try:
         with store_errors(path, "read"):
@@ -123,13 +138,7 @@ def _load_saved(run_dir: Path) -> dict[str, Any]:
             f"{path}: is damaged ({error.__class__.__name__}): it cannot be told whether this run "
             f"may go on. Type trial_name={_free_trial(run_dir)}, or --overwrite to start over"
         ) from None
-    if not isinstance(data, dict):
-        data = {}
-    try:
-        # Keys that a later version added get their defaults.
-        return _dump(ExperimentConfig.model_validate(data))
-    except ValidationError:
-        return data
+    return data if isinstance(data, dict) else {}
 
 
 def _may_change(key: str) -> bool:

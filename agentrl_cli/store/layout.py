@@ -12,6 +12,8 @@ TRAJECTORIES = "trajectories"
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 LOCK = ".lock"
+#: Held by a trainer that is a process of its own, while its command holds ``LOCK``.
+TRAINER_LOCK = ".lock-trainer"
 #: Present while ``--overwrite`` deletes: a deletion that was killed is finished by the next start.
 OVERWRITING = ".overwriting"
 

@@ -1,11 +1,14 @@
-"""One run at a time in a run folder."""
+"""One run at a time in a run folder, and one trainer at a time in a run."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import threading
+import time
 from pathlib import Path
+
+import psutil
 
 from agentrl_cli.errors import RunFolderError
 from agentrl_cli.store.files import store_errors
@@ -42,7 +45,7 @@ class FolderLock:
             _held.add(self._path)
         self._descriptor = descriptor
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()}\n".encode(), 0)
+        os.pwrite(descriptor, f"{_describe(os.getpid())}\n".encode(), 0)
 
     def release(self) -> None:
         """Gives the folder back; may be called twice."""
@@ -51,6 +54,58 @@ class FolderLock:
                 os.close(self._descriptor)
                 self._descriptor = None
                 _held.discard(self._path)
+
+
+def check_held_by(path: Path, owner_pid: int) -> None:
+    """Returns if the process ``owner_pid`` holds ``path`` and is an ancestor of this one.
+
+    Raises:
+        RunFolderError: nobody holds it, another process does, or a stranger asks.
+    """
+    if not psutil.pid_exists(owner_pid) or owner_pid not in {
+        process.pid for process in psutil.Process().parents()
+    }:
+        raise RunFolderError(_stranger(path, f"process {owner_pid} did not start this one"))
+    try:
+        written = path.read_text(errors="replace").strip()
+    except OSError as error:
+        raise RunFolderError(_stranger(path, f"its lock cannot be read ({error})")) from None
+    if written != _describe(owner_pid):
+        raise RunFolderError(_stranger(path, f"it is held by {written or 'nobody'}"))
+    try:
+        FolderLock(path).release()
+    except RunFolderError:
+        return
+    raise RunFolderError(_stranger(path, "it is not held at this moment"))
+
+
+def wait_until_free(path: Path, timeout_seconds: float) -> None:
+    """Returns as soon as nobody holds ``path``.
+
+    Raises:
+        RunFolderError: somebody still does after ``timeout_seconds``.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while path.exists():
+        try:
+            FolderLock(path).release()
+        except RunFolderError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return
+
+
+def _describe(pid: int) -> str:
+    return f"process {pid}"
+
+
+def _stranger(path: Path, why: str) -> str:
+    return (
+        f"{path.parent}: this trainer is no part of the run that trains here: {why}. Trainers are "
+        "started by the command. Type agentrl train --config FILE"
+    )
 
 
 def _refusal(path: Path, owner: str) -> str:

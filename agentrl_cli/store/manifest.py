@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,15 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def write_manifest(config: ExperimentConfig, run_dir: Path) -> None:
-    """Notes this start of the run beside the earlier ones."""
+def write_manifest(
+    config: ExperimentConfig, run_dir: Path, versions: Mapping[str, str] | None = None
+) -> None:
+    """Notes this start of the run beside the earlier ones.
+
+    ``versions`` are those of packages in other environments, and go before those here.
+    """
     path = run_dir / layout.MANIFEST
-    starts = [*read_manifest(run_dir).get("starts", []), _describe_start()]
+    starts = [*read_manifest(run_dir).get("starts", []), _describe_start(versions or {})]
     manifest = {
         "experiment_name": config.experiment_name,
         "trial_name": config.trial_name,
@@ -45,8 +51,8 @@ def read_manifest(run_dir: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _describe_start() -> dict[str, Any]:
-    versions = {}
+def _describe_start(elsewhere: Mapping[str, str]) -> dict[str, Any]:
+    versions: dict[str, str] = {}
     for name in _PACKAGES:
         try:
             versions[name] = importlib.metadata.version(name)
@@ -55,7 +61,7 @@ def _describe_start() -> dict[str, Any]:
     return {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {**versions, **elsewhere},
         "git_revision": _find_git_revision(),
         "host": {
             "name": platform.node(),

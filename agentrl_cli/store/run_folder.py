@@ -16,7 +16,7 @@ from agentrl_cli.store import checkpoints, layout, metrics_file
 from agentrl_cli.store.config_check import check_same_config, save_config
 from agentrl_cli.store.files import atomic_file, store_errors, write_text
 from agentrl_cli.store.finding import find_run_folder
-from agentrl_cli.store.lock import FolderLock
+from agentrl_cli.store.lock import FolderLock, check_held_by, wait_until_free
 from agentrl_cli.store.manifest import write_manifest
 from agentrl_cli.store.trajectory_file import (
     TrajectorySummary,
@@ -25,20 +25,33 @@ from agentrl_cli.store.trajectory_file import (
     write_trajectory_file,
 )
 
+#: How long the trainer of a command that was killed may take to end: it is killed too.
+_ORPHAN_SECONDS = 20.0
+
 
 class RunFolder:
-    """A run's folder. Made by :meth:`create_or_resume`, :meth:`for_evaluation` or :meth:`open`."""
+    """A run's folder.
+
+    Made by :meth:`create_or_resume`, :meth:`join`, :meth:`for_evaluation` or :meth:`open`.
+    """
 
     def __init__(self, path: Path, lock: FolderLock | None = None) -> None:
         self.path = path
         self._lock = lock
 
     @classmethod
-    def create_or_resume(cls, config: ExperimentConfig, *, overwrite: bool = False) -> Self:
+    def create_or_resume(
+        cls,
+        config: ExperimentConfig,
+        *,
+        overwrite: bool = False,
+        versions: Mapping[str, str] | None = None,
+    ) -> Self:
         """The folder of a training run, held for this process alone until :meth:`close`.
 
         What a killed process left half written is removed; with ``overwrite``
-        everything of an earlier run is.
+        everything of an earlier run is. ``versions`` are of packages in other
+        environments, for the manifest.
 
         Raises:
             RunFolderError: another process holds it, or it belongs to another configuration.
@@ -49,6 +62,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(path / layout.LOCK)
         try:
+            wait_until_free(path / layout.TRAINER_LOCK, _ORPHAN_SECONDS)
             with store_errors(path):
                 if (overwrite and layout.is_run_folder(path)) or layout.is_being_emptied(path):
                     _empty(path)
@@ -59,7 +73,32 @@ class RunFolder:
                     (path / name).mkdir(exist_ok=True)
             metrics_file.truncate_torn_line(path / layout.METRICS)
             save_config(config, path)
-            write_manifest(config, path)
+            write_manifest(config, path, versions or {})
+        except BaseException:
+            lock.release()
+            raise
+        return cls(path, lock)
+
+    @classmethod
+    def join(cls, path: str | Path, owner_pid: int) -> Self:
+        """The folder that the command ``owner_pid`` holds, for the trainer which it started.
+
+        One trainer at a time: until :meth:`close`, or its death. What a trainer before it
+        left half written is removed.
+
+        Raises:
+            RunFolderError: the folder is not held by an ancestor of this process, or another
+                trainer works in it.
+            StoreError: it cannot be written to.
+        """
+        path = Path(path)
+        check_held_by(path / layout.LOCK, owner_pid)
+        wait_until_free(path / layout.TRAINER_LOCK, _ORPHAN_SECONDS)
+        lock = FolderLock(path / layout.TRAINER_LOCK)
+        try:
+            with store_errors(path):
+                _remove_temporaries(path)
+            metrics_file.truncate_torn_line(path / layout.METRICS)
         except BaseException:
             lock.release()
             raise
@@ -115,12 +154,17 @@ class RunFolder:
         """The resolved configuration of the run."""
         return self.path / layout.CONFIG
 
+    def log_dir(self, part: str = "") -> Path:
+        """Where processes write their logs; ``part`` names a folder inside, for what runs beside
+        the training."""
+        path = self.path / layout.LOGS / part
+        with store_errors(path):
+            path.mkdir(parents=True, exist_ok=True)
+        return path
+
     def log_path(self, process: str) -> Path:
         """Where the process of that name writes its log."""
-        path = self.path / layout.LOGS / f"{process}.log"
-        with store_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        return path
+        return self.log_dir() / f"{process}.log"
 
     # Trajectories
 

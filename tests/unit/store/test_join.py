@@ -1,0 +1,159 @@
+"""A trainer works in the folder that its command holds, and nobody else does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from agentrl_cli.errors import RunFolderError
+from agentrl_cli.store.config_check import load_saved_config
+from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+from agentrl_cli.store.secrets import find_secrets
+
+JOIN = """
+    import sys, time
+    from agentrl_cli.errors import RunFolderError
+    from agentrl_cli.store.run_folder import RunFolder
+    try:
+        run = RunFolder.join(sys.argv[1], int(sys.argv[2]))
+    except RunFolderError as error:
+        sys.exit(f"refused: {error}")
+    run.append_metrics({"step": 1})
+    print("joined", flush=True)
+    time.sleep(float(sys.argv[3]))
+"""
+
+
+def join(path: Path, owner_pid: int, seconds: float = 0.0, wrap: bool = False) -> subprocess.Popen:
+    """A process that joins; with ``wrap`` as a grandchild, as under a guard."""
+    command = [sys.executable, "-c", textwrap.dedent(JOIN), str(path), str(owner_pid), str(seconds)]
+    if wrap:
+        through = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+        command = [sys.executable, "-c", through, *command]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def test_children_and_grandchildren_of_the_holder_may_join(folder: RunFolder) -> None:
+    for wrap in (False, True):
+        process = join(folder.path, os.getpid(), wrap=wrap)
+        output, _ = process.communicate(timeout=60)
+        assert output == "joined\n"
+    assert len(folder.read_metrics()) == 2
+
+
+def test_joining_removes_what_a_killed_trainer_left_half_written(folder: RunFolder) -> None:
+    torn = folder.path / "checkpoints" / ".step-000003.tmp"
+    torn.mkdir()
+    (folder.path / "metrics.jsonl").write_text('{"step": 0}\n{"st')
+    assert join(folder.path, os.getpid()).communicate(timeout=60)[0] == "joined\n"
+    assert not torn.exists()
+    assert (folder.path / "metrics.jsonl").read_text().splitlines() == [
+        '{"step": 0}',
+        '{"step": 1}',
+    ]
+
+
+def test_a_stranger_is_refused_and_writes_nothing(folder: RunFolder) -> None:
+    output, _ = join(folder.path, os.getppid()).communicate(timeout=60)
+    assert "is held by process" in output
+    assert str(os.getpid()) in output
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        output, _ = join(folder.path, stranger.pid).communicate(timeout=60)
+    finally:
+        stranger.kill()
+        stranger.wait()
+    assert f"process {stranger.pid} did not start this one" in output
+    assert "agentrl train --config" in output
+    assert folder.read_metrics() == []
+
+
+def test_a_folder_that_nobody_holds_any_more_is_refused(make_config) -> None:
+    with RunFolder.create_or_resume(make_config()) as run:
+        path = run.path
+    output, _ = join(path, os.getpid()).communicate(timeout=60)
+    assert "refused" in output
+    assert "not held" in output
+
+
+def test_another_command_is_refused_while_the_trainer_is_there_and_while_it_is_not(
+    folder: RunFolder, make_config
+) -> None:
+    code = """
+        import sys
+        from agentrl_cli.config.loading import load_config
+        from agentrl_cli.store.run_folder import RunFolder
+        RunFolder.create_or_resume(load_config(sys.argv[1]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(folder.config_path)]
+    trainer = join(folder.path, os.getpid(), seconds=60)
+    try:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "joined\n"
+        for is_running in (True, False):
+            if not is_running:
+                trainer.kill()
+                trainer.wait()
+            other = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+            assert f"process {os.getpid()} is training in this run folder" in other.stderr
+    finally:
+        trainer.kill()
+        trainer.communicate()
+
+
+def test_the_next_command_waits_for_a_trainer_that_is_still_dying(make_config) -> None:
+    """Killed with its command, a trainer may be gone a moment later: it must not write any more."""
+    config = make_config()
+    with RunFolder.create_or_resume(config) as run:
+        trainer = join(run.path, os.getpid(), seconds=60)
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "joined\n"
+    later = subprocess.Popen(
+        [sys.executable, "-c", "import os, sys, time; time.sleep(1); "
+         f"os.kill({trainer.pid}, {int(signal.SIGKILL)})"]
+    )  # fmt: skip
+    with RunFolder.create_or_resume(config):
+        assert trainer.wait(0.5) == -signal.SIGKILL
+    later.wait()
+    trainer.communicate()
+
+
+def test_two_trainers_of_one_command_are_refused(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = join(folder.path, os.getpid(), seconds=60)
+    try:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "joined\n"
+        monkeypatch.setattr("agentrl_cli.store.run_folder._ORPHAN_SECONDS", 0.2)
+        monkeypatch.setattr("agentrl_cli.store.run_folder.check_held_by", lambda *_: None)
+        with pytest.raises(RunFolderError, match=f"process {trainer.pid} is training"):
+            RunFolder.join(folder.path, os.getpid())
+    finally:
+        trainer.kill()
+        trainer.communicate()
+
+
+def test_the_saved_configuration_comes_back_whole_with_its_secrets(make_config) -> None:
+    config = make_config(
+        agent_builder_kwargs={
+            "api_key": "geheim",
+            "tools": [{"url": "http://x", "password": "p"}, "sk-abcdefgh"],
+            "depth": 3,
+        }
+    )
+    secrets = find_secrets(config.model_dump(mode="json"))
+    with RunFolder.create_or_resume(config):
+        path = run_dir_of(config)
+        text = (path / "config.yaml").read_text()
+        assert not any(secret in text for secret in ("geheim", "sk-abcdefgh"))
+        assert load_saved_config(path) != config
+        assert load_saved_config(path, secrets) == config
