@@ -30,7 +30,8 @@ def evaluate_command(
     """Measure an agent on the validation dataset: mean reward, pass@k, lengths, failures."""
     _check_endpoint(checkpoint, base_url, model)
     from agentrl_cli.config.loading import load_config
-    from agentrl_cli.launch.plan import check_supported, count_visible_gpus
+    from agentrl_cli.launch.machine import count_visible_gpus
+    from agentrl_cli.launch.plan import check_supported
 
     experiment = load_config(config, overrides or [])
     if base_url is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,28 +26,32 @@ def train_command(
 ) -> None:
     """Train an agent; typed again, it goes on where it was stopped."""
     from agentrl_cli.config.loading import dump_config, load_config
-    from agentrl_cli.launch.plan import (
-        build_plan,
-        check_supported,
-        count_visible_gpus,
-        format_plan,
-    )
+    from agentrl_cli.launch.machine import Machine
+    from agentrl_cli.launch.plan import build_plan, check_supported, format_plan
 
     experiment = load_config(config, overrides or [])
     experiment.check_trainable()
-    num_gpus = count_visible_gpus()
+    machine = Machine.detect()
     if dry_run:
+        from agentrl_cli.launch.head import needs_untied_head
         from agentrl_cli.store.run_folder import run_dir_of
 
         typer.echo(dump_config(experiment), nl=False)
-        plan = format_plan(build_plan(experiment, num_gpus=num_gpus))
+        # A built-in model, or one on the hub, is not made or fetched for this.
+        untied_head = Path(experiment.model.path).is_dir() and needs_untied_head(
+            experiment, experiment.model.path, purpose="train", num_gpus=machine.num_gpus
+        )
+        run_dir = str(run_dir_of(experiment))
+        plan = format_plan(
+            build_plan(experiment, machine, run_dir=run_dir, untied_head=untied_head)
+        )
         # As comments: what is printed stays a configuration file.
-        typer.echo(f"# run folder: {run_dir_of(experiment)}\n# processes:")
+        typer.echo(f"# run folder: {run_dir}\n# processes:")
         typer.echo("\n".join(f"#   {line}" for line in plan.splitlines()))
-        check_supported(experiment, num_gpus=num_gpus)
+        check_supported(experiment, num_gpus=machine.num_gpus)
         typer.echo("# nothing was started (--dry-run)")
         return
-    check_supported(experiment, num_gpus=num_gpus)
+    check_supported(experiment, num_gpus=machine.num_gpus)
 
     from agentrl_cli.cli.display import build_observer
     from agentrl_cli.cli.failures import crashes_logged

