@@ -1,0 +1,337 @@
+"""What gateway and router cost before a vLLM server, and what servers themselves cost.
+
+    python -m benchmarks.vllm_serving
+    python -m benchmarks.vllm_serving --parts null        # no vLLM needed
+
+Three figures, each from one run of this module:
+
+- requests/s, added latency and CPU of three-turn sessions through gateway and router, beside a
+  plain aiohttp client that sends the same token ids to the server itself; on a server that
+  answers at once (``null``) and on real vLLM (``vllm``). Rounds of both ways alternate; the
+  figures are medians over the rounds. Client, server, and gateway with router are processes
+  of their own: the CPU time is that of gateway and router alone.
+- ``publish``: a publication of new weights to real vLLM through the file, beside one copy of
+  the same bytes in memory.
+- the time from nothing to the first token of a server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.engine.protocol import Sampling
+from agentrl_cli.engine.router import EngineRouter
+from agentrl_cli.engine.server import ServerEndpoint
+from agentrl_cli.engine.vllm import VllmServer
+from agentrl_cli.engine.vllm_wire import GENERATE_PATH
+from agentrl_cli.engine.weight_transfer import build_weight_transfer
+from agentrl_cli.launch.servers import ServerFleet
+from agentrl_cli.log import SilentObserver
+from agentrl_cli.models.tokenizer import train_tokenizer
+from agentrl_cli.tracking.gateway import Gateway
+
+_NUM_TURNS = 3
+_NUM_NEW_TOKENS = 24
+_QUESTION = {"role": "user", "content": "What is the sum of the numbers from one to ten?"}
+_MAX_MODEL_LEN = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One way, one round."""
+
+    requests_per_second: float
+    p50_ms: float
+    """Median duration of a request, seen by the client."""
+    cpu_ms: float
+    """CPU milliseconds of this process, which holds gateway and router, for a request."""
+
+
+def build_config(model_folder: str, log_dir: str, max_num_seqs: int) -> ExperimentConfig:
+    """An experiment of which only model and engine count."""
+    return ExperimentConfig.model_validate(
+        {
+            "experiment_name": "benchmark",
+            "output_dir": log_dir,
+            "model": {"path": model_folder, "dtype": "float32"},
+            "agent_builder_path": "builders.none",
+            "train_dataset": {"path": "none.jsonl"},
+            "engine": {
+                "kind": "vllm",
+                "device": "cpu",
+                "max_model_len": _MAX_MODEL_LEN,
+                "max_num_seqs": max_num_seqs,
+                "weight_transfer": {"kind": "disk"},
+            },
+        }
+    )
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A small tokenizer with a chat template."""
+    return train_tokenizer([_QUESTION["content"], "The answer is fifty-five."], 512)
+
+
+def save_model(folder: Path, hidden_size: int, num_layers: int) -> PreTrainedModel:
+    """A random Qwen2 without an end token, saved with its tokenizer."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 3,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=hidden_size // 64,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return model
+
+
+@asynccontextmanager
+async def open_process(*argv: str) -> AsyncIterator[Process]:
+    """A Python module that runs for as long as the block."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", *argv), stdin=PIPE, stdout=PIPE, limit=2**24
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def open_router(
+    config: ExperimentConfig, folder: str, endpoints: list[ServerEndpoint], version: int | None
+) -> AsyncIterator[EngineRouter]:
+    """A router before servers that run."""
+    router = EngineRouter(
+        [VllmServer(endpoint, config.engine, model_name="m") for endpoint in endpoints],
+        config.engine,
+        model_name="m",
+        transfer=build_weight_transfer(config, model_folder=folder, tied_names={}, num_gpus=0),
+    )
+    try:
+        await router.start(version)
+        yield router
+    finally:
+        await router.close()
+
+
+class Comparison:
+    """The same sessions on the bare server and through gateway and router."""
+
+    def __init__(self, router: EngineRouter, endpoint: ServerEndpoint, load: Process) -> None:
+        self._gateway = Gateway(router, build_tokenizer())
+        self._endpoint = endpoint
+        self._load = load
+
+    async def run(self, num_sessions: int, num_rounds: int) -> dict[str, Round]:
+        """Medians over the rounds, by way."""
+        rounds: dict[str, list[Round]] = {"bare server": [], "gateway + router": []}
+        for number in range(num_rounds + 1):
+            bare = await self._measure(self._build_bare_job(num_sessions))
+            sessions = [
+                self._gateway.open_session(sampling=Sampling(max_tokens=_NUM_NEW_TOKENS))
+                for _ in range(num_sessions)
+            ]
+            routed = await self._measure(
+                {
+                    "url": f"{await self._gateway.serve()}/chat/completions",
+                    "keys": [session.key for session in sessions],
+                    "num_turns": _NUM_TURNS,
+                    "question": _QUESTION,
+                }
+            )
+            for session in sessions:
+                self._gateway.close_session(session)
+            if number:  # the first round warms up
+                rounds["bare server"].append(bare)
+                rounds["gateway + router"].append(routed)
+        return {way: _compute_median(measured) for way, measured in rounds.items()}
+
+    def _build_bare_job(self, num_sessions: int) -> dict[str, Any]:
+        template = self._gateway.template
+        empty = {"role": "assistant", "content": ""}
+        first, second = (
+            template.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+            for messages in ([_QUESTION], [_QUESTION, empty, _QUESTION])
+        )
+        return {
+            "url": f"{self._endpoint.base_url}{GENERATE_PATH}",
+            "keys": [self._endpoint.api_key] * num_sessions,
+            "num_turns": _NUM_TURNS,
+            "prompt_ids": list(template.encode(first)),
+            "next_ids": list(template.encode(second.removeprefix(first))),
+            "sampling_params": {
+                **{"max_tokens": _NUM_NEW_TOKENS, "temperature": 1.0, "logprobs": 0},
+                "detokenize": False,
+            },
+        }
+
+    async def _measure(self, job: Mapping[str, Any]) -> Round:
+        assert self._load.stdin is not None
+        assert self._load.stdout is not None
+        cpu = time.process_time()
+        self._load.stdin.write(json.dumps(job).encode() + b"\n")
+        line = await self._load.stdout.readline()
+        cpu = time.process_time() - cpu
+        if not line:
+            raise RuntimeError("the client failed; its message stands above")
+        figures = json.loads(line)
+        num_requests = len(job["keys"]) * job["num_turns"]
+        return Round(**figures, cpu_ms=1e3 * cpu / num_requests)
+
+    async def close(self) -> None:
+        """Closes the gateway."""
+        await self._gateway.close()
+
+
+def _compute_median(rounds: list[Round]) -> Round:
+    return Round(
+        *(
+            statistics.median(getattr(measured, field) for measured in rounds)
+            for field in ("requests_per_second", "p50_ms", "cpu_ms")
+        )
+    )
+
+
+async def compare(
+    title: str,
+    router: EngineRouter,
+    endpoint: ServerEndpoint,
+    arguments: argparse.Namespace,
+) -> None:
+    """Both ways at every load, as a table."""
+    print(f"\n{title}: sessions of {_NUM_TURNS} turns at once, {arguments.rounds} rounds\n")
+    print("| sessions | way | requests/s | of bare | p50 ms | added ms | CPU ms a request |")
+    print("|---|---|---|---|---|---|---|")
+    async with open_process("benchmarks.load") as load:
+        comparison = Comparison(router, endpoint, load)
+        for num_sessions in arguments.sessions:
+            figures = await comparison.run(num_sessions, arguments.rounds)
+            bare = figures["bare server"]
+            for way, figure in figures.items():
+                print(
+                    f"| {num_sessions} | {way} | {figure.requests_per_second:,.0f} "
+                    f"| {figure.requests_per_second / bare.requests_per_second:.2f} "
+                    f"| {figure.p50_ms:.1f} | {figure.p50_ms - bare.p50_ms:.1f} "
+                    f"| {figure.cpu_ms if figure is not bare else 0.0:.2f} |",
+                    flush=True,
+                )
+        await comparison.close()
+
+
+async def measure_null(folder: Path, arguments: argparse.Namespace) -> None:
+    """Gateway and router before a server that answers at once."""
+    config = build_config(str(folder), str(folder), max(arguments.sessions))
+    async with open_process("benchmarks.null_server", str(_NUM_NEW_TOKENS)) as process:
+        assert process.stdout is not None
+        url = f"http://127.0.0.1:{int(await process.stdout.readline())}"
+        endpoint = ServerEndpoint(name="null-0", base_url=url, api_key="none")
+        async with open_router(config, str(folder), [endpoint], version=0) as router:
+            await compare("A server that answers at once", router, endpoint, arguments)
+
+
+async def measure_vllm(folder: Path, arguments: argparse.Namespace) -> None:
+    """Gateway and router before real vLLM."""
+    save_model(folder, 128, 4)
+    config = build_config(str(folder), str(folder), max(arguments.sessions))
+    fleet = build_fleet(config, folder)
+    started = time.perf_counter()
+    try:
+        await asyncio.to_thread(fleet.start)
+        async with open_router(config, str(folder), fleet.endpoints, version=0) as router:
+            await router.generate([1, 2, 3], Sampling(max_tokens=1))
+            seconds = time.perf_counter() - started
+            print(f"\nFrom the start of one vLLM server to its first token: {seconds:.1f} s")
+            await compare("Real vLLM", router, fleet.endpoints[0], arguments)
+    finally:
+        await asyncio.to_thread(fleet.stop)
+
+
+async def measure_publication(folder: Path, arguments: argparse.Namespace) -> None:
+    """A publication to real vLLM beside a copy in memory."""
+    model = save_model(folder, 1024, arguments.publish_layers)
+    weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+    copies = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+    config = build_config(str(folder), str(folder), 8)
+    fleet = build_fleet(config, folder)
+    try:
+        await asyncio.to_thread(fleet.start)
+        async with open_router(config, str(folder), fleet.endpoints, version=0) as router:
+            publications, copying = [], []
+            for number in range(arguments.rounds + 1):
+                started = time.perf_counter()
+                for name, tensor in weights.items():
+                    copies[name].copy_(tensor)
+                copied = time.perf_counter()
+                await router.publish_weights(number + 1, weights)
+                if number:  # the first round warms up
+                    copying.append(copied - started)
+                    publications.append(time.perf_counter() - copied)
+                await router.generate([1, 2, 3], Sampling(max_tokens=1))
+    finally:
+        await asyncio.to_thread(fleet.stop)
+    publication, copy = statistics.median(publications), statistics.median(copying)
+    print(f"\nA publication of {num_bytes / 1e6:.0f} MB to real vLLM, {arguments.rounds} rounds\n")
+    print("| memory copy ms | publication ms | ratio |")
+    print("|---|---|---|")
+    print(f"| {1e3 * copy:.0f} | {1e3 * publication:.0f} | {publication / copy:.1f} |", flush=True)
+
+
+def build_fleet(config: ExperimentConfig, folder: Path) -> ServerFleet:
+    """One server on the CPU that can be given weights."""
+    return ServerFleet(
+        config,
+        str(folder),
+        purpose="train",
+        num_gpus=0,
+        log_dir=folder / "logs",
+        observer=SilentObserver(),
+    )
+
+
+_PARTS = {"null": measure_null, "vllm": measure_vllm, "publish": measure_publication}
+
+
+def main() -> None:
+    """Reads the arguments and runs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
+    parser.add_argument("--sessions", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--publish-layers", type=int, default=4, help="48 MB each")
+    arguments = parser.parse_args()
+    for part in arguments.parts:
+        with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder:
+            asyncio.run(_PARTS[part](Path(folder), arguments))
+
+
+if __name__ == "__main__":
+    main()
