@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Annotated, Any, Literal, Self
 
@@ -10,7 +11,7 @@ from pydantic import Field, model_validator
 from agentrl_cli.config.algorithm import GrpoConfig
 from agentrl_cli.config.base import StrictConfig
 from agentrl_cli.config.engine import EngineConfig
-from agentrl_cli.errors import ConfigError
+from agentrl_cli.errors import ConfigError, MissingExtraError
 
 #: One path segment: experiments and trials become folder names.
 FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._\-]*$", max_length=120)]
@@ -207,7 +208,9 @@ class ExperimentConfig(StrictConfig):
         """Refuses what can be evaluated but not trained.
 
         Raises:
-            ConfigError: groups of one, or greedy sampling.
+            ConfigError: groups of one, greedy sampling, or weights that would not reach the
+                engine's servers.
+            MissingExtraError: ``model.lora`` is set and peft is not installed.
         """
         if self.gconfig.n_samples == 1 and self.train.algorithm.kind == "grpo":
             raise ConfigError(
@@ -220,4 +223,23 @@ class ExperimentConfig(StrictConfig):
                 "gconfig.temperature: 0 samples the same trajectory every time and leaves "
                 "no gradient. "
                 "Allowed when training: above 0. Type gconfig.temperature=1.0",
+            )
+        self._check_weights_reach_servers()
+
+    def _check_weights_reach_servers(self) -> None:
+        transfer = self.engine.weight_transfer.kind
+        if transfer == "lora" and self.model.lora is None:
+            raise ConfigError(
+                "engine.weight_transfer.kind: lora sends adapters, and without model.lora none is "
+                "trained. Type engine.weight_transfer.kind=disk, or "
+                "model.lora.rank=16 to train an adapter"
+            )
+        if transfer == "nccl" and self.engine.kind == "sglang":
+            raise ConfigError(
+                "engine.weight_transfer.kind: nccl is not supported with engine.kind sglang. "
+                "Allowed: disk, lora. Type engine.weight_transfer.kind=disk"
+            )
+        if self.model.lora is not None and importlib.util.find_spec("peft") is None:
+            raise MissingExtraError(
+                "model.lora needs peft, which is not installed. Type uv pip install 'agentrl[lora]'"
             )

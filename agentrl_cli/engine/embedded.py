@@ -8,6 +8,7 @@ import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -153,6 +154,11 @@ class EmbeddedEngine:
 
     def expect(self, version: int, probes: Sequence[Probe]) -> None:
         """Keeps nothing: a replica in this process cannot come back."""
+
+    @property
+    def previous_weights(self) -> Path | None:
+        """None: weights are replaced in place."""
+        return None
 
     async def publish_weights(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Replaces the weights between two steps and drops all caches made by old ones.

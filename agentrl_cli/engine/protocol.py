@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -133,6 +134,12 @@ class InferenceEngine(Protocol):
 
     def expect(self, version: int, probes: Sequence[Probe]) -> None:
         """Says what a replica that comes back later with ``version`` must be able to show."""
+        ...
+
+    @property
+    def previous_weights(self) -> Path | None:
+        """Safetensors of the version before the last published one, for finding out which
+        weights a replica kept; None: not kept."""
         ...
 
     async def publish_weights(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl_cli.config.engine import EngineConfig
@@ -181,6 +182,11 @@ class EngineRouter:
         WeightMismatchError.
         """
         self._weights.expect(version, probes)
+
+    @property
+    def previous_weights(self) -> Path | None:
+        """Where the version before the last published one lies; None: not kept."""
+        return self._weights.previous_folder
 
     async def publish_weights(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Gives weights to all servers that are in, and to those that come back later.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl_cli.config.engine import EngineConfig
@@ -47,6 +48,11 @@ class ServedWeights:
         self._probes: tuple[int, Sequence[Probe]] | None = None
         self.version: int | None = None
         self.is_paused = False
+
+    @property
+    def previous_folder(self) -> Path | None:
+        """See :class:`WeightTransfer`."""
+        return self._transfer.previous_folder
 
     def expect(self, version: int, probes: Sequence[Probe]) -> None:
         """Keeps what servers must show that come back with ``version``."""

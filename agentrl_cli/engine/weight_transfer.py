@@ -10,7 +10,11 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.server import WeightTransfer
 from agentrl_cli.engine.weight_transfer_disk import DiskTransfer
 from agentrl_cli.engine.weight_transfer_folder import VersionFolders
-from agentrl_cli.engine.weight_transfer_lora import ADAPTER_FILE_NAME, LoraTransfer
+from agentrl_cli.engine.weight_transfer_lora import (
+    ADAPTER_FILE_NAME,
+    NUM_KEPT_ADAPTERS,
+    LoraTransfer,
+)
 from agentrl_cli.engine.weight_transfer_nccl import NcclTransfer
 
 TransferKind = Literal["disk", "nccl", "lora"]
@@ -55,15 +59,21 @@ def build_weight_transfer(
     """
     kind = resolve_transfer_kind(config, num_gpus=num_gpus)
     engine, lora = config.engine, config.model.lora
-    folders = VersionFolders(
-        engine.weight_transfer.dir,
-        ADAPTER_FILE_NAME if kind == "lora" else _MODEL_FILE_NAME,
-        timeout_seconds=engine.publish_timeout_seconds,
-    )
     if kind == "lora":
         if lora is None:
             raise ValueError("engine.weight_transfer.kind lora needs model.lora")
-        return LoraTransfer(folders, lora, base_model=model_folder)
+        adapter_folders = VersionFolders(
+            engine.weight_transfer.dir,
+            ADAPTER_FILE_NAME,
+            timeout_seconds=engine.publish_timeout_seconds,
+            num_kept=NUM_KEPT_ADAPTERS,
+        )
+        return LoraTransfer(adapter_folders, lora, base_model=model_folder)
+    folders = VersionFolders(
+        engine.weight_transfer.dir,
+        _MODEL_FILE_NAME,
+        timeout_seconds=engine.publish_timeout_seconds,
+    )
     disk = DiskTransfer(
         folders, model_folder=find_local_folder(model_folder), tied_names=tied_names
     )

@@ -1,4 +1,4 @@
-"""Private folders with the weights of the last two versions; those of dead runs are removed."""
+"""Private folders with the weights of the last versions; those of dead runs are removed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ _PREFIX = "agentrl-weights-"
 _LOCK_NAME = "lock"
 _PARTIAL_NAME = "partial"
 _MEMORY_FOLDER = Path("/dev/shm")
-#: The version that servers hold and the one before; the next overwrites the older one.
-_NUM_KEPT = 2
 #: A folder without a lock is one in the making; after so long its maker is dead.
 _UNLOCKED_SECONDS = 3600.0
 #: What a thread may take longer than its deadline before nobody waits for it.
@@ -55,13 +53,20 @@ class _Slot:
 
 
 class VersionFolders:
-    """Writes one folder for each version, and keeps the last two.
+    """Writes one folder for each version, and keeps the last ones.
 
     They lie in a folder of mode 0700 with a lock that the kernel lets go of when this process
     dies, however it dies: so the next run knows which folders nobody needs any more.
     """
 
-    def __init__(self, directory: str | None, file_name: str, *, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        directory: str | None,
+        file_name: str,
+        *,
+        timeout_seconds: float,
+        num_kept: int = 2,
+    ) -> None:
         """Writes nothing yet.
 
         Args:
@@ -69,10 +74,13 @@ class VersionFolders:
                 folder for temporary files.
             file_name: of the safetensors file in each folder.
             timeout_seconds: deadline of one version.
+            num_kept: versions, 2 at least: the one that servers hold, the one before, and
+                older ones that they may still read. The next version overwrites the oldest.
         """
         self._directory = directory
         self._file_name = file_name
         self._timeout_seconds = timeout_seconds
+        self._num_kept = num_kept
         self._root: Path | None = None
         self._finalizer: Callable[[], object] | None = None
         self._slots: list[_Slot] = []
@@ -87,7 +95,7 @@ class VersionFolders:
     @property
     def previous(self) -> Path | None:
         """The folder of the version before the last; None: there is none any more."""
-        return self._slots[0].folder if len(self._slots) == _NUM_KEPT else None
+        return self._slots[-2].folder if len(self._slots) > 1 else None
 
     async def write(
         self,
@@ -118,8 +126,8 @@ class VersionFolders:
             size = sum(t.numel() * t.element_size() for t in tensors.values()) / _GIB
             raise EngineError(
                 f"the weights of version {version} ({size:.2f} GiB) cannot be written to "
-                f"{self._root or self._directory}: {error}. {_NUM_KEPT} versions must fit. Free "
-                "some space, or type engine.weight_transfer.dir=FOLDER with one that has more"
+                f"{self._root or self._directory}: {error}. {self._num_kept} versions must fit. "
+                "Free some space, or type engine.weight_transfer.dir=FOLDER with one that has more"
             ) from error
 
     def close(self) -> None:
@@ -161,7 +169,7 @@ class VersionFolders:
     def _take_slot(self, root: Path) -> _Slot:
         """A folder under a name that nobody looks at: the oldest one, or a new one."""
         partial = root / _PARTIAL_NAME
-        if len(self._slots) == _NUM_KEPT:
+        if len(self._slots) == self._num_kept:
             slot = self._slots.pop(0)
             slot.rename(partial)
             return slot
@@ -171,7 +179,7 @@ class VersionFolders:
     def _open(self, num_bytes: int) -> Path:
         """The private folder, made at the first use: only then is known how much must fit."""
         if self._root is None:
-            parent = _choose_parent(self._directory, _NUM_KEPT * num_bytes)
+            parent = _choose_parent(self._directory, self._num_kept * num_bytes)
             self._root, descriptor = _make_locked_folder(parent)
             # At the interpreter's end too, should nobody close this.
             self._finalizer = weakref.finalize(self, _remove_folder, self._root, descriptor)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 ADAPTER_FILE_NAME = "adapter_model.safetensors"
+#: A call goes on with the adapter that it began with, which vLLM may have to read again.
+NUM_KEPT_ADAPTERS = 16
 _CONFIG_NAME = "adapter_config.json"
 #: What peft puts after the name of a layer.
 _LAYER_END = ".lora_A.weight"

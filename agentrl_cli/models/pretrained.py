@@ -17,6 +17,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from agentrl_cli.errors import ModelError
+from agentrl_cli.models.lora import is_adapter_folder, load_merged_model
 
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -69,10 +70,16 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
 def load_model(path: str, dtype: str | torch.dtype, device: str | torch.device) -> PreTrainedModel:
     """The causal language model of a folder or hub id, in evaluation mode.
 
+    A folder with an adapter alone gives the model that it was trained on, merged with it.
+
     Raises:
         ModelError: there are no weights, or transformers cannot load them.
     """
     folder = Path(path)
+    number_type = _DTYPES[dtype] if isinstance(dtype, str) else dtype
+    if is_adapter_folder(folder):
+        with without_progress_bars():
+            return load_merged_model(folder, number_type).to(device).eval()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(
@@ -85,7 +92,6 @@ def load_model(path: str, dtype: str | torch.dtype, device: str | torch.device) 
                 f"{path}: found config.json and no weights. Copy the *.safetensors files into the "
                 "folder, or type model.path= with the folder that holds them"
             )
-    number_type = _DTYPES[dtype] if isinstance(dtype, str) else dtype
     try:
         with without_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(path, dtype=number_type)

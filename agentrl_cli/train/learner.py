@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunError, StoreError
+from agentrl_cli.models.lora import add_adapter, load_adapter_weights
 from agentrl_cli.models.pretrained import without_progress_bars
 from agentrl_cli.records import Trajectory
 from agentrl_cli.train.advantages import compute_advantages
@@ -27,6 +28,12 @@ from agentrl_cli.train.losses import LossInputs, compute_loss
 from agentrl_cli.train.minibatches import Minibatch, build_minibatches
 from agentrl_cli.train.optimizer import MasterOptimizer, compute_learning_rate
 from agentrl_cli.train.packing import MicroBatch, pack_samples
+from agentrl_cli.train.published import (
+    AdapterWeights,
+    MergedWeights,
+    PublishedWeights,
+    WholeWeights,
+)
 from agentrl_cli.train.samples import Sample, build_samples, build_scoring_sample
 from agentrl_cli.train.update_metrics import UpdateMetrics
 
@@ -50,22 +57,32 @@ class Learner:
         reference_model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         device: torch.device | str = "cpu",
+        published: Literal["whole", "adapter"] = "whole",
     ) -> None:
         """Takes ``model`` over: it is moved, cast and changed by every update.
+
+        With ``config.model.lora`` an adapter is put on it, which alone is trained.
 
         Args:
             model: in float32 if it is to be trained from its exact weights; it computes in
                 ``config.model.dtype``.
             config: the experiment's.
-            reference_model: needed with ``kl_coef``; frozen.
+            reference_model: needed with ``kl_coef``; frozen. With an adapter, the model
+                without it is the reference.
             tokenizer: saved beside the weights.
             device: where both models are kept.
+            published: what :meth:`weights` gives: all weights (an adapter added to them), or
+                the adapter's, as engines with ``engine.weight_transfer.kind`` lora need them.
 
         Raises:
-            ModelError: an architecture whose attention or output head agentrl cannot follow.
+            MissingExtraError: an adapter is asked for and peft is not installed.
+            ModelError: an architecture whose attention or output head agentrl cannot follow,
+                or an adapter that does not fit.
             ValueError: ``kl_coef`` is set and ``reference_model`` is missing.
         """
-        if config.train.algorithm.kl_coef > 0 and reference_model is None:
+        lora = config.model.lora
+        self._has_kl = config.train.algorithm.kl_coef > 0
+        if self._has_kl and lora is None and reference_model is None:
             raise ValueError("train.algorithm.kl_coef is set: the learner needs a reference_model")
         self.model = model
         self.step = 0
@@ -73,7 +90,7 @@ class Learner:
         self._train = config.train
         self._tokenizer = tokenizer
         self._device = torch.device(device)
-        self._reference = reference_model if config.train.algorithm.kl_coef > 0 else None
+        self._reference = reference_model if self._has_kl and lora is None else None
         dtype = _DTYPES[config.model.dtype]
         for one in (model, self._reference):
             if one is not None:
@@ -81,6 +98,9 @@ class Learner:
                 use_packed_attention(one)
                 one.to(self._device)
                 _remove_dropout(one)
+        if lora is not None:
+            add_adapter(model, lora, seed=config.seed)
+        self._published = _choose_published(model, published, has_adapter=lora is not None)
         self._optimizer = MasterOptimizer(model, config.train, dtype)
         if self._reference is not None:
             self._reference.to(dtype).eval().requires_grad_(False)
@@ -131,10 +151,13 @@ class Learner:
         starts: Sequence[int] | None = None,
         temperature: float = 1.0,
         top_p: float = 1.0,
+        replaced: Mapping[str, Tensor] | None = None,
     ) -> list[list[float]]:
         """Logprobs of the tokens of each list from position ``starts[i]`` (default 1) to its end.
 
         They are of the distribution that is sampled from at ``temperature`` and ``top_p``.
+        Tensors in ``replaced`` stand for the published ones of that name; of two names of one
+        tensor, for the one given alone.
         """
         self._use_threads()
         starts = [1] * len(token_id_lists) if starts is None else starts
@@ -142,27 +165,33 @@ class Learner:
             build_scoring_sample(ids, start, temperature=temperature, top_p=top_p)
             for ids, start in zip(token_id_lists, starts, strict=True)
         ]
-        scored = self._score(self.model, [s for s in samples if s.num_trained_tokens])
+        located: dict[str, Tensor] = {}
+        for name, tensor in (replaced or {}).items():
+            located |= self._published.locate(name, tensor)
+        scored = self._score(
+            self.model, [s for s in samples if s.num_trained_tokens], replaced=located
+        )
         return [
             scored[id(sample)][sample.loss_mask].tolist() if id(sample) in scored else []
             for sample in samples
         ]
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's tensors by Hugging Face name, in the dtype it computes in, not copied.
+        """The published tensors by name, in the dtype the model computes in, mostly not copied.
 
-        Tied tensors come once, under the first of their names.
+        All weights have their Hugging Face names, tied ones once, under the first of theirs;
+        an adapter's have those of peft's files.
         """
-        seen: set[int] = set()
-        unique = {}
-        for name, tensor in self.model.state_dict().items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
-                unique[name] = tensor.detach()
-        return unique
+        return self._published.tensors()
+
+    def published_names(self) -> Mapping[str, str]:
+        """Every name of a published tensor -> the one it has in :meth:`weights`."""
+        return self._published.names()
 
     def save(self, folder: str | Path) -> None:
         """Writes a folder that ``AutoModelForCausalLM.from_pretrained`` and :meth:`load` read.
+
+        With an adapter it holds the adapter alone, in peft's format, and names its base model.
 
         Raises:
             StoreError: it cannot be written.
@@ -193,7 +222,7 @@ class Learner:
         """
         folder = Path(folder)
         step, optimizer_state, masters = load_learner_state(folder, self._checkpoint_facts())
-        weights = load_weights(self.model, folder) if masters is None else masters
+        weights = masters or self._load_saved_weights(folder)
         try:
             self._optimizer.load_master_weights(weights)
             self._optimizer.load_state_tensors(optimizer_state)
@@ -201,11 +230,21 @@ class Learner:
             raise StoreError(f"the checkpoint {folder} is of another model: {error}") from error
         self.step = step
 
-    def _needs_forward(self, sample: Sample) -> bool:
-        return sample.has_advantage or self._reference is not None
+    def _load_saved_weights(self, folder: Path) -> dict[str, Tensor]:
+        if self._config.model.lora is not None:
+            return load_adapter_weights(folder)
+        return load_weights(self.model, folder)
 
-    def _checkpoint_facts(self) -> dict[str, str]:
-        return {"dtype": self._config.model.dtype, "model_class": type(self.model).__name__}
+    def _needs_forward(self, sample: Sample) -> bool:
+        return sample.has_advantage or self._has_kl
+
+    def _checkpoint_facts(self) -> dict[str, Any]:
+        lora = self._config.model.lora
+        return {
+            "dtype": self._config.model.dtype,
+            "model_class": type(self.model).__name__,
+            "lora": None if lora is None else lora.model_dump(mode="json"),
+        }
 
     def _use_threads(self) -> None:
         """Sets the CPU threads of the calling thread, which OpenMP keeps apart."""
@@ -217,8 +256,24 @@ class Learner:
                 len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
             )
 
-    def _score(self, model: PreTrainedModel, samples: Sequence[Sample]) -> dict[int, Tensor]:
-        return score_samples(model, samples, self._train.micro_batch_tokens, self._device)
+    def _score(
+        self,
+        model: PreTrainedModel,
+        samples: Sequence[Sample],
+        replaced: Mapping[str, Tensor] | None = None,
+    ) -> dict[int, Tensor]:
+        budget = self._train.micro_batch_tokens
+        return score_samples(model, samples, budget, self._device, replaced=replaced)
+
+    def _score_reference(self, samples: Sequence[Sample]) -> dict[int, Tensor]:
+        """Logprobs of the model that the KL term holds on to."""
+        if self._reference is not None:
+            return self._score(self._reference, samples)
+        self.model.disable_adapters()
+        try:
+            return self._score(self.model, samples)
+        finally:
+            self.model.enable_adapters()
 
     def _score_fixed(self, samples: Sequence[Sample]) -> _FixedLogprobs:
         """What stays fixed during the step.
@@ -229,7 +284,7 @@ class Learner:
         has_several_updates = self._train.num_minibatches * self._train.num_epochs > 1
         return _FixedLogprobs(
             proximal=self._score(self.model, samples) if has_several_updates else None,
-            reference=None if self._reference is None else self._score(self._reference, samples),
+            reference=self._score_reference(samples) if self._has_kl else None,
         )
 
     def _train_minibatch(
@@ -313,6 +368,14 @@ def _join(scored: Mapping[int, Tensor] | None, batch: MicroBatch) -> Tensor | No
     if scored is None:
         return None
     return torch.cat([scored[id(s)] for s in batch.samples]).to(batch.input_ids.device)
+
+
+def _choose_published(
+    model: PreTrainedModel, published: str, *, has_adapter: bool
+) -> PublishedWeights:
+    if published == "adapter":
+        return AdapterWeights(model)
+    return MergedWeights(model) if has_adapter else WholeWeights(model)
 
 
 def _remove_dropout(model: nn.Module) -> None:

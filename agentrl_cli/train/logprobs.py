@@ -6,11 +6,12 @@ so comparable with the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.functional import log_softmax, nll_loss
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -80,18 +81,37 @@ def compute_micro_batch_logprobs(model: PreTrainedModel, batch: MicroBatch) -> T
 
 @torch.no_grad()
 def score_samples(
-    model: PreTrainedModel, samples: Sequence[Sample], max_tokens: int, device: torch.device
+    model: PreTrainedModel,
+    samples: Sequence[Sample],
+    max_tokens: int,
+    device: torch.device,
+    *,
+    replaced: Mapping[str, Tensor] | None = None,
 ) -> dict[int, Tensor]:
     """Logprobs of each sample's trained tokens, [tokens] on the CPU, by ``id(sample)``.
 
-    ``max_tokens`` is the budget of a micro-batch.
+    ``max_tokens`` is the budget of a micro-batch. Parameters in ``replaced`` stand for the
+    model's own of that name, and for those of that name alone where two are tied.
     """
+    scoring = _ScoringModule(model)
+    substitutes = {f"model.{name}": tensor for name, tensor in (replaced or {}).items()}
     scored: dict[int, Tensor] = {}
     for batch in pack_samples(samples, max_tokens, device):
-        logprobs = compute_micro_batch_logprobs(model, batch).logprobs.cpu()
-        parts = torch.split(logprobs, list(batch.lengths))
+        output = functional_call(scoring, substitutes, (batch,), tie_weights=False)
+        parts = torch.split(output.logprobs.cpu(), list(batch.lengths))
         scored |= {id(sample): part for sample, part in zip(batch.samples, parts, strict=True)}
     return scored
+
+
+class _ScoringModule(nn.Module):
+    """:func:`compute_micro_batch_logprobs` as a module, whose parameters can be replaced."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: MicroBatch) -> TokenLogprobs:
+        return compute_micro_batch_logprobs(self.model, batch)
 
 
 def compute_logprobs(

@@ -1,0 +1,134 @@
+"""Low-rank adapters by peft: put on a model, written and read in peft's own format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from agentrl_cli.config.experiment import LoraConfig
+from agentrl_cli.errors import MissingExtraError, ModelError, StoreError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+ADAPTER_FILE_NAME = "adapter_model.safetensors"
+#: peft's name of a model's only adapter, a part of its parameters' names.
+ADAPTER_NAME = "default"
+#: What peft puts before the names in its files.
+SAVED_PREFIX = "base_model.model."
+
+
+def is_adapter_folder(path: str | Path) -> bool:
+    """True for a folder with an adapter alone, such as a checkpoint of a LoRA run."""
+    folder = Path(path)
+    return (folder / ADAPTER_CONFIG_NAME).is_file() and not (folder / "config.json").is_file()
+
+
+def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> None:
+    """Puts an adapter on ``model`` that changes nothing yet, and freezes everything else.
+
+    Raises:
+        MissingExtraError: peft is not installed.
+        ModelError: ``model.lora.target_modules`` names no layer of the model.
+    """
+    peft = _import_peft()
+    path = model.name_or_path
+    if path and Path(path).is_dir():
+        # The checkpoint must be usable from any folder.
+        model.name_or_path = str(Path(path).absolute())
+    targets = lora.target_modules
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model.add_adapter(config, ADAPTER_NAME)
+    except ValueError as error:
+        names = {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        }
+        raise ModelError(
+            f"model.lora.target_modules: {targets!r} cannot get an adapter in "
+            f"{type(model).__name__}: {error}. Allowed: all-linear, or some of "
+            f"{', '.join(sorted(names))}"
+        ) from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+
+
+def load_merged_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model that an adapter was trained on, with the adapter in its weights.
+
+    Raises:
+        MissingExtraError: peft is not installed.
+        ModelError: the base model is not where it was, or the adapter is not one of it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    peft = _import_peft()
+    path = Path(folder) / ADAPTER_CONFIG_NAME
+    try:
+        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} is not peft's configuration of an adapter: {error!r}") from error
+    try:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        merged: PreTrainedModel = peft.PeftModel.from_pretrained(
+            model, str(folder)
+        ).merge_and_unload()
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(
+            f"{folder}: this adapter was trained on {base!r} (base_model_name_or_path in "
+            f"{ADAPTER_CONFIG_NAME}), with which it cannot be loaded: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}. Put the base model there, or correct the name "
+            "in the file"
+        ) from error
+    return merged
+
+
+def load_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The adapter's tensors in ``folder``, on the CPU, by parameter names of the model.
+
+    Raises:
+        StoreError: the file cannot be read.
+    """
+    path = folder / ADAPTER_FILE_NAME
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"the adapter {path} cannot be loaded: {error}") from error
+    return {to_parameter_name(name): tensor for name, tensor in tensors.items()}
+
+
+def to_parameter_name(saved_name: str) -> str:
+    """The model's name of a parameter that has ``saved_name`` in peft's file."""
+    layer, matrix, kind = saved_name.removeprefix(SAVED_PREFIX).rsplit(".", 2)
+    return f"{layer}.{matrix}.{ADAPTER_NAME}.{kind}"
+
+
+def to_saved_name(parameter_name: str) -> str:
+    """peft's name in a file of the adapter's parameter ``parameter_name``."""
+    return SAVED_PREFIX + parameter_name.replace(f".{ADAPTER_NAME}.", ".")
+
+
+def _import_peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtraError(
+            "model.lora needs peft, which is not installed. Type uv pip install 'agentrl[lora]'"
+        ) from error
+    return peft

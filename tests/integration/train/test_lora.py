@@ -1,0 +1,184 @@
+"""LoRA on a tiny model: what is trained, published, saved, and read by others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from agentrl_cli.config.experiment import LoraConfig
+from agentrl_cli.engine.weight_transfer_lora import build_adapter_config
+from agentrl_cli.errors import ModelError, RunFolderError
+from agentrl_cli.models.lora import load_merged_model
+from agentrl_cli.models.pretrained import load_model
+from agentrl_cli.train.learner import Learner
+
+pytest.importorskip("peft", reason="needs peft (extra lora)")
+
+SEQUENCES = [[5, 6, 7, 8, 9, 10], [11] * 9]
+
+
+@pytest.fixture
+def base(build_model, tmp_path: Path) -> Path:
+    """A folder with the tiny model."""
+    folder = tmp_path / "base"
+    build_model(tied=True).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def make_learner(base: Path, build_config):
+    def make(
+        *, published: Any = "adapter", dtype: str = "float32", lora: Any = None, **train: Any
+    ) -> Learner:
+        config = build_config(dtype=dtype, learning_rate=5e-2, **train)
+        changes = {"lora": LoraConfig.model_validate(lora or {"rank": 4, "alpha": 8.0})}
+        model = config.model.model_copy(update=changes)
+        config = config.model_copy(update={"model": model})
+        return Learner(load_model(str(base), "float32", "cpu"), config, published=published)
+
+    return make
+
+
+def parameters_of(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in learner.model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_only_the_adapter_moves(make_learner, ragged_batch, dtype):
+    learner = make_learner(dtype=dtype)
+    before = parameters_of(learner)
+    for version in range(2):
+        learner.update(ragged_batch, version)
+    moved = {name for name, p in parameters_of(learner).items() if not torch.equal(p, before[name])}
+    assert moved == {name for name in before if ".lora_" in name}
+    assert not any("lm_head" in name or "embed" in name for name in moved)
+
+
+def test_a_new_adapter_changes_nothing(make_learner, build_model, build_config):
+    plain = Learner(build_model(tied=True), build_config())
+    assert make_learner().compute_logprobs(SEQUENCES) == plain.compute_logprobs(SEQUENCES)
+
+
+def test_two_learners_begin_with_the_same_adapter(make_learner):
+    first, second = make_learner().weights(), make_learner().weights()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert any(tensor.abs().sum() > 0 for tensor in first.values())
+
+
+def test_merged_weights_are_the_adapted_model(make_learner, ragged_batch, build_model):
+    learner = make_learner(published="whole")
+    learner.update(ragged_batch, 0)
+    plain = build_model(tied=True)
+    missing, unexpected = plain.load_state_dict(learner.weights(), strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    check_same_logprobs(plain, learner)
+    assert learner.published_names()["lm_head.weight"] == "model.embed_tokens.weight"
+
+
+def check_same_logprobs(plain: Any, learner: Learner, tolerance: float = 1e-5) -> None:
+    """A plain forward pass of transformers against the learner's."""
+    expected = learner.compute_logprobs(SEQUENCES)
+    for ids, logprobs in zip(SEQUENCES, expected, strict=True):
+        with torch.no_grad():
+            logits = plain(torch.tensor([ids])).logits[0, :-1].float()
+        found = torch.log_softmax(logits, dim=-1)
+        found = found.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1)
+        assert found.tolist() == pytest.approx(logprobs, abs=tolerance)
+
+
+def test_a_saved_adapter_goes_on_bit_for_bit(make_learner, ragged_batch, tmp_path):
+    for dtype in ("float32", "bfloat16"):
+        learner = make_learner(dtype=dtype)
+        learner.update(ragged_batch, 0)
+        learner.save(tmp_path / dtype)
+        learner.update(ragged_batch, 1)
+        other = make_learner(dtype=dtype)
+        other.load(tmp_path / dtype)
+        other.update(ragged_batch, 1)
+        assert other.step == learner.step
+        expected = learner.weights()
+        for name, tensor in other.weights().items():
+            assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_checkpoint_is_a_peft_folder_that_others_load(make_learner, ragged_batch, tmp_path, base):
+    learner = make_learner()
+    learner.update(ragged_batch, 0)
+    folder = tmp_path / "checkpoint"
+    learner.save(folder)
+    assert not list(folder.glob("model*"))
+    saved = load_file(folder / "adapter_model.safetensors")
+    published = learner.weights()
+    assert saved.keys() == published.keys()
+    assert all(torch.equal(saved[name], published[name]) for name in saved)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
+    check_same_logprobs(AutoModelForCausalLM.from_pretrained(folder).eval(), learner)
+    merged = load_model(str(folder), "float32", "cpu")
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    check_same_logprobs(merged, learner)
+
+
+def test_what_a_transfer_writes_is_what_peft_reads(make_learner, ragged_batch, tmp_path, base):
+    """The engine's room writes peft's format without peft."""
+    from safetensors.torch import save_file
+
+    learner = make_learner(lora={"rank": 3, "alpha": 7.0, "target_modules": ["q_proj", "up_proj"]})
+    learner.update(ragged_batch, 0)
+    lora = learner._config.model.lora
+    folder = tmp_path / "published"
+    folder.mkdir()
+    save_file(learner.weights(), folder / "adapter_model.safetensors")
+    text = build_adapter_config(lora, learner.weights(), base_model=str(base))
+    (folder / "adapter_config.json").write_text(text)
+    assert json.loads(text)["target_modules"] == ["q_proj", "up_proj"]
+    check_same_logprobs(load_merged_model(folder, torch.float32).eval(), learner)
+
+
+def test_the_reference_is_the_model_without_its_adapter(make_learner, ragged_batch):
+    learner = make_learner(algorithm={"kind": "grpo", "kl_coef": 0.1})
+    first = learner.update(ragged_batch, 0)
+    second = learner.update(ragged_batch, 1)
+    assert first["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert second["kl"] > 1e-6
+
+
+@pytest.mark.parametrize("published", ["whole", "adapter"])
+def test_replaced_weights_are_computed_with(make_learner, ragged_batch, published):
+    """What the diagnosis asks: the logprobs as if one layer had its older weights."""
+    learner = make_learner(published=published)
+    before = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    expected = learner.compute_logprobs(SEQUENCES)
+    learner.update(ragged_batch, 0)
+    changed = learner.compute_logprobs(SEQUENCES)
+    old = learner.compute_logprobs(SEQUENCES, replaced=before)
+    assert old[0] == pytest.approx(expected[0], abs=1e-5)
+    one = {n: t for n, t in before.items() if "layers.1.mlp.down_proj" in n}
+    mixed = learner.compute_logprobs(SEQUENCES, replaced=one)
+    assert mixed[0] != pytest.approx(changed[0], abs=1e-4)
+    assert mixed[0] != pytest.approx(expected[0], abs=1e-4)
+    assert learner.compute_logprobs(SEQUENCES) == changed
+
+
+def test_unknown_target_modules_name_those_there_are(make_learner):
+    with pytest.raises(ModelError, match=r"target_modules.*nothing.*Allowed: all-linear.*q_proj"):
+        make_learner(lora={"target_modules": ["nothing"]})
+
+
+def test_a_checkpoint_of_another_adapter_is_refused(make_learner, ragged_batch, tmp_path):
+    make_learner().save(tmp_path / "c")
+    with pytest.raises(RunFolderError, match=r"saved with lora .*'rank': 4.*'rank': 2"):
+        make_learner(lora={"rank": 2}).load(tmp_path / "c")
+
+
+def test_an_adapter_whose_base_is_gone_says_so(make_learner, tmp_path, base):
+    make_learner().save(tmp_path / "c")
+    base.rename(tmp_path / "moved")
+    with pytest.raises(ModelError, match=r"trained on '.*base'.*base_model_name_or_path"):
+        load_model(str(tmp_path / "c"), "float32", "cpu")
