@@ -218,7 +218,8 @@ class ServedWeights:
             async with server.until_out(epoch):
                 version = await server.client.policy_version()
         except EngineError as error:
-            if not await is_down(server, error):
+            slow = isinstance(error, EngineTimeoutError)
+            if not slow and not await is_down(server, error):
                 raise
             self._pool.take_out(server, epoch, shorten(str(error)))
             return None

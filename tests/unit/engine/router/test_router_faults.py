@@ -63,11 +63,7 @@ def test_every_call_ends_and_says_the_truth(
         nonlocal published
         for version, (_, moment, _, _) in enumerate(sorted(publications), start=2):
             await _sleep_until(moment)
-            try:
-                await w.router.publish_weights(version, {})
-            except EngineTimeoutError:
-                # A hang that ended right after the deadline: the server lives, so it is told.
-                await w.router.publish_weights(version, {})
+            await _publish(w, version, num_tries=1 + len(faults))
             published = version
             assert await w.router.policy_version() == version
 
@@ -116,3 +112,13 @@ def test_every_call_ends_and_says_the_truth(
 
 async def _sleep_until(moment: float) -> None:
     await asyncio.sleep(1000.0 + moment - asyncio.get_running_loop().time())
+
+
+async def _publish(w: Any, version: int, num_tries: int) -> None:
+    """Publishes; a hang that ends right after its leg's deadline may fail that once."""
+    for number in range(num_tries):
+        try:
+            return await w.router.publish_weights(version, {})
+        except EngineTimeoutError:
+            if number == num_tries - 1:
+                raise
