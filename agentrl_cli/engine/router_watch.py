@@ -6,7 +6,7 @@ import asyncio
 
 from agentrl_cli.engine.router_pool import RoutedServer, ServerPool, describe_foreign, shorten
 from agentrl_cli.engine.router_weights import ServedWeights
-from agentrl_cli.errors import EngineError, ServerDownError, WeightMismatchError
+from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerDownError, WeightMismatchError
 from agentrl_cli.log import get_logger
 
 _log = get_logger(__name__)
@@ -30,7 +30,11 @@ class ServerWatch:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Returns when every server was asked once; those that answered are in."""
+        """Returns when every server was asked once; those that answered are in.
+
+        Raises:
+            EngineError: a server answers that it cannot be used (another version, another key).
+        """
         now = asyncio.get_running_loop().time()
         for server in self._pool.servers:
             server.out_since = now
@@ -98,6 +102,9 @@ class ServerWatch:
         try:
             await server.client.check_health()
         except EngineError as error:
+            may_come = isinstance(error, ServerDownError | EngineTimeoutError)
+            if not self._tasks and not may_come:
+                raise
             if server.epoch == 0:
                 server.out_reason = str(error)
             _log.debug("%s is still out: %s", server.name, error)

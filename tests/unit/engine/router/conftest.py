@@ -76,6 +76,7 @@ class FakeProcess:
     is_alive: bool = True
     is_hung: bool = False
     is_paused: bool = False
+    refuses_key: bool = False
     refuses_weights: bool = False
     ignores_weights: bool = False
     ignores_version: bool = False
@@ -237,6 +238,8 @@ class FakeServer(EngineServer):
 
     async def check_health(self) -> None:
         await self._reach(self.process, 0.002, "health")
+        if self.process.refuses_key:
+            raise EngineError(f"health: {self._name} refused the key")
 
     async def pause(self) -> None:
         process = self.process

@@ -118,7 +118,8 @@ async def _publish(w: Any, version: int, num_tries: int) -> None:
     """Publishes; a hang that ends right after its leg's deadline may fail that once."""
     for number in range(num_tries):
         try:
-            return await w.router.publish_weights(version, {})
+            await w.router.publish_weights(version, {})
+            return
         except EngineTimeoutError:
             if number == num_tries - 1:
                 raise

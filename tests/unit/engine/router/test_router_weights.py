@@ -319,3 +319,16 @@ def test_a_cancelled_publication_leaves_no_server_half_updated(world: Any) -> No
         assert set(generation.versions) == {1}
 
     world.run(story)
+
+
+def test_the_start_does_not_wait_for_a_server_that_says_no(world: Any) -> None:
+    class RefusingWorld(world):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **config: Any) -> None:
+            super().__init__(*args, **config)
+            self.servers[1].process.refuses_key = True
+
+    async def story(w: Any) -> None:
+        raise AssertionError("it started with a server that refuses it")
+
+    with pytest.raises(EngineError, match="fake-1 refused the key"):
+        RefusingWorld.run(story)
