@@ -6,7 +6,6 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,17 +22,13 @@ from agentrl_cli.records import Trajectory
 from agentrl_cli.train.advantages import compute_advantages
 from agentrl_cli.train.attention import use_packed_attention
 from agentrl_cli.train.checkpoint import load_learner_state, load_weights, save_learner_state
+from agentrl_cli.train.fixed_logprobs import FixedLogprobs
 from agentrl_cli.train.logprobs import check_head, compute_micro_batch_logprobs, score_samples
 from agentrl_cli.train.losses import LossInputs, compute_loss
 from agentrl_cli.train.minibatches import Minibatch, build_minibatches
 from agentrl_cli.train.optimizer import MasterOptimizer, compute_learning_rate
 from agentrl_cli.train.packing import MicroBatch, pack_samples
-from agentrl_cli.train.published import (
-    AdapterWeights,
-    MergedWeights,
-    PublishedWeights,
-    WholeWeights,
-)
+from agentrl_cli.train.published import choose_published
 from agentrl_cli.train.samples import Sample, build_samples, build_scoring_sample
 from agentrl_cli.train.update_metrics import UpdateMetrics
 
@@ -72,7 +67,7 @@ class Learner:
             tokenizer: saved beside the weights.
             device: where both models are kept.
             published: what :meth:`weights` gives: all weights (an adapter added to them), or
-                the adapter's, as engines with ``engine.weight_transfer.kind`` lora need them.
+                the adapter's, as ``engine.weight_transfer.kind`` lora sends them.
 
         Raises:
             MissingExtraError: an adapter is asked for and peft is not installed.
@@ -91,16 +86,13 @@ class Learner:
         self._tokenizer = tokenizer
         self._device = torch.device(device)
         self._reference = reference_model if self._has_kl and lora is None else None
-        dtype = _DTYPES[config.model.dtype]
         for one in (model, self._reference):
             if one is not None:
-                check_head(one)
-                use_packed_attention(one)
-                one.to(self._device)
-                _remove_dropout(one)
+                _prepare(one, self._device)
         if lora is not None:
             add_adapter(model, lora, seed=config.seed)
-        self._published = _choose_published(model, published, has_adapter=lora is not None)
+        self._published = choose_published(model, published, has_adapter=lora is not None)
+        dtype = _DTYPES[config.model.dtype]
         self._optimizer = MasterOptimizer(model, config.train, dtype)
         if self._reference is not None:
             self._reference.to(dtype).eval().requires_grad_(False)
@@ -275,14 +267,14 @@ class Learner:
         finally:
             self.model.enable_adapters()
 
-    def _score_fixed(self, samples: Sequence[Sample]) -> _FixedLogprobs:
+    def _score_fixed(self, samples: Sequence[Sample]) -> FixedLogprobs:
         """What stays fixed during the step.
 
         Before the only update of a step the new policy is the proximal one by definition,
         however stale the tokens: another forward pass would compute the same numbers.
         """
         has_several_updates = self._train.num_minibatches * self._train.num_epochs > 1
-        return _FixedLogprobs(
+        return FixedLogprobs(
             proximal=self._score(self.model, samples) if has_several_updates else None,
             reference=self._score_reference(samples) if self._has_kl else None,
         )
@@ -292,7 +284,7 @@ class Learner:
         minibatch: Minibatch,
         learning_rate: float,
         metrics: UpdateMetrics,
-        fixed: _FixedLogprobs,
+        fixed: FixedLogprobs,
     ) -> None:
         """One optimizer update, its gradient added up over packed micro-batches.
 
@@ -318,7 +310,7 @@ class Learner:
         batch: MicroBatch,
         token_weights: Mapping[int, float],
         metrics: UpdateMetrics,
-        fixed: _FixedLogprobs,
+        fixed: FixedLogprobs,
     ) -> Tensor:
         """The micro-batch's part in the minibatch's loss."""
         scored = compute_micro_batch_logprobs(self.model, batch)
@@ -350,32 +342,11 @@ class Learner:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _FixedLogprobs:
-    """Logprobs [tokens] by ``id(sample)``, made once before the step's first update."""
-
-    proximal: Mapping[int, Tensor] | None
-    """None: those of the update's own forward pass."""
-    reference: Mapping[int, Tensor] | None
-    """None: there is no KL term."""
-
-    def join(self, batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
-        """Those of the micro-batch's tokens, on its device."""
-        return _join(self.proximal, batch), _join(self.reference, batch)
-
-
-def _join(scored: Mapping[int, Tensor] | None, batch: MicroBatch) -> Tensor | None:
-    if scored is None:
-        return None
-    return torch.cat([scored[id(s)] for s in batch.samples]).to(batch.input_ids.device)
-
-
-def _choose_published(
-    model: PreTrainedModel, published: str, *, has_adapter: bool
-) -> PublishedWeights:
-    if published == "adapter":
-        return AdapterWeights(model)
-    return MergedWeights(model) if has_adapter else WholeWeights(model)
+def _prepare(model: PreTrainedModel, device: torch.device) -> None:
+    check_head(model)
+    use_packed_attention(model)
+    model.to(device)
+    _remove_dropout(model)
 
 
 def _remove_dropout(model: nn.Module) -> None:

@@ -92,24 +92,22 @@ async def publish_and_verify(
                 explain_mismatch, learner, engine.previous_weights, scored, tolerance
             )
             raise WeightMismatchError(f"{error}. {explanation}") from None
-    engine.expect(
-        version,
-        [
-            Probe(
-                token_ids=tuple(one.token_ids),
-                num_prompt_tokens=one.start,
-                logprobs=tuple(one.trainer_logprobs),
-                tolerance=tolerance,
-            )
-            for one in sequences[0]
-        ],
-    )
+    engine.expect(version, [_build_probe(one, tolerance) for one in sequences[0]])
     return {
         "publish_seconds": published - started,
         "probe_seconds": time.perf_counter() - published,
         "probe_gap_mean": sum(gaps) / len(gaps),
         "probe_gap_max": max(gaps),
     }
+
+
+def _build_probe(sequence: ScoredSequence, tolerance: float) -> Probe:
+    return Probe(
+        token_ids=tuple(sequence.token_ids),
+        num_prompt_tokens=sequence.start,
+        logprobs=tuple(sequence.trainer_logprobs),
+        tolerance=tolerance,
+    )
 
 
 async def _ask_replicas(

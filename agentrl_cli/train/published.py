@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,17 @@ class AdapterWeights:
         """The tensor under the model's name for it."""
         own = to_parameter_name(name)
         return {own: _like(self._model.state_dict()[own], tensor)}
+
+
+def choose_published(
+    model: PreTrainedModel, published: Literal["whole", "adapter"], *, has_adapter: bool
+) -> PublishedWeights:
+    """What is published of ``model``."""
+    if published == "adapter":
+        if not has_adapter:
+            raise ValueError("an adapter is to be published, and model.lora is not set")
+        return AdapterWeights(model)
+    return MergedWeights(model) if has_adapter else WholeWeights(model)
 
 
 def _find_first_names(state: Mapping[str, Tensor]) -> dict[str, str]:
