@@ -1,18 +1,26 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import UserInputError
+from agentrl_cli.launch.machine import Machine, count_visible_gpus
 from agentrl_cli.launch.plan import (
+    PlannedProcess,
     build_plan,
     check_supported,
-    count_visible_gpus,
     format_plan,
+    plan_trainer_environment,
     resolve_engine_kind,
 )
+
+NO_GPU = Machine(num_cores=8)
 
 
 def make_config(**sections: Any) -> ExperimentConfig:
@@ -27,8 +35,20 @@ def make_config(**sections: Any) -> ExperimentConfig:
     )
 
 
+def with_gpus(*names: str) -> Machine:
+    return Machine(gpu_ids=names, num_cores=8)
+
+
+def servers_of(plan: list[PlannedProcess]) -> list[PlannedProcess]:
+    return [process for process in plan if process.role == "engine"]
+
+
+def value_of(process: PlannedProcess, flag: str) -> str:
+    return process.argv[process.argv.index(flag) + 1]
+
+
 def test_embedded_and_local_is_one_process() -> None:
-    (process,) = build_plan(make_config())
+    (process,) = build_plan(make_config(), NO_GPU)
     assert process.argv == ()
     assert process.devices == "cpu"
     assert "(this command)" in format_plan([process])
@@ -40,49 +60,262 @@ def test_the_engine_follows_the_machine_unless_it_is_named() -> None:
     assert resolve_engine_kind(make_config(engine={"kind": "embedded"}), num_gpus=1) == "embedded"
 
 
-def test_servers_get_gpus_and_ports_of_their_own() -> None:
-    config = make_config(engine={"kind": "vllm", "num_servers": 3})
-    trainer, *servers = build_plan(config, num_gpus=4)
-    assert trainer.devices == "cuda:3"
-    assert [s.env for s in servers] == [{"CUDA_VISIBLE_DEVICES": str(i)} for i in range(3)]
-    ports = {s.argv[s.argv.index("--port") + 1] for s in servers}
-    assert len(ports) == 3
-    assert all("some/model" in s.argv for s in servers)
-    assert all(s.argv[s.argv.index("--host") + 1] == "127.0.0.1" for s in servers)
+def test_a_run_on_gpus_has_servers_and_a_trainer_of_its_own() -> None:
+    config = make_config(engine={"kind": "vllm", "num_servers": 3, "first_port": 9000})
+    plan = build_plan(config, with_gpus("0", "1", "2", "3"), run_dir="runs/exp/t0")
+    assert [p.name for p in plan] == ["command", "vllm-0", "vllm-1", "vllm-2", "trainer"]
+    assert plan[-1].devices == "cuda:3"
+    assert plan[-1].env == {"CUDA_VISIBLE_DEVICES": "3"}
+    assert plan[-1].argv[-1] == "runs/exp/t0"
+    assert [s.env["CUDA_VISIBLE_DEVICES"] for s in servers_of(plan)] == ["0", "1", "2"]
+    assert [value_of(s, "--port") for s in servers_of(plan)] == ["9000", "9001", "9002"]
+    assert all(value_of(s, "--model") == "some/model" for s in servers_of(plan))
+    assert all(value_of(s, "--host") == "127.0.0.1" for s in servers_of(plan))
+    assert all(value_of(s, "--gpu-memory-utilization") == "0.9" for s in servers_of(plan))
+    assert not any("--enable-sleep-mode" in s.argv for s in servers_of(plan))
 
 
-def test_too_few_gpus_are_shared() -> None:
-    config = make_config(engine={"kind": "sglang", "num_servers": 2})
-    assert [p.devices for p in build_plan(config, num_gpus=1)] == ["cuda:0"] * 3
-    assert [p.devices for p in build_plan(config, num_gpus=0)] == ["cpu"] * 3
+def test_an_evaluation_has_no_trainer() -> None:
+    config = make_config(engine={"kind": "vllm"})
+    plan = build_plan(config, with_gpus("0"), purpose="eval")
+    assert [p.name for p in plan] == ["command", "vllm-0"]
+    assert value_of(plan[1], "--gpu-memory-utilization") == "0.9"
+
+
+def test_one_gpu_is_shared() -> None:
+    config = make_config(engine={"kind": "vllm"})
+    _, server, trainer = build_plan(config, with_gpus("5"))
+    assert server.devices == trainer.devices == "cuda:5"
+    assert value_of(server, "--gpu-memory-utilization") == "0.4"
+    assert "--enable-sleep-mode" in server.argv
+    set_by_user = make_config(engine={"kind": "vllm", "gpu_memory_utilization": 0.6})
+    assert value_of(build_plan(set_by_user, with_gpus("5"))[1], "--gpu-memory-utilization") == "0.6"
+
+
+gpu_names = st.lists(
+    st.integers(0, 30).map(str) | st.uuids().map(lambda u: f"GPU-{u}"), unique=True, max_size=12
+)
+
+
+@given(
+    names=gpu_names,
+    num_servers=st.integers(1, 6),
+    size=st.integers(1, 4),
+    purpose=st.sampled_from(["train", "eval"]),
+)
+def test_gpus_are_disjoint_while_there_are_enough(
+    names: list[str], num_servers: int, size: int, purpose: Any
+) -> None:
+    engine = {"kind": "vllm", "device": "cuda"}
+    engine |= {"num_servers": num_servers, "tensor_parallel_size": size}
+    config, machine, needed = make_config(engine=engine), with_gpus(*names), num_servers * size
+    if needed > len(names):
+        with pytest.raises(UserInputError, match=r"Type engine\."):
+            build_plan(config, machine, purpose=purpose)
+        with pytest.raises(UserInputError):
+            check_supported(config, num_gpus=len(names))
+        return
+    check_supported(config, num_gpus=len(names))
+    plan = build_plan(config, machine, purpose=purpose)
+    given_out = [s.env["CUDA_VISIBLE_DEVICES"].split(",") for s in servers_of(plan)]
+    assert all(len(own) == size for own in given_out)
+    assert len({gpu for own in given_out for gpu in own}) == needed, "servers never share"
+    assert {gpu for own in given_out for gpu in own} <= set(names)
+    if purpose == "eval":
+        return
+    trainer = plan[-1].env["CUDA_VISIBLE_DEVICES"].split(",")
+    assert plan_trainer_environment(config, machine) == plan[-1].env
+    shared = [bool(set(own) & set(trainer)) for own in given_out]
+    assert sum(shared) == (1 if needed == len(names) else 0)
+    assert shared == ["--enable-sleep-mode" in s.argv for s in servers_of(plan)]
+
+
+def test_a_server_on_cpu_gets_what_vllm_needs_there() -> None:
+    engine = {"kind": "vllm", "num_servers": 3, "cpu_kv_cache_gib": 0.5}
+    plan = build_plan(make_config(engine=engine), NO_GPU, untied_head=True)
+    server = servers_of(plan)[0]
+    assert value_of(server, "--kv-cache-memory-bytes") == str(2**29)
+    assert value_of(server, "--distributed-executor-backend") == "uni"
+    assert value_of(server, "--load-format") == "dummy"
+    assert json.loads(value_of(server, "--hf-overrides")) == {"tie_word_embeddings": False}
+    assert "--enforce-eager" in server.argv
+    assert "--gpu-memory-utilization" not in server.argv
+    assert server.env["OMP_NUM_THREADS"] == "2", "8 cores for three servers"
+    assert server.env["VLLM_TARGET_DEVICE"] == "cpu"
+    assert server.env["VLLM_SERVER_DEV_MODE"] == "1"
+    assert server.env["CUDA_VISIBLE_DEVICES"] == ""
+    assert (Path(server.env["PYTHONPATH"]) / "agentrl_vllm_guard.py").is_file()
+    assert "HF_HUB_OFFLINE" not in server.env, "the model may have to be fetched"
+
+
+def test_cpu_flags_stay_off_the_gpu() -> None:
+    server = servers_of(build_plan(make_config(engine={"kind": "vllm"}), with_gpus("0", "1")))[0]
+    assert not {"--enforce-eager", "--distributed-executor-backend"} & set(server.argv)
+    assert not [name for name in server.env if "CPU" in name or name == "OMP_NUM_THREADS"]
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in server.env
+
+
+def test_threads_and_memory_are_the_users_if_he_says_so() -> None:
+    config = make_config(engine={"kind": "vllm", "num_threads": 5})
+    assert servers_of(build_plan(config, NO_GPU))[0].env["OMP_NUM_THREADS"] == "5"
+    crowded = make_config(engine={"kind": "vllm", "num_servers": 20})
+    assert servers_of(build_plan(crowded, NO_GPU))[0].env["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_local_model_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
+    config = make_config(engine={"kind": "vllm"})
+    plan = build_plan(config, NO_GPU, model_folder=str(tmp_path), ports=[4321])
+    server = servers_of(plan)[0]
+    assert server.env["HF_HUB_OFFLINE"] == "1"
+    assert value_of(server, "--model") == str(tmp_path)
+    assert value_of(server, "--served-model-name") == "some/model"
+    assert value_of(server, "--port") == "4321"
+    with_hub_tokenizer = make_config(engine={"kind": "vllm"}, tokenizer_path="some/tokenizer")
+    server = servers_of(build_plan(with_hub_tokenizer, NO_GPU, model_folder=str(tmp_path)))[0]
+    assert "HF_HUB_OFFLINE" not in server.env
+    assert value_of(server, "--tokenizer") == "some/tokenizer"
+
+
+def test_the_python_path_of_the_user_stays_behind_ours() -> None:
+    machine = Machine(python_path="/mine:/other")
+    server = servers_of(build_plan(make_config(engine={"kind": "vllm"}), machine))[0]
+    assert server.env["PYTHONPATH"].endswith("vllm_plugin:/mine:/other")
+
+
+def test_servers_do_not_sample_in_step() -> None:
+    config = make_config(engine={"kind": "vllm", "num_servers": 3}, seed=2**40)
+    seeds = [int(value_of(s, "--seed")) for s in servers_of(build_plan(config, NO_GPU))]
+    assert len(set(seeds)) == 3
+    assert all(0 <= seed < 2**31 for seed in seeds)
+
+
+@pytest.mark.parametrize(("rank", "allocated"), [(1, "8"), (16, "16"), (20, "32"), (512, "512")])
+def test_adapters_get_a_rank_that_vllm_allocates(rank: int, allocated: str) -> None:
+    model = {"path": "some/model", "lora": {"rank": rank}}
+    server = servers_of(build_plan(make_config(model=model, engine={"kind": "vllm"}), NO_GPU))[0]
+    assert "--enable-lora" in server.argv
+    assert value_of(server, "--max-lora-rank") == allocated
+    assert server.env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpus", "lora", "expected"),
+    [
+        (None, ("0", "1"), None, True),
+        ("nccl", ("0", "1"), None, True),
+        ("disk", ("0", "1"), None, False),
+        (None, ("0",), None, False),
+        (None, ("0", "1"), {}, False),
+        (None, (), None, False),
+    ],
+)
+def test_servers_are_ready_for_nccl_where_it_may_be_used(
+    kind: str | None, gpus: tuple[str, ...], lora: Any, expected: bool
+) -> None:
+    config = make_config(
+        model={"path": "m", "lora": lora},
+        engine={"kind": "vllm", "weight_transfer": {"kind": kind}},
+    )
+    server = servers_of(build_plan(config, with_gpus(*gpus)))[0]
+    assert ("--weight-transfer-config" in server.argv) is expected
+
+
+def test_the_users_own_arguments_come_last() -> None:
+    config = make_config(engine={"kind": "vllm", "server_args": ["--block-size", "32"]})
+    assert servers_of(build_plan(config, NO_GPU))[0].argv[-2:] == ("--block-size", "32")
+
+
+def test_the_interpreter_of_servers_may_be_another() -> None:
+    config = make_config(engine={"kind": "vllm", "python": "~/vllm/bin/python"})
+    server, trainer = build_plan(config, NO_GPU)[1:]
+    assert server.argv[0] == str(Path.home() / "vllm/bin/python")
+    assert trainer.argv[0] != server.argv[0]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_no_key_is_in_a_plan(kind: str) -> None:
+    plan = build_plan(make_config(engine={"kind": kind}), with_gpus("0", "1"))
+    text = format_plan(plan)
+    assert kind in text
+    assert "API_KEY" not in text
+    assert "--api-key" not in text
+
+
+def test_an_sglang_server_is_named_and_placed() -> None:
+    config = make_config(engine={"kind": "sglang", "tensor_parallel_size": 2})
+    server = servers_of(build_plan(config, with_gpus("3", "4", "7"), key_dir="/keys"))[0]
+    assert server.name == "sglang-0"
+    assert server.env["CUDA_VISIBLE_DEVICES"] == "3,4"
+    assert value_of(server, "--config") == "/keys/sglang-0.yaml"
+    assert value_of(server, "--model-path") == "some/model"
+    assert value_of(server, "--mem-fraction-static") == "0.9"
 
 
 def test_ray_plans_the_same_processes() -> None:
     config = make_config(engine={"kind": "vllm", "num_servers": 2}, launcher={"kind": "ray"})
-    assert [p.name for p in build_plan(config)] == ["command", "trainer", "vllm-0", "vllm-1"]
+    assert [p.name for p in build_plan(config, NO_GPU)] == [
+        "command",
+        "trainer",
+        "vllm-0",
+        "vllm-1",
+    ]
 
 
 @pytest.mark.parametrize(
     ("sections", "typed"),
     [
-        ({"engine": {"kind": "vllm"}}, "engine.kind=embedded"),
-        ({"launcher": {"kind": "ray"}}, "launcher.kind=local"),
-        ({"rollout": {"agent_mode": "subprocess"}}, "rollout.agent_mode=inline"),
+        ({"launcher": {"kind": "ray"}}, "Type launcher.kind=local"),
+        ({"rollout": {"agent_mode": "subprocess"}}, "Type rollout.agent_mode=inline"),
+        ({"engine": {"kind": "sglang"}}, "engine.kind=vllm"),
+        ({"engine": {"kind": "vllm", "device": "cuda"}}, "Type engine.device=cpu"),
+        (
+            {"engine": {"kind": "vllm", "tensor_parallel_size": 2}},
+            "Type engine.tensor_parallel_size=1",
+        ),
+        (
+            {"engine": {"kind": "embedded", "num_servers": 2}},
+            "Type engine.kind=vllm or engine.num_servers=1",
+        ),
+        ({"engine": {"kind": "vllm", "server_args": ["--port", "1"]}}, "engine.first_port"),
+        ({"engine": {"kind": "vllm", "server_args": ["--api-key=x"]}}, "--api-key is set by"),
     ],
 )
 def test_what_cannot_run_says_what_to_type(sections: dict[str, Any], typed: str) -> None:
-    with pytest.raises(UserInputError, match=f"Type {typed}"):
+    with pytest.raises(UserInputError) as error_info:
         check_supported(make_config(**sections))
+    assert typed in str(error_info.value)
+
+
+def test_what_can_run_passes() -> None:
     check_supported(make_config())
+    check_supported(make_config(engine={"kind": "vllm", "num_servers": 2}))
+    check_supported(make_config(), num_gpus=1)
+    check_supported(make_config(engine={"kind": "sglang"}), num_gpus=2)
 
 
-def test_a_gpu_without_a_named_engine_is_explained() -> None:
-    with pytest.raises(UserInputError, match="because this machine has a GPU"):
-        check_supported(make_config(), num_gpus=1)
+def test_too_many_servers_for_the_gpus_are_counted_down() -> None:
+    config = make_config(engine={"kind": "vllm", "num_servers": 4, "tensor_parallel_size": 2})
+    with pytest.raises(UserInputError, match="needs 8 GPUs, and this machine shows 5") as info:
+        check_supported(config, num_gpus=5)
+    assert "Type engine.num_servers=2 engine.tensor_parallel_size=2" in str(info.value)
+    check_supported(
+        make_config(engine={"kind": "vllm", "num_servers": 2, "tensor_parallel_size": 2}),
+        num_gpus=5,
+    )
 
 
 @pytest.mark.parametrize(
-    ("visible", "expected"), [("", 0), ("-1", 0), ("0", 1), ("0,3", 2), ("GPU-abc, GPU-def", 2)]
+    ("visible", "expected"),
+    [
+        ("", ()),
+        ("-1", ()),
+        ("0", ("0",)),
+        ("3,0", ("3", "0")),
+        ("GPU-a, GPU-b", ("GPU-a", "GPU-b")),
+        ("1,-1,2", ("1",)),
+    ],
 )
-def test_visible_gpus_are_counted(visible: str, expected: int) -> None:
-    assert count_visible_gpus({"CUDA_VISIBLE_DEVICES": visible}) == expected
+def test_visible_gpus_keep_their_names(visible: str, expected: tuple[str, ...]) -> None:
+    env = {"CUDA_VISIBLE_DEVICES": visible}
+    assert Machine.detect(env).gpu_ids == expected
+    assert count_visible_gpus(env) == len(expected)
