@@ -21,6 +21,8 @@ from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerDownError
 #: Tokens to a piece where nobody reads along. A piece costs about 0.1 ms here; a server that
 #: dies costs its calls at most this many tokens each, a second of sampling.
 _STREAM_INTERVAL = 64
+#: For a question in mid-call; asked again with the next piece.
+_ASK_SECONDS = 5.0
 
 
 class RoutedCall:
@@ -157,7 +159,12 @@ class RoutedCall:
     async def _ask_version(self, attempt: Attempt) -> None:
         """Lets the server show that it holds the version of the attempt, in mid-call."""
         asked_at = self._pool.tick()
-        version = await attempt.server.client.policy_version()
+        try:
+            async with asyncio.timeout(_ASK_SECONDS):
+                version = await attempt.server.client.policy_version()
+        except (TimeoutError, EngineTimeoutError):
+            # It is slow, or hangs, which its watch will find: the reader waits meanwhile.
+            return
         attempt.server.add_evidence(version, asked_at)
         if version not in attempt.allowed_versions:
             raise ServerDownError(describe_foreign(attempt.server, {version}))

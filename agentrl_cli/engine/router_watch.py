@@ -13,7 +13,9 @@ _log = get_logger(__name__)
 
 #: Between two checks of a server that is in: two requests that cost it nothing.
 _CHECK_SECONDS = 1.0
-#: Checks in a row that a server that is in may fail; each has the client's own deadline.
+#: Deadline of such a check, however patient the client is.
+_CHECK_TIMEOUT_SECONDS = 10.0
+#: Checks in a row that a server that is in may fail.
 _MAX_MISSES = 3
 #: Between two tries to bring back a server that is out.
 _RETRY_SECONDS = 0.5
@@ -73,26 +75,29 @@ class ServerWatch:
     async def _check(self, server: RoutedServer) -> None:
         """Asks a server that is in for its health, its version, and what is still to be proven."""
         epoch, version, asked_at = server.epoch, server.version, self._pool.tick()
+        deadline = asyncio.get_running_loop().time() + _CHECK_TIMEOUT_SECONDS
         try:
-            async with server.until_out(epoch):
+            async with server.until_out(epoch, deadline):
                 await server.client.check_health()
                 reported = await server.client.policy_version()
-                is_changing = server.next_version is not None or server.version != version
-                if not is_changing and version is not None:
-                    server.add_evidence(reported, asked_at)
-                    if reported != version:
-                        raise ServerDownError(describe_foreign(server, {reported}))
-                    if self._weights.is_unproven(server):
+            is_changing = server.next_version is not None or server.version != version
+            if not is_changing and version is not None:
+                server.add_evidence(reported, asked_at)
+                if reported != version:
+                    raise ServerDownError(describe_foreign(server, {reported}))
+                if self._weights.is_unproven(server):
+                    async with server.until_out(epoch):
                         await self._weights.prove(server)
         except ServerDownError as error:
             self._pool.take_out(server, epoch, shorten(str(error)))
         except WeightMismatchError as error:
             if server.version == version and server.next_version is None:
                 self._pool.take_out(server, epoch, str(error))
-        except EngineError as error:
+        except (EngineError, TimeoutError) as error:
             server.num_misses += 1
             if server.num_misses >= _MAX_MISSES:
-                reason = f"{_MAX_MISSES} health checks failed: {shorten(str(error))}"
+                what = shorten(str(error)) or f"no answer within {_CHECK_TIMEOUT_SECONDS:g} s"
+                reason = f"{_MAX_MISSES} health checks failed: {what}"
                 self._pool.take_out(server, epoch, reason)
         else:
             server.num_misses = 0
