@@ -146,6 +146,11 @@ class SglangServer:
 
     async def score(self, token_ids: Sequence[int], start: int) -> list[float]:
         """Logprobs (nats, temperature 1) of the tokens from position ``start`` on."""
+        if not 1 <= start <= len(token_ids):
+            raise EngineError(
+                f"score from position {start} of {len(token_ids)} tokens: allowed are 1 (the "
+                f"first token has no logprob) to {len(token_ids)}"
+            )
         with self._hold_adapter() as adapter:
             reply = await self._http.request_json(
                 "POST",
@@ -214,7 +219,11 @@ class SglangServer:
         self._is_paused = False
 
     async def load_weights(self, folder: Path) -> None:
-        """Reads all weights from the safetensors files of ``folder``; calls must be paused."""
+        """Reads all weights from the safetensors files of ``folder``; calls must be paused.
+
+        Which weights SGLang holds after a failure is not certain: its way back reads the same
+        folder again.
+        """
         await self._post(
             "/update_weights_from_disk",
             format_weights(folder),

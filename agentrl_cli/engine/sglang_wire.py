@@ -184,9 +184,7 @@ class GenerationReader:
 def format_score(
     token_ids: Sequence[int], start: int, *, adapter: str | None = None
 ) -> dict[str, Any]:
-    """The body for ``/generate`` that asks for the logprobs of ``token_ids`` from ``start`` on."""
-    if start < 1:
-        raise ValueError(f"the first token has no logprob: start must be 1 or more, not {start}")
+    """The body for ``/generate`` that asks for the logprobs of tokens from ``start`` (>= 1) on."""
     body: dict[str, Any] = {
         "input_ids": list(token_ids),
         # No prompt logprobs come without sampling one token.

@@ -21,7 +21,6 @@ from agentrl_cli.engine.sglang_command import build_sglang_command
 from agentrl_cli.engine.sglang_wire import (
     GenerationReader,
     check_sglang_version,
-    format_score,
     parse_scores,
     parse_version,
 )
@@ -346,8 +345,15 @@ def test_scores_skip_the_entry_before_the_first() -> None:
         parse_scores(answer, 3, server="sglang-0")
     with pytest.raises(EngineError, match="something else"):
         parse_scores({"meta_info": {}}, 2, server="sglang-0")
-    with pytest.raises(ValueError, match="start must be 1"):
-        format_score([5, 6], 0)
+
+
+@pytest.mark.parametrize("start", [0, 3])
+async def test_only_tokens_after_the_first_have_a_score(
+    start: int, server: SglangServer, faulty: Faulty
+) -> None:
+    with pytest.raises(EngineError, match=f"score from position {start} of 2 tokens"):
+        await server.score([5, 6], start)
+    assert faulty.asked == []
 
 
 @pytest.mark.parametrize("version", ["0.5.22", "0.6.0", "1.5.23", "", "None"])
