@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+from transformers.utils import logging
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import Sampling
@@ -328,6 +329,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--publish-layers", type=int, default=4, help="48 MB each")
     arguments = parser.parse_args()
+    logging.disable_progress_bar()
     for part in arguments.parts:
         with tempfile.TemporaryDirectory(prefix="agentrl-bench-") as folder:
             asyncio.run(_PARTS[part](Path(folder), arguments))
