@@ -64,7 +64,7 @@ def explain_mismatch(
     """A sentence on which parameters the engine seems to have kept; never raises.
 
     Each group of parameters (the head, the embeddings, the parts of each layer, whole layers,
-    the same part of all layers, everything) is given the values of ``previous``, the version
+    the same part of all layers, everything, single tensors) is given the values of ``previous``, the version
     before, and the group with which the trainer computes what the engine said is the suspect.
     """
     try:
@@ -152,6 +152,8 @@ def _build_groups(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield " and ".join(outside), outside
     for name in outside:
         yield f"everything but {name}", [other for other in names if other != name]
+    for group in parts.values():
+        yield from ((name, [name]) for name in group if len(group) > 1)
 
 
 class _OldTensors:

@@ -71,6 +71,7 @@ def diagnose(build_model, build_config, tmp_path: Path) -> Callable[..., str]:
         ("model.layers.1.mlp", "when model.layers.1.mlp is"),
         ("model.layers.0.self_attn", "when model.layers.0.self_attn is"),
         ("model.layers.1.", "when model.layers.1 is"),
+        ("model.layers.1.mlp.up_proj", "when model.layers.1.mlp.up_proj.weight is"),
         ("", "when everything"),
     ],
 )
