@@ -63,11 +63,11 @@ def has_tied_embeddings(model_folder: str) -> bool:
     return bool(model_config.get_text_config().tie_word_embeddings)
 
 
-def _find_tie(model_config: Any) -> bool | None:
+def _find_tie(description: Any) -> bool | None:
     """What a config.json says, of the text model first; None where it says nothing."""
-    if not isinstance(model_config, dict):
+    if not isinstance(description, dict):
         return None
-    for part in (model_config.get("text_config"), model_config):
+    for part in (description.get("text_config"), description):
         if isinstance(part, dict) and isinstance(part.get("tie_word_embeddings"), bool):
             return bool(part["tie_word_embeddings"])
     return None

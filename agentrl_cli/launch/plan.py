@@ -91,25 +91,16 @@ def build_plan(
         resolve_device(config.engine, machine.num_gpus),
         purpose,
     )
-    servers = [
-        _plan_server(
-            config,
-            kind,
-            ServerSpec(
-                index=index,
-                model_folder=model_folder or config.model.path,
-                port=_choose_port(config, ports, index),
-                gpus=gpus,
-                shares_gpu=shares.is_shared(index),
-                untied_head=untied_head,
-                num_threads=resolve_num_threads(config, machine),
-                use_nccl=_uses_nccl(config, shares),
-                python_path=machine.python_path,
-                key_path=f"{key_dir}/{kind}-{index}.yaml",
-            ),
-        )
-        for index, gpus in enumerate(shares.servers)
-    ]
+    servers = _plan_servers(
+        config,
+        kind,
+        machine,
+        shares,
+        model_folder=model_folder or config.model.path,
+        untied_head=untied_head,
+        ports=ports,
+        key_dir=key_dir,
+    )
     command = PlannedProcess(name="command", role="command", argv=())
     if purpose == "eval":
         return [command, *servers]
@@ -201,16 +192,43 @@ def _uses_nccl(config: ExperimentConfig, shares: DeviceShares) -> bool:
     return kind == "nccl" or (kind is None and not shared)
 
 
-def _plan_server(config: ExperimentConfig, kind: EngineKind, spec: ServerSpec) -> PlannedProcess:
+def _plan_servers(
+    config: ExperimentConfig,
+    kind: EngineKind,
+    machine: Machine,
+    shares: DeviceShares,
+    *,
+    model_folder: str,
+    untied_head: bool,
+    ports: Sequence[int] | None,
+    key_dir: str,
+) -> list[PlannedProcess]:
     build_command = build_vllm_command if kind == "vllm" else build_sglang_plan
-    argv, env = build_command(config, spec)
-    return PlannedProcess(
-        name=f"{kind}-{spec.index}",
-        role="engine",
-        argv=argv,
-        env=env,
-        devices=_format_devices(spec.gpus),
-    )
+    servers = []
+    for index, gpus in enumerate(shares.servers):
+        spec = ServerSpec(
+            index=index,
+            model_folder=model_folder,
+            port=_choose_port(config, ports, index),
+            gpus=gpus,
+            shares_gpu=shares.is_shared(index),
+            untied_head=untied_head,
+            num_threads=resolve_num_threads(config, machine),
+            use_nccl=_uses_nccl(config, shares),
+            python_path=machine.python_path,
+            key_path=f"{key_dir}/{kind}-{index}.yaml",
+        )
+        argv, env = build_command(config, spec)
+        servers.append(
+            PlannedProcess(
+                name=f"{kind}-{index}",
+                role="engine",
+                argv=argv,
+                env=env,
+                devices=_format_devices(gpus),
+            )
+        )
+    return servers
 
 
 def _plan_trainer(run_dir: str, shares: DeviceShares) -> PlannedProcess:

@@ -249,3 +249,24 @@ def test_no_zombie_is_left(tmp_path: Path) -> None:
     process = start_python("pass", tmp_path)
     process.wait(10)
     assert not Path(f"/proc/{process.pid}").exists()
+
+
+def test_without_linux_the_process_group_is_what_is_killed(tmp_path: Path) -> None:
+    # As on macOS, where there is no /proc and no prctl.
+    code = """
+        import sys
+        from agentrl_cli.launch import guard
+        guard._IS_LINUX = False
+        sys.exit(guard.main(sys.argv[1:]))
+    """
+    family = """
+        import subprocess, sys
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open(sys.argv[1], "w").write(str(child.pid))
+        sys.exit(5)
+    """
+    left = tmp_path / "left"
+    argv = [sys.executable, "-c", textwrap.dedent(code), str(os.getpid())]
+    argv += [sys.executable, "-c", textwrap.dedent(family), str(left)]
+    assert subprocess.run(argv, timeout=30, start_new_session=True, check=False).returncode == 5
+    assert not is_alive(int(left.read_text()))

