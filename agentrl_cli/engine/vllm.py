@@ -14,6 +14,7 @@ from agentrl_cli.engine.http import HttpStatusError, Method, ServerHttp, shorten
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.engine.request_check import check_request
 from agentrl_cli.engine.server import ServerEndpoint
+from agentrl_cli.engine.vllm_broadcast import join_broadcast, receive_broadcast
 from agentrl_cli.engine.vllm_calls import GENERATE_LEG, VllmCalls
 from agentrl_cli.engine.vllm_replies import (
     GivenUpError,
@@ -155,10 +156,14 @@ class VllmServer:
         return parse_version(_read(reply).get("weight_version"))
 
     async def pause(self) -> None:
-        """Freezes calls in flight and holds new ones."""
+        """Freezes calls in flight and holds new ones.
+
+        What the frozen calls have computed is dropped: they compute it anew when they go on,
+        so that each of their tokens is sampled by the weights of its version alone.
+        """
         self._weights.begin_change()
         try:
-            await self._ask("POST", "/pause?mode=keep", leg="pause")
+            await self._ask("POST", "/pause?mode=keep&clear_cache=true", leg="pause")
         except BaseException:
             self._weights.end_change()
             raise
@@ -197,6 +202,17 @@ class VllmServer:
         for unused in self._weights.find_unused(loaded):
             body = {"lora_name": unused}
             await self._ask("POST", "/v1/unload_lora_adapter", body, leg="unloading an adapter")
+
+    async def join_broadcast(self, unique_id: bytes, world_size: int) -> None:
+        """Enters the NCCL group of ``unique_id``; see :class:`BroadcastReceiver`."""
+        await join_broadcast(self._post_leg, unique_id, world_size)
+
+    async def receive_broadcast(
+        self, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]
+    ) -> None:
+        """Takes one broadcast for each tensor; see :class:`BroadcastReceiver`."""
+        await receive_broadcast(self._post_leg, names, dtype_names, shapes)
+        self._weights.epoch += 1
 
     async def set_policy_version(self, version: int) -> None:
         """Says which version the weights are; tokens sampled from now on carry it."""
@@ -248,6 +264,9 @@ class VllmServer:
             return await self._http.request(
                 method, path, body, leg=leg, timeout_seconds=self._config.publish_timeout_seconds
             )
+
+    async def _post_leg(self, path: str, body: object, leg: str) -> bytes:
+        return await self._ask("POST", path, body, leg=leg)
 
     @contextmanager
     def _vllm_errors(self, leg: str, path: str = "") -> Iterator[None]:
