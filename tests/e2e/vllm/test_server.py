@@ -1,0 +1,530 @@
+"""The client of one server against a real vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from agentrl_cli.config.engine import EngineConfig
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.engine.protocol import Generation, Sampling
+from agentrl_cli.engine.server import ServerEndpoint
+from agentrl_cli.engine.vllm import VllmServer
+from agentrl_cli.errors import ContextLengthError, EngineError, EngineTimeoutError
+from agentrl_cli.launch.servers import ServerFleet
+from agentrl_cli.log import SilentObserver
+
+#: float32 on both sides.
+TOLERANCE = 1e-4
+PROMPT = (10, 20, 30, 40, 50)
+CONFIG = EngineConfig(max_model_len=512, generate_timeout_seconds=60, publish_timeout_seconds=60)
+
+
+def compute_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([list(ids)])).logits[0]
+
+
+def pick(logits: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
+    """Logprob of each token, by the logits that it was sampled from."""
+    logprobs = torch.log_softmax(logits.double(), -1)
+    return logprobs[torch.arange(len(ids)), torch.tensor(list(ids))]
+
+
+def compute_logprobs(
+    model: Any, prompt_ids: Sequence[int], generation: Generation, sampling: Sampling
+) -> torch.Tensor:
+    """What the model itself says: a plain forward pass, then temperature and top_p."""
+    ids = generation.completion_ids
+    logits = compute_logits(model, [*prompt_ids, *ids])[len(prompt_ids) - 1 : -1]
+    if sampling.temperature == 0:
+        assert torch.equal(logits.argmax(-1), torch.tensor(ids))
+        return torch.zeros(len(ids), dtype=torch.float64)
+    logits = logits.double() / sampling.temperature
+    probabilities, order = torch.softmax(logits, -1).sort(-1, descending=True)
+    # A token stays if those more probable than it do not reach top_p alone.
+    dropped = probabilities.cumsum(-1) - probabilities >= sampling.top_p
+    if sampling.top_p < 1:
+        logits = logits.masked_fill(
+            torch.zeros_like(dropped).scatter(-1, order, dropped), float("-inf")
+        )
+    return pick(logits, ids)
+
+
+def find_gap(logprobs: Sequence[float], expected: torch.Tensor) -> float:
+    assert len(logprobs) == len(expected)
+    return (torch.tensor(logprobs, dtype=torch.float64) - expected).abs().max().item()
+
+
+async def publish(server: VllmServer, folder: Path, version: int) -> None:
+    await server.pause()
+    await server.load_weights(folder)
+    await server.set_policy_version(version)
+    await server.resume()
+
+
+async def ask_without_client(
+    endpoint: ServerEndpoint, method: str, path: str, key: str | None = None, body: Any = None
+) -> tuple[int, str]:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.request(method, endpoint.base_url + path, json=body) as response,
+    ):
+        return response.status, await response.text()
+
+
+async def count_aborted(endpoint: ServerEndpoint) -> float:
+    _, text = await ask_without_client(endpoint, "GET", "/metrics", endpoint.api_key)
+    found = re.findall(r'request_success_total{.*finished_reason="abort".*} (\S+)', text)
+    return sum(map(float, found))
+
+
+@pytest.fixture(scope="module")
+def folders(save_tiny_model: Callable[..., Path]) -> list[Path]:
+    """The weights of versions 1, 2 and 3."""
+    return [save_tiny_model(seed) for seed in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def models(build_tiny_model: Callable[..., Any]) -> list[Any]:
+    """The same in memory."""
+    return [build_tiny_model(seed) for seed in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def endpoint(
+    folders: list[Path],
+    make_vllm_config: Callable[..., ExperimentConfig],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[ServerEndpoint]:
+    """A server that takes whole weights and adapters."""
+    model = {"path": str(folders[0]), "dtype": "float32", "lora": {"rank": 4}}
+    fleet = ServerFleet(
+        make_vllm_config(folders[0], model=model),
+        str(folders[0]),
+        purpose="train",
+        num_gpus=0,
+        log_dir=tmp_path_factory.mktemp("logs"),
+        observer=SilentObserver(),
+    )
+    with fleet:
+        yield fleet.endpoints[0]
+
+
+@pytest.fixture
+async def server(endpoint: ServerEndpoint, folders: list[Path]) -> AsyncIterator[VllmServer]:
+    """A new client of the server, which holds the first weights as version 1."""
+    client = VllmServer(endpoint, CONFIG, model_name="m")
+    await client.check_health()
+    await publish(client, folders[0], 1)
+    yield client
+    await client.resume()
+    await client.close()
+
+
+async def test_logprobs_are_those_of_the_distribution_sampled_from(
+    server: VllmServer, models: list[Any]
+) -> None:
+    """All at once, so that every batch mixes them."""
+    samplings = [
+        Sampling(max_tokens=24, temperature=temperature, top_p=top_p, seed=seed)
+        for temperature in (0.0, 0.6, 1.0, 1.7)
+        for top_p in (1.0, 0.9, 0.3)
+        for seed in (None, 1)
+    ]
+    prompts = [(*PROMPT, index) for index in range(len(samplings))]
+    done = await asyncio.gather(*map(server.generate, prompts, samplings))
+    for prompt, sampling, generation in zip(prompts, samplings, done, strict=True):
+        expected = compute_logprobs(models[0], prompt, generation, sampling)
+        assert find_gap(generation.rollout_logprobs, expected) < TOLERANCE, sampling
+        assert set(generation.versions) == {1}
+        assert generation.finish_reason in ("length", "stop")
+        if generation.finish_reason == "length":
+            assert len(generation.completion_ids) == 24
+
+
+async def test_a_stream_is_the_completion_in_pieces(server: VllmServer) -> None:
+    sampling = Sampling(max_tokens=100, seed=4)
+    whole = await server.generate(PROMPT, sampling)
+    stream = server.stream(PROMPT, sampling, stream_interval=16)
+    pieces = [piece async for piece in stream]
+    assert len(pieces) > 2
+    assert sum((piece.completion_ids for piece in pieces), ()) == whole.completion_ids
+    assert sum((piece.rollout_logprobs for piece in pieces), ()) == pytest.approx(
+        whole.rollout_logprobs, abs=1e-5
+    )
+    assert [piece.versions for piece in pieces[:-1]] == [()] * (len(pieces) - 1)
+    assert pieces[-1].versions == whole.versions == (1,) * len(whole.completion_ids)
+    assert [piece.finish_reason is None for piece in pieces[:-1]] == [True] * (len(pieces) - 1)
+
+
+async def test_a_completion_spans_three_versions_and_says_so(
+    server: VllmServer, folders: list[Path], models: list[Any]
+) -> None:
+    """Each token is sampled after a forward pass of its own version over all before it: what
+    older weights had computed for the completion is dropped at the pause."""
+    generation = await sample_over_updates(server, folders)
+    check_spans(generation, models)
+
+
+def check_spans(generation: Generation, models: list[Any]) -> None:
+    """Every token's logprob by its own version's weights alone, and by no others."""
+    assert list(generation.versions) == sorted(generation.versions)
+    assert len(generation.versions) == len(generation.completion_ids)
+    for version, model in enumerate(models, 1):
+        expected = compute_logprobs(model, PROMPT, generation, Sampling())
+        own = [i for i, v in enumerate(generation.versions) if v == version]
+        others = [i for i, v in enumerate(generation.versions) if v != version]
+        logprobs = generation.rollout_logprobs
+        assert find_gap([logprobs[i] for i in own], expected[own]) < TOLERANCE
+        assert find_gap([logprobs[i] for i in others], expected[others]) > 0.1
+
+
+async def sample_over_updates(server: VllmServer, folders: list[Path]) -> Generation:
+    """A completion during which versions 2 and 3 are published."""
+    for seed in range(8):
+        await publish(server, folders[0], 1)
+        pieces, version = [], 1
+        stream = server.stream(PROMPT, Sampling(max_tokens=400, seed=seed))
+        async with aclosing(stream):
+            async for piece in stream:
+                pieces.append(piece)
+                if len(pieces) in (10, 60):
+                    version += 1
+                    await publish(server, folders[version - 1], version)
+        if {1, 2, 3} == set(pieces[-1].versions):
+            return replace(
+                pieces[-1],
+                completion_ids=sum((piece.completion_ids for piece in pieces), ()),
+                rollout_logprobs=sum((piece.rollout_logprobs for piece in pieces), ()),
+            )
+    raise AssertionError("every completion ended before its second update")
+
+
+async def test_calls_of_new_weights_use_no_cache_of_old_ones(
+    server: VllmServer, folders: list[Path], models: list[Any]
+) -> None:
+    """Also if they are sent while the weights are replaced."""
+    long = tuple(range(5, 205))
+    sampling = Sampling(max_tokens=4)
+    await server.generate(long, sampling)
+    await server.pause()
+    held = [asyncio.create_task(server.generate(long, sampling)) for _ in range(3)]
+    await asyncio.sleep(0.2)
+    await server.load_weights(folders[1])
+    await server.set_policy_version(2)
+    await server.resume()
+    for generation in [*await asyncio.gather(*held), await server.generate(long, sampling)]:
+        assert set(generation.versions) == {2}
+        expected = compute_logprobs(models[1], long, generation, sampling)
+        assert find_gap(generation.rollout_logprobs, expected) < TOLERANCE
+    assert await server.policy_version() == 2
+
+
+@pytest.fixture
+def without_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the server lacked the newer endpoint."""
+
+    async def answer(self: VllmServer) -> bool:
+        return False
+
+    monkeypatch.setattr(VllmServer, "_has_generate", answer)
+
+
+@pytest.mark.usefixtures("without_generate")
+async def test_the_older_endpoint_serves_as_well(server: VllmServer, models: list[Any]) -> None:
+    samplings = [
+        Sampling(max_tokens=20, temperature=temperature, top_p=top_p, seed=2)
+        for temperature in (0.0, 0.7, 1.0)
+        for top_p in (1.0, 0.5)
+    ]
+    for sampling in samplings:
+        generation = await server.generate(PROMPT, sampling)
+        expected = compute_logprobs(models[0], PROMPT, generation, sampling)
+        assert find_gap(generation.rollout_logprobs, expected) < TOLERANCE
+        assert generation.versions == (1,) * len(generation.completion_ids)
+    scores = await server.score(range(5, 25), 3)
+    logits = compute_logits(models[0], range(5, 25))[2:-1]
+    assert find_gap(scores, pick(logits, range(8, 25))) < TOLERANCE
+
+
+@pytest.mark.usefixtures("without_generate")
+async def test_the_older_endpoint_claims_no_version_that_is_in_doubt(
+    server: VllmServer, folders: list[Path], models: list[Any]
+) -> None:
+    generation = await sample_over_updates(server, folders)
+    check_spans(generation, models)
+
+
+async def test_scores_equal_a_forward_pass_whatever_the_cache_holds(
+    server: VllmServer, models: list[Any]
+) -> None:
+    ids = tuple(range(5, 105))
+    await server.generate(ids, Sampling(max_tokens=2))
+    expected = pick(compute_logits(models[0], ids)[:-1], ids[1:])
+    assert find_gap(await server.score(ids, 1), expected) < TOLERANCE
+    assert find_gap(await server.score(ids, 60), expected[59:]) < TOLERANCE
+    assert await server.score(ids, len(ids)) == []
+    with pytest.raises(EngineError, match="allowed are 1"):
+        await server.score(ids, 0)
+
+
+async def test_a_stop_text_ends_the_completion_and_keeps_its_tokens(
+    server: VllmServer, chat_tokenizer: Any
+) -> None:
+    sampling = Sampling(max_tokens=60, seed=5)
+    ids = (await server.generate(PROMPT, sampling)).completion_ids
+    # Two tokens whose text nothing before them contains.
+    place, text = next(
+        (i, text)
+        for i in range(8, len(ids) - 2)
+        if (text := chat_tokenizer.decode(ids[i : i + 2])).isascii()
+        and text not in chat_tokenizer.decode(ids[: i + 1])
+    )
+    stopped = await server.generate(PROMPT, replace(sampling, stop=("never said", text)))
+    assert stopped.completion_ids == ids[: place + 2]
+    assert (stopped.finish_reason, stopped.stop_text) == ("stop", text)
+
+
+async def test_a_stop_token_ends_the_completion_and_is_kept(server: VllmServer) -> None:
+    sampling = Sampling(max_tokens=60, seed=5)
+    ids = (await server.generate(PROMPT, sampling)).completion_ids
+    place = next(i for i in range(5, len(ids)) if ids[i] not in ids[:i])
+    stopped = await server.generate(PROMPT, replace(sampling, stop_token_ids=(ids[place],)))
+    assert stopped.completion_ids == ids[: place + 1]
+    assert (stopped.finish_reason, stopped.stop_text) == ("stop", None)
+
+
+async def test_the_models_own_end_token_ends_the_completion(
+    server: VllmServer, chat_tokenizer: Any
+) -> None:
+    """Random weights end at random: one of many does."""
+    done = await asyncio.gather(
+        *(server.generate(PROMPT, Sampling(max_tokens=200, seed=seed)) for seed in range(40))
+    )
+    ended = [generation for generation in done if generation.finish_reason == "stop"]
+    assert ended
+    for generation in ended:
+        assert generation.completion_ids[-1] == chat_tokenizer.eos_token_id
+        assert generation.stop_text is None
+
+
+async def test_a_seed_makes_the_same_tokens_whatever_else_runs(server: VllmServer) -> None:
+    alone = await server.generate(PROMPT, Sampling(max_tokens=30, seed=7))
+    crowd = await asyncio.gather(
+        *(server.generate(PROMPT, Sampling(max_tokens=30, seed=seed)) for seed in range(12))
+    )
+    assert crowd[7].completion_ids == alone.completion_ids
+    assert len({generation.completion_ids for generation in crowd}) == 12
+    unseeded = [await server.generate(PROMPT, Sampling(max_tokens=30)) for _ in range(2)]
+    assert unseeded[0].completion_ids != unseeded[1].completion_ids
+
+
+async def test_without_a_limit_the_room_is_filled(server: VllmServer) -> None:
+    prompt = tuple(range(5, 255)) * 2
+    generation = await server.generate(prompt, Sampling(seed=3))
+    assert len(generation.completion_ids) == 12 or generation.finish_reason == "stop"
+
+
+async def test_a_prompt_without_room_is_refused(
+    server: VllmServer, endpoint: ServerEndpoint
+) -> None:
+    with pytest.raises(ContextLengthError, match=r"600 tokens and .* is 512"):
+        await server.generate([5] * 600, Sampling())
+    # The server itself may have been started with less than the configuration says.
+    generous = VllmServer(
+        endpoint, CONFIG.model_copy(update={"max_model_len": 4096}), model_name="m"
+    )
+    with pytest.raises(ContextLengthError, match=r"600 tokens and .* is 512"):
+        await generous.generate([5] * 600, Sampling(max_tokens=5))
+    await generous.close()
+
+
+async def test_a_token_that_the_model_does_not_have_is_refused(server: VllmServer) -> None:
+    """As after a prompt was tokenized by another model's tokenizer."""
+    with pytest.raises(EngineError, match="99999 is out of vocabulary"):
+        await server.generate([5, 99999], Sampling(max_tokens=5))
+    await server.generate([5], Sampling(max_tokens=5))
+
+
+@pytest.mark.parametrize("leave", ["close", "cancel"])
+async def test_leaving_a_completion_aborts_it_in_the_server(
+    server: VllmServer, endpoint: ServerEndpoint, leave: str
+) -> None:
+    """Frozen meanwhile, so that it cannot end by itself."""
+    before = await count_aborted(endpoint)
+    began = asyncio.Event()
+
+    async def read(stream: AsyncGenerator[Generation]) -> None:
+        async with aclosing(stream):
+            async for _ in stream:
+                began.set()
+
+    stream = server.stream(PROMPT, Sampling(max_tokens=500, seed=1))
+    if leave == "cancel":
+        reading = asyncio.create_task(read(stream))
+        await began.wait()
+    else:
+        await anext(stream)
+    await server.pause()
+    if leave == "cancel":
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+    else:
+        await stream.aclose()
+    await asyncio.sleep(0.2)
+    await server.resume()
+    async with asyncio.timeout(5):
+        while await count_aborted(endpoint) < before + 1:
+            await asyncio.sleep(0.05)
+
+
+async def test_a_frozen_completion_ends_at_its_deadline(
+    server: VllmServer, endpoint: ServerEndpoint
+) -> None:
+    hasty = VllmServer(
+        endpoint, CONFIG.model_copy(update={"generate_timeout_seconds": 0.5}), model_name="m"
+    )
+    await hasty.check_health()
+    await server.pause()
+    await server.check_health()
+    with pytest.raises(EngineTimeoutError, match=r"generate: .* within 0.5 s"):
+        await hasty.generate(PROMPT, Sampling(max_tokens=5))
+    await server.resume()
+    await hasty.generate(PROMPT, Sampling(max_tokens=5))
+    await hasty.close()
+
+
+async def test_a_folder_without_weights_does_no_harm(server: VllmServer, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"holds no \*.safetensors"):
+        await server.load_weights(tmp_path)
+    with pytest.raises(EngineError, match="holds no adapter_config"):
+        await server.load_adapter(tmp_path, 2)
+    await server.generate(PROMPT, Sampling(max_tokens=5))
+
+
+async def test_a_wrong_key_says_so(endpoint: ServerEndpoint) -> None:
+    stranger = VllmServer(replace(endpoint, api_key="wrong"), CONFIG, model_name="m")
+    for call in (stranger.check_health, stranger.policy_version, stranger.pause):
+        with pytest.raises(EngineError, match="refused the key"):
+            await call()
+    with pytest.raises(EngineError, match="refused the key"):
+        await stranger.generate(PROMPT, Sampling())
+    await stranger.close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/pause?mode=keep"),
+        ("POST", "/resume"),
+        ("POST", "/collective_rpc"),
+        ("POST", "/update_weight_version"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/inference/v1/generate"),
+        ("POST", "/v1/completions"),
+        ("POST", "/tokenize"),
+        ("GET", "/weight_info"),
+        ("GET", "/metrics"),
+        ("GET", "/version"),
+        ("GET", "/nowhere"),
+    ],
+)
+async def test_nobody_gets_in_without_the_key(
+    endpoint: ServerEndpoint, method: str, path: str
+) -> None:
+    for key in (None, "wrong"):
+        status, _ = await ask_without_client(endpoint, method, path, key, {})
+        assert status == 401
+    status, _ = await ask_without_client(endpoint, "GET", "/health")
+    assert status == 200
+
+
+def write_adapter(folder: Path, model: Any, seed: int) -> dict[str, torch.Tensor]:
+    """A peft adapter of rank 4; returns what it adds to each weight of the base."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors, added = {}, {}
+    for name, weight in model.named_parameters():
+        if not re.search(r"[qv]_proj\.weight$", name):
+            continue
+        out, into = weight.shape
+        a = torch.randn(4, into, generator=generator) * 0.2
+        b = torch.randn(out, 4, generator=generator) * 0.2
+        layer = name.removesuffix(".weight")
+        tensors[f"base_model.model.{layer}.lora_A.weight"] = a
+        tensors[f"base_model.model.{layer}.lora_B.weight"] = b
+        added[name] = b @ a * 2
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8}
+    config |= {"target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return added
+
+
+def compute_adapted(
+    model: Any, added: dict[str, torch.Tensor], generation: Generation
+) -> torch.Tensor:
+    weights = {name: weight + added.get(name, 0) for name, weight in model.state_dict().items()}
+    ids = [*PROMPT, *generation.completion_ids]
+    with torch.inference_mode():
+        logits = torch.func.functional_call(model, weights, (torch.tensor([ids]),)).logits[0]
+    return pick(logits[len(PROMPT) - 1 : -1], generation.completion_ids)
+
+
+async def test_a_call_keeps_the_adapter_that_it_began_with(
+    server: VllmServer, models: list[Any], endpoint: ServerEndpoint, tmp_path: Path
+) -> None:
+    first, second = (write_adapter(tmp_path / str(i), models[0], i) for i in (1, 2))
+
+    async def list_adapters() -> list[str]:
+        _, text = await ask_without_client(endpoint, "GET", "/v1/models", endpoint.api_key)
+        ids = [model["id"] for model in json.loads(text)["data"]]
+        return [name for name in ids if name.startswith("agentrl-adapter-")]
+
+    async def finish(stream: Any, pieces: list[Generation]) -> Generation:
+        pieces += [piece async for piece in stream]
+        return replace(
+            pieces[-1],
+            completion_ids=sum((piece.completion_ids for piece in pieces), ()),
+            rollout_logprobs=sum((piece.rollout_logprobs for piece in pieces), ()),
+        )
+
+    base = server.stream(PROMPT, Sampling(max_tokens=150, seed=1))
+    base_pieces = [await anext(base)]
+    await server.load_adapter(tmp_path / "1", 2)
+    await server.set_policy_version(2)
+    long = server.stream(PROMPT, Sampling(max_tokens=150, seed=1))
+    pieces = [await anext(long)]
+    await server.load_adapter(tmp_path / "2", 3)
+    await server.set_policy_version(3)
+    assert len(await list_adapters()) == 2
+    new = await server.generate(PROMPT, Sampling(max_tokens=20, seed=1))
+    old, plain = await finish(long, pieces), await finish(base, base_pieces)
+
+    for generation, version, added in ((plain, 1, {}), (old, 2, first), (new, 3, second)):
+        assert set(generation.versions) == {version}
+        assert len(generation.versions) == len(generation.completion_ids)
+        expected = compute_adapted(models[0], added, generation)
+        assert find_gap(generation.rollout_logprobs, expected) < TOLERANCE
+    assert await server.policy_version() == 3
+    expected = compute_adapted(models[0], second, new)
+    scores = await server.score([*PROMPT, *new.completion_ids], len(PROMPT))
+    assert find_gap(scores, expected) < TOLERANCE
+
+    await server.load_adapter(tmp_path / "1", 4)
+    loaded = await list_adapters()
+    assert [name.endswith("-v4") for name in loaded] == [True]
