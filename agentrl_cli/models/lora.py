@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +100,23 @@ def load_merged_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel
             "in the file"
         ) from error
     return merged
+
+
+@contextmanager
+def open_whole_model(folder: str, dtype: str) -> Iterator[str]:
+    """A folder that an engine server can load: ``folder``, or an adapter merged for a while.
+
+    Raises as :func:`load_merged_model`.
+    """
+    if not is_adapter_folder(folder):
+        yield folder
+        return
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory(prefix="agentrl-merged-") as merged:
+        load_merged_model(folder, getattr(torch, dtype)).save_pretrained(merged)
+        AutoTokenizer.from_pretrained(folder).save_pretrained(merged)
+        yield merged
 
 
 def load_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:

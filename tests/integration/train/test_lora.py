@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from agentrl_cli.config.experiment import LoraConfig
 from agentrl_cli.engine.weight_transfer_lora import build_adapter_config
 from agentrl_cli.errors import ModelError, RunFolderError
-from agentrl_cli.models.lora import load_merged_model
+from agentrl_cli.models.lora import load_merged_model, open_whole_model
 from agentrl_cli.models.pretrained import load_model
 from agentrl_cli.train.learner import Learner
 
@@ -123,6 +123,23 @@ def test_a_checkpoint_is_a_peft_folder_that_others_load(make_learner, ragged_bat
     merged = load_model(str(folder), "float32", "cpu")
     assert not any("lora" in name for name, _ in merged.named_parameters())
     check_same_logprobs(merged, learner)
+
+
+def test_servers_get_a_checkpoint_as_a_whole_model(
+    make_learner, ragged_batch, tmp_path, base, tiny_tokenizer
+):
+    learner = make_learner()
+    learner.update(ragged_batch, 0)
+    learner.save(tmp_path / "c")
+    tiny_tokenizer.save_pretrained(tmp_path / "c")
+    with open_whole_model(str(tmp_path / "c"), "float32") as folder:
+        whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert not any("lora" in name for name, _ in whole.named_parameters())
+        check_same_logprobs(whole, learner)
+        assert (Path(folder) / "tokenizer.json").is_file()
+    assert not Path(folder).exists()
+    with open_whole_model(str(base), "float32") as folder:
+        assert folder == str(base)
 
 
 def test_what_a_transfer_writes_is_what_peft_reads(make_learner, ragged_batch, tmp_path, base):
