@@ -1,39 +1,99 @@
-"""The models of a run in this process: the learner's, the engine's, the reference."""
+"""The models of a run: the learner's, the reference, and the engine's."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.engine.embedded import EmbeddedEngine
+from agentrl_cli.engine.protocol import InferenceEngine
+from agentrl_cli.engine.weight_transfer import resolve_transfer_kind
+from agentrl_cli.launch.connecting import open_router
+from agentrl_cli.launch.handover import RunningServers
+from agentrl_cli.launch.plan import resolve_engine_kind
 from agentrl_cli.models.pretrained import choose_device, load_model
+from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.train.learner import Learner
 
+#: What a router may take longer than the servers' start before nobody waits for it.
+_GRACE_SECONDS = 30.0
 
-def load_learner(config: ExperimentConfig, model_folder: str, tokenizer: object) -> Learner:
+
+def load_learner(
+    config: ExperimentConfig, model_folder: str, tokenizer: object, *, num_gpus: int
+) -> Learner:
     """A learner on the model's exact weights, with the reference model that a KL term needs.
 
     Raises:
         ModelError: the model cannot be loaded or followed.
+        MissingExtraError: an adapter is to be trained and peft is not installed.
     """
     device = choose_device()
-    needs_reference = config.train.algorithm.kl_coef > 0
+    # An adapter's reference is the model without it.
+    needs_reference = config.train.algorithm.kl_coef > 0 and config.model.lora is None
+    sends_adapter = (
+        resolve_engine_kind(config, num_gpus) != "embedded"
+        and resolve_transfer_kind(config, num_gpus=num_gpus) == "lora"
+    )
     return Learner(
         load_model(model_folder, "float32", device),
         config,
         reference_model=load_model(model_folder, "float32", device) if needs_reference else None,
         tokenizer=tokenizer,
         device=device,
+        published="adapter" if sends_adapter else "whole",
     )
 
 
-def load_engine(config: ExperimentConfig, model_folder: str, tokenizer: object) -> EmbeddedEngine:
-    """An engine in this process on its own copy of the model.
+def find_tied_names(model: Any) -> dict[str, str]:
+    """Further names of the model's parameters, and the first name of each.
+
+    A tied output head is ``{"lm_head.weight": "model.embed_tokens.weight"}``.
+    """
+    first_names: dict[int, str] = {}
+    tied = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), name)
+        if first != name:
+            tied[name] = first
+    return tied
+
+
+def load_engine(
+    config: ExperimentConfig,
+    model_folder: str,
+    tokenizer: object,
+    *,
+    servers: RunningServers | None,
+    background: BackgroundLoop,
+    version: int | None = None,
+    tied_names: Mapping[str, str] | None = None,
+) -> InferenceEngine:
+    """An engine that is ready for calls.
+
+    Args:
+        config: the experiment's.
+        model_folder: folder or hub id of the model.
+        tokenizer: the model's.
+        servers: they sample; None: this process does, on its own copy of the model.
+        background: the loop on which the engine is used.
+        version: what the servers' weights are called; None: the first publication will say.
+        tied_names: of :func:`find_tied_names`, for servers that will get weights.
 
     Raises:
         ModelError: the model cannot be loaded.
+        EngineError: no server became ready in time.
     """
-    return EmbeddedEngine(
-        load_model(model_folder, config.model.dtype, choose_device()),
-        tokenizer,
-        config.engine,
-        model_name=config.model.path,
+    if servers is None:
+        from agentrl_cli.engine.embedded import EmbeddedEngine
+
+        return EmbeddedEngine(
+            load_model(model_folder, config.model.dtype, choose_device()),
+            tokenizer,
+            config.engine,
+            model_name=config.model.path,
+        )
+    return background.run(
+        open_router(config, model_folder, servers, version, tied_names or {}),
+        config.engine.start_timeout_seconds + _GRACE_SECONDS,
     )

@@ -5,24 +5,27 @@ from __future__ import annotations
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.evaluate.report import EvalReport
 from agentrl_cli.evaluate.run import evaluate_and_store
+from agentrl_cli.launch.child_trainer import ChildTrainer
+from agentrl_cli.launch.fleet import find_server_versions, needs_servers, open_fleet
+from agentrl_cli.launch.machine import Machine
+from agentrl_cli.launch.plan import build_plan
 from agentrl_cli.launch.sources import CompletionSource, EndpointSource, EngineSource
+from agentrl_cli.launch.supervisor import Supervisor
 from agentrl_cli.launch.trainer import PPOTrainer, take_rows
+from agentrl_cli.launch.training import check_input, run_trainer
 from agentrl_cli.log import Observer, file_log
 from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.rollout.building import build_workflow
 from agentrl_cli.rollout.dataset import build_eval_tasks
-from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.tracking.client import TrackingClient
-from agentrl_cli.tracking.session import Budget
-from agentrl_cli.train.loop import StopFlag
-
-_CLOSE_SECONDS = 20.0
+from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+from agentrl_cli.store.secrets import find_secrets
+from agentrl_cli.train.stop_flag import StopFlag
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +47,57 @@ def run_training(
         RunError: the run could not go on; what was done is stored.
     """
     trainer = PPOTrainer(config, observer=observer, stop=stop, overwrite=overwrite)
+    machine = Machine.detect()
+    if needs_servers(config, machine.num_gpus):
+        is_complete = _supervise(trainer, machine, overwrite=overwrite, stop=stop)
+    else:
+        is_complete = run_trainer(trainer)
+    return RunResult(run_dir_of(config), is_complete)
 
-    def open_client(engine: InferenceEngine, sampling: Sampling, budget: Budget) -> TrackingClient:
-        return TrackingClient(
-            engine=engine,
-            tokenizer=trainer.tokenizer,
-            tool_call_parser=config.engine.tool_call_parser,
-            sampling=sampling,
-            budget=budget,
-        )
 
+def _supervise(checked: PPOTrainer, machine: Machine, *, overwrite: bool, stop: StopFlag) -> bool:
+    """Trains in a process of its own, beside engine servers.
+
+    Args:
+        checked: looks at the input, so that nothing is started or deleted for a mistake in it.
+        machine: what processes are placed on.
+        overwrite: discards what an earlier run left in the folder.
+        stop: asks the run to end.
+    """
+    config, observer = checked.config, checked.observer
+    versions = find_server_versions(config, num_gpus=machine.num_gpus)
+    observer.on_stage("check")
+    check_input(checked)
     with ExitStack() as stack:
-        tokenizer = trainer.tokenizer if config.workflow_path is not None else None
-        workflows = []
-        for gconfig in (config.gconfig, config.resolve_eval_gconfig()):
-            workflow = build_workflow(
-                config, tokenizer, gconfig=gconfig, open_client=open_client, seed=config.seed
+        folder = stack.enter_context(
+            RunFolder.create_or_resume(config, overwrite=overwrite, versions=versions)
+        )
+        stack.enter_context(file_log(folder.log_path("command")))
+        if checked.tell_if_complete(folder):
+            return True
+        servers = stack.enter_context(
+            open_fleet(
+                config,
+                checked.model_folder,
+                purpose="train",
+                num_gpus=machine.num_gpus,
+                log_dir=folder.log_dir(),
+                observer=observer,
             )
-            stack.callback(workflow.close)
-            workflows.append(workflow)
-        trainer.check_rows(*workflows)
-        stack.enter_context(trainer)
-        is_complete = trainer.train(*workflows)
-        return RunResult(trainer.run_dir, is_complete)
+        )
+        plan = build_plan(config, machine, run_dir=str(folder.path))
+        [planned] = [process for process in plan if process.role == "trainer"]
+        start = partial(
+            ChildTrainer,
+            planned,
+            folder.log_path("trainer"),
+            secrets=find_secrets(config.model_dump(mode="json")),
+            observer=observer,
+        )
+        supervisor = Supervisor(
+            config=config, servers=servers, start_trainer=start, observer=observer, stop=stop
+        )
+        return supervisor.run()
 
 
 def run_evaluation(
@@ -111,8 +142,7 @@ def run_evaluation(
         stack.enter_context(file_log(folder.log_path("eval")))
         background = stack.enter_context(BackgroundLoop())
         observer.on_stage("load model")
-        engine = source.start()
-        stack.callback(lambda: background.run(source.close(), _CLOSE_SECONDS))
+        engine = source.start(background, folder.log_dir("eval"), stack)
         return background.run(
             evaluate_and_store(
                 folder,

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import ConfigError, UserInputError
+from agentrl_cli.launch.fleet import find_server_versions, needs_servers, open_fleet
 from agentrl_cli.launch.loading import load_engine
-from agentrl_cli.launch.plan import check_supported, count_visible_gpus
+from agentrl_cli.launch.machine import count_visible_gpus
+from agentrl_cli.launch.plan import check_supported
 from agentrl_cli.log import Observer
 from agentrl_cli.models.loading import resolve_model_folder
+from agentrl_cli.models.lora import open_whole_model
 from agentrl_cli.models.pretrained import load_tokenizer
+from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.endpoint import EndpointGateway
 from agentrl_cli.tracking.gateway import get_gateway
@@ -22,6 +28,7 @@ from agentrl_cli.tracking.session import Budget
 
 #: A remote endpoint refuses when it is busy; its calls are repeated, with growing pauses.
 _NUM_ENDPOINT_RETRIES = 5
+_CLOSE_SECONDS = 20.0
 
 
 class CompletionSource(Protocol):
@@ -36,8 +43,14 @@ class CompletionSource(Protocol):
         """Loads what can turn out to be wrong with the input."""
         ...
 
-    def start(self) -> InferenceEngine:
-        """The engine to give to the workflow."""
+    def start(self, background: BackgroundLoop, log_dir: Path, stack: ExitStack) -> InferenceEngine:
+        """The engine to give to the workflow.
+
+        Args:
+            background: the loop on which it is used.
+            log_dir: gets the logs of servers.
+            stack: ends what was started.
+        """
         ...
 
     def open_client(
@@ -46,20 +59,16 @@ class CompletionSource(Protocol):
         """The client of one trajectory."""
         ...
 
-    async def close(self) -> None:
-        """Ends what was started."""
-        ...
-
 
 class EngineSource:
     """A model that agentrl runs itself."""
 
     def __init__(self, config: ExperimentConfig, model_path: str, observer: Observer) -> None:
-        check_supported(config, num_gpus=count_visible_gpus())
+        self._num_gpus = count_visible_gpus()
+        check_supported(config, num_gpus=self._num_gpus)
         self._config = config
         self._model_path = model_path
         self._observer = observer
-        self._engine: InferenceEngine | None = None
 
     @cached_property
     def model_folder(self) -> str:
@@ -72,13 +81,37 @@ class EngineSource:
         return load_tokenizer(self._config.tokenizer_path or self.model_folder)
 
     def prepare(self) -> None:
-        """Makes the model if it is built in, and checks its tokenizer."""
+        """Looks for what servers run on, makes a built-in model, and checks its tokenizer."""
+        find_server_versions(self._config, num_gpus=self._num_gpus)
         _ = self.tokenizer
 
-    def start(self) -> InferenceEngine:
-        """Loads the model."""
-        self._engine = load_engine(self._config, self.model_folder, self.tokenizer)
-        return self._engine
+    def start(self, background: BackgroundLoop, log_dir: Path, stack: ExitStack) -> InferenceEngine:
+        """Loads the model: here, or on servers that are started now."""
+        servers = None
+        if needs_servers(self._config, self._num_gpus):
+            # Servers load no folder that holds an adapter alone.
+            whole_model = open_whole_model(self.model_folder, self._config.model.dtype)
+            fleet = open_fleet(
+                self._config,
+                stack.enter_context(whole_model),
+                purpose="eval",
+                num_gpus=self._num_gpus,
+                log_dir=log_dir,
+                observer=self._observer,
+            )
+            servers = stack.enter_context(fleet).wait()
+        engine = load_engine(
+            self._config,
+            self.model_folder,
+            self.tokenizer,
+            servers=servers,
+            background=background,
+            version=0,
+        )
+        stack.callback(lambda: background.run(engine.close(), _CLOSE_SECONDS))
+        gateway = get_gateway(engine, self.tokenizer, self._config.engine.tool_call_parser)
+        stack.callback(lambda: background.run(gateway.close(), _CLOSE_SECONDS))
+        return engine
 
     def open_client(
         self, engine: InferenceEngine, sampling: Sampling, budget: Budget
@@ -91,13 +124,6 @@ class EngineSource:
             sampling=sampling,
             budget=budget,
         )
-
-    async def close(self) -> None:
-        """Ends the engine and its gateway."""
-        if self._engine is not None:
-            parser = self._config.engine.tool_call_parser
-            await get_gateway(self._engine, self.tokenizer, parser).close()
-            await self._engine.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +164,17 @@ class EndpointSource:
                 "ask for a key. Type: export OPENAI_API_KEY=... (any text where none is needed)"
             )
 
-    def start(self) -> InferenceEngine:
+    def start(self, background: BackgroundLoop, log_dir: Path, stack: ExitStack) -> InferenceEngine:
         """Opens the gateway to the endpoint."""
-        self._gateway = EndpointGateway(
+        gateway = EndpointGateway(
             self.base_url,
             os.environ.get("OPENAI_API_KEY") or "none",
             self.model_name,
             timeout_seconds=self.config.engine.generate_timeout_seconds,
             max_retries=_NUM_ENDPOINT_RETRIES,
         )
+        self._gateway = gateway
+        stack.callback(lambda: background.run(gateway.close(), _CLOSE_SECONDS))
         # AgentRolloutWorkflow reads the engine's name and hands it to open_client.
         return cast("InferenceEngine", _EndpointModel(self.model_name))
 
@@ -157,8 +185,3 @@ class EndpointSource:
         assert self._gateway is not None
         session = self._gateway.open_session(sampling=sampling, budget=budget)
         return TrackingClient(gateway=self._gateway, session=session)
-
-    async def close(self) -> None:
-        """Closes the gateway."""
-        if self._gateway is not None:
-            await self._gateway.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -13,8 +13,11 @@ from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import ConfigError, DatasetError, RolloutFailedError
 from agentrl_cli.evaluate.run import evaluate_and_store
-from agentrl_cli.launch.loading import load_engine, load_learner
-from agentrl_cli.launch.plan import check_supported, count_visible_gpus
+from agentrl_cli.launch.fleet import find_server_versions, needs_servers, open_fleet
+from agentrl_cli.launch.handover import RunningServers
+from agentrl_cli.launch.loading import find_tied_names, load_engine, load_learner
+from agentrl_cli.launch.machine import count_visible_gpus
+from agentrl_cli.launch.plan import check_supported
 from agentrl_cli.log import Observer, SilentObserver, file_log
 from agentrl_cli.models.loading import resolve_model_folder
 from agentrl_cli.models.pretrained import load_tokenizer
@@ -23,12 +26,13 @@ from agentrl_cli.rollout.dataset import Row, TaskStream, build_eval_tasks, load_
 from agentrl_cli.rollout.failures import check_not_all_failed
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
-from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.tracking.gateway import get_gateway
 from agentrl_cli.train.loggers import build_loggers
-from agentrl_cli.train.loop import StopFlag, TrainingLoop
+from agentrl_cli.train.loop import TrainingLoop
 from agentrl_cli.train.probes import build_probes
 from agentrl_cli.train.progress import BatchProgress
+from agentrl_cli.train.stop_flag import StopFlag
 
 _CLOSE_SECONDS = 20.0
 
@@ -49,6 +53,9 @@ class PPOTrainer:
         observer: shows the run to a person.
         stop: asks the run to end after the step in progress.
         overwrite: discards what an earlier run left in the folder.
+        servers: engine servers that run already; None: they are started here, where
+            ``engine.kind`` needs any.
+        owner_pid: the process that holds the run folder for this one; None: this one will.
 
     Raises:
         UserInputError: the configuration or a dataset cannot be used.
@@ -63,14 +70,19 @@ class PPOTrainer:
         observer: Observer | None = None,
         stop: StopFlag | None = None,
         overwrite: bool = False,
+        servers: RunningServers | None = None,
+        owner_pid: int | None = None,
     ) -> None:
         config.check_trainable()
-        check_supported(config, num_gpus=count_visible_gpus())
+        self._num_gpus = count_visible_gpus() if servers is None else servers.num_gpus
+        check_supported(config, num_gpus=self._num_gpus)
         RunFolder.check_resumable(config, overwrite=overwrite)
         self.config = config
         self.observer = observer or SilentObserver()
         self._stop = stop or threading.Event()
         self._overwrite = overwrite
+        self._servers = servers
+        self._owner_pid = owner_pid
         self._train_rows = take_rows(train_dataset, config.train_dataset, "train_dataset")
         self._valid_rows = (
             take_rows(valid_dataset, config.valid_dataset, "valid_dataset")
@@ -94,15 +106,22 @@ class PPOTrainer:
         # The last that can be wrong with the input, before anything is written.
         _ = self.tokenizer
         with ExitStack() as stack:
-            self._folder = stack.enter_context(
-                RunFolder.create_or_resume(self.config, overwrite=self._overwrite)
-            )
+            self._folder = stack.enter_context(self._open_folder())
             stack.enter_context(file_log(self._folder.log_path("trainer")))
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
+
+    def _open_folder(self) -> RunFolder:
+        if self._owner_pid is not None:
+            return RunFolder.join(run_dir_of(self.config), self._owner_pid)
+        return RunFolder.create_or_resume(
+            self.config,
+            overwrite=self._overwrite,
+            versions=find_server_versions(self.config, num_gpus=self._num_gpus),
+        )
 
     @property
     def run_dir(self) -> Path:
@@ -118,6 +137,14 @@ class PPOTrainer:
         workflow.check_rows(self._train_rows, "train_dataset")
         if self._valid_rows is not None:
             eval_workflow.check_rows(self._valid_rows, "valid_dataset")
+
+    def tell_if_complete(self, folder: RunFolder) -> bool:
+        """True, and said, when the last step of the run in ``folder`` is done."""
+        latest = folder.latest_checkpoint()
+        if latest is None or latest[0] < self.config.train.total_steps:
+            return False
+        self.observer.on_message(_describe_complete(folder, latest[0]))
+        return True
 
     def train(
         self, workflow: RolloutWorkflow, eval_workflow: RolloutWorkflow | None = None
@@ -136,21 +163,30 @@ class PPOTrainer:
             RunError: the run cannot go on; what was done is stored.
         """
         folder, eval_workflow = self._entered(), eval_workflow or workflow
-        latest = folder.latest_checkpoint()
-        if latest is not None and latest[0] >= self.config.train.total_steps:
-            self.observer.on_message(_describe_complete(folder, latest[0]))
+        if self.tell_if_complete(folder):
             return True
+        latest = folder.latest_checkpoint()
         for one in (workflow, eval_workflow):
             one.use(self.config.rollout)
         self.check_rows(workflow, eval_workflow)
         with ExitStack() as stack:
             self.observer.on_stage("load model")
             background = stack.enter_context(BackgroundLoop())
-            learner = load_learner(self.config, self.model_folder, self.tokenizer)
+            servers = self._start_servers(folder, stack)
+            learner = load_learner(
+                self.config, self.model_folder, self.tokenizer, num_gpus=self._num_gpus
+            )
             if latest is not None:
                 learner.load(latest[1])
                 self.observer.on_message(f"going on after step {latest[0]}, from {latest[1]}")
-            engine = load_engine(self.config, self.model_folder, self.tokenizer)
+            engine = load_engine(
+                self.config,
+                self.model_folder,
+                self.tokenizer,
+                servers=servers(),
+                background=background,
+                tied_names=find_tied_names(learner.model),
+            )
             stack.callback(lambda: background.run(engine.close(), _CLOSE_SECONDS))
             gateway = get_gateway(engine, self.tokenizer, self.config.engine.tool_call_parser)
             stack.callback(lambda: background.run(gateway.close(), _CLOSE_SECONDS))
@@ -176,6 +212,22 @@ class PPOTrainer:
                 stop=self._stop,
             )
             return loop.run()
+
+    def _start_servers(
+        self, folder: RunFolder, stack: ExitStack
+    ) -> Callable[[], RunningServers | None]:
+        """Starts what must be started while the model is loaded; a call waits for it."""
+        if self._servers is not None or not needs_servers(self.config, self._num_gpus):
+            return lambda: self._servers
+        fleet = open_fleet(
+            self.config,
+            self.model_folder,
+            purpose="train",
+            num_gpus=self._num_gpus,
+            log_dir=folder.log_dir(),
+            observer=self.observer,
+        )
+        return stack.enter_context(fleet).wait
 
     def _build_scheduler(
         self,

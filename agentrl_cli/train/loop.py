@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine
@@ -20,14 +19,7 @@ from agentrl_cli.train.loggers import MetricsLogger
 from agentrl_cli.train.metrics import summarize_trajectories
 from agentrl_cli.train.progress import BatchProgress
 from agentrl_cli.train.publish import publish_and_verify, resolve_probe_tolerance
-
-
-class StopFlag(Protocol):
-    """Whether the run has been asked to end after the step in progress."""
-
-    def is_set(self) -> bool:
-        """True once it has."""
-        ...
+from agentrl_cli.train.stop_flag import StopFlag
 
 
 @dataclass(slots=True, kw_only=True)
@@ -111,8 +103,7 @@ class TrainingLoop:
                 self.probes,
                 resolve_probe_tolerance(self.config),
             ),
-            self.config.engine.publish_timeout_seconds
-            + self.config.engine.generate_timeout_seconds,
+            self.config.engine.compute_publish_deadline(),
         )
         self.scheduler.set_policy_version(version)
         return metrics
