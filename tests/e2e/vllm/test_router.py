@@ -1,0 +1,200 @@
+"""Two real vLLM servers behind the router, one of them killed in the middle of its calls."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.engine.protocol import Generation, Probe, Sampling
+from agentrl_cli.engine.router import EngineRouter
+from agentrl_cli.engine.vllm import VllmServer
+from agentrl_cli.engine.weight_transfer import build_weight_transfer
+from agentrl_cli.launch.servers import ServerFleet
+from agentrl_cli.log import SilentObserver
+
+#: Two servers start, and one of them once more.
+pytestmark = pytest.mark.timeout(900)
+TOLERANCE = 1e-4
+NUM_CALLERS = 24
+
+
+class WatchedServer(VllmServer):
+    """Notes the prompts it is sent and how many pieces its open calls have."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.prompts: list[tuple[int, ...]] = []
+        self.open_calls: dict[int, tuple[float, int]] = {}
+
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session_id: str = "",
+        stream_interval: int = 1,
+    ) -> AsyncGenerator[Generation]:
+        self.prompts.append(tuple(prompt_ids))
+        pieces = super().stream(
+            prompt_ids, sampling, session_id=session_id, stream_interval=stream_interval
+        )
+        return self._watch(len(self.prompts), pieces)
+
+    async def _watch(
+        self, number: int, pieces: AsyncGenerator[Generation]
+    ) -> AsyncGenerator[Generation]:
+        try:
+            async for piece in pieces:
+                began, num_pieces = self.open_calls.get(number, (time.monotonic(), 0))
+                self.open_calls[number] = (began, num_pieces + 1)
+                yield piece
+        finally:
+            self.open_calls.pop(number, None)
+            await pieces.aclose()
+
+    @property
+    def is_in_the_middle(self) -> bool:
+        """Whether a call has lived for some checks of health, and has tokens to lose."""
+        now = time.monotonic()
+        return any(now - began > 2.5 and pieces > 2 for began, pieces in self.open_calls.values())
+
+
+@pytest.fixture(scope="module")
+def config(untied_folder: Path, make_vllm_config: Callable[..., ExperimentConfig]) -> Any:
+    return make_vllm_config(untied_folder, {"num_servers": 2, "first_port": 8920})
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    config: ExperimentConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerFleet]:
+    log_dir = tmp_path_factory.mktemp("router-logs")
+    with ServerFleet(
+        config,
+        config.model.path,
+        purpose="train",
+        num_gpus=0,
+        log_dir=log_dir,
+        observer=SilentObserver(),
+    ) as fleet:
+        yield fleet
+
+
+def compute_logprobs(model: Any, prompt: Sequence[int], ids: Sequence[int]) -> list[float]:
+    tokens = torch.tensor([[*prompt, *ids]])
+    with torch.no_grad():
+        logprobs = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1)
+    return logprobs.gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1).tolist()
+
+
+def kill_server(fleet: ServerFleet, index: int) -> None:
+    """SIGKILL to the API server, as the system does when memory runs out."""
+    guard = fleet.processes[index].pid
+    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True)
+    rows = [line.split() for line in listing.stdout.splitlines()]
+    (child,) = (int(pid) for pid, parent in rows if int(parent) == guard)
+    os.kill(child, signal.SIGKILL)
+
+
+async def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+async def test_no_call_fails_when_a_server_is_killed(
+    fleet: ServerFleet, config: ExperimentConfig, build_tiny_model: Callable[..., Any]
+) -> None:
+    servers = [
+        WatchedServer(endpoint, config.engine, model_name="tiny") for endpoint in fleet.endpoints
+    ]
+    router = EngineRouter(
+        servers,
+        config.engine,
+        model_name="tiny",
+        transfer=build_weight_transfer(
+            config, model_folder=config.model.path, tied_names={}, num_gpus=0
+        ),
+    )
+    models = {version: build_tiny_model(version) for version in (1, 2)}
+    done: list[tuple[list[int], Generation]] = []
+    is_over = False
+
+    async def call_on_and_on(number: int) -> None:
+        turn = 0
+        while not is_over:
+            turn += 1
+            prompt = [5 + number, 7 + turn % 50, 11, 13]
+            sampling = Sampling(max_tokens=480, seed=number * 1000 + turn)
+            if number % 4:
+                generation = await router.generate(prompt, sampling, session_id=str(number))
+            else:
+                pieces = [p async for p in router.stream(prompt, sampling)]
+                generation = Generation(
+                    completion_ids=tuple(i for p in pieces for i in p.completion_ids),
+                    rollout_logprobs=tuple(x for p in pieces for x in p.rollout_logprobs),
+                    versions=pieces[-1].versions,
+                    finish_reason=pieces[-1].finish_reason,
+                )
+            done.append((prompt, generation))
+
+    def check_all(version: int) -> int:
+        """How many completions were sampled by one version alone; compares their logprobs."""
+        found = [(p, g) for p, g in done if set(g.versions) == {version}]
+        for prompt, generation in found:
+            expected = compute_logprobs(models[version], prompt, generation.completion_ids)
+            assert generation.rollout_logprobs == pytest.approx(expected, abs=TOLERANCE)
+            assert len(generation.versions) == len(generation.completion_ids)
+        return len(found)
+
+    await router.start(None)
+    try:
+        await router.publish_weights(1, models[1].state_dict())
+        callers = [asyncio.create_task(call_on_and_on(n)) for n in range(NUM_CALLERS)]
+        await wait_for(lambda: servers[0].is_in_the_middle, 60)
+        num_prompts = len(servers[1].prompts)
+        kill_server(fleet, 0)
+        await wait_for(lambda: router.num_servers_out == 1, 10)
+        assert router.num_failovers >= 1
+        await wait_for(lambda: not servers[0].open_calls, 10)
+        moved = servers[1].prompts[num_prompts:]
+        assert any(len(prompt) > 4 + 64 for prompt in moved), "no call took its tokens along"
+        num_done = len(done)
+        await wait_for(lambda: len(done) > num_done + 2 * NUM_CALLERS, 60)
+        # Published while the server is started again: it must come back with these.
+        await router.publish_weights(2, models[2].state_dict())
+        ids = list(range(20, 40))
+        probe = Probe(
+            token_ids=tuple(ids),
+            num_prompt_tokens=4,
+            logprobs=tuple(compute_logprobs(models[2], ids[:4], ids[4:])),
+            tolerance=TOLERANCE,
+        )
+        router.expect(2, [probe])
+        await wait_for(lambda: router.num_servers_out == 0, 240)
+        num_prompts = len(servers[0].prompts)
+        await wait_for(lambda: len(servers[0].prompts) > num_prompts, 30)
+        back = next(r for r in router.replicas if r.name == servers[0].name)
+        prompt = [5, 6, 7, 8]
+        done.append((prompt, await back.generate(prompt, Sampling(max_tokens=50))))
+        assert set(done[-1][1].versions) == {2}
+        assert await router.policy_version() == 2
+        is_over = True
+        # Raises what any call raised.
+        await asyncio.wait_for(asyncio.gather(*callers), 60)
+        assert {v for _, g in done for v in g.versions} == {1, 2}
+        assert check_all(1) > NUM_CALLERS
+        assert check_all(2) > NUM_CALLERS
+    finally:
+        is_over = True
+        await router.close()
