@@ -94,9 +94,16 @@ class BaseGateway(ABC):
         """Sessions whose key still opens the gateway."""
         return len(self._sessions)
 
-    async def serve(self) -> str:
-        """The base_url of a loopback socket, opened on first use: ``http://127.0.0.1:N/v1``."""
-        return f"{await self._server.start()}/v1"
+    async def serve(self, port: int = 0) -> str:
+        """The base_url of a loopback socket, opened on first use: ``http://127.0.0.1:N/v1``.
+
+        Args:
+            port: on first use, where to open it; 0: at a free port.
+
+        Raises:
+            UserInputError: the port is not free.
+        """
+        return f"{await self._server.start(port)}/v1"
 
     async def close(self) -> None:
         """Ends the socket and the in-process client."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from agentrl_cli.errors import RunError
+from agentrl_cli.errors import RunError, UserInputError
 
 _START_SECONDS = 20.0
 _STOP_SECONDS = 5.0
@@ -25,7 +25,7 @@ class _Server(uvicorn.Server):
 
 
 class LoopbackServer:
-    """Serves an ASGI app on 127.0.0.1, at a free port, in the running event loop."""
+    """Serves an ASGI app on 127.0.0.1 in the running event loop."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -34,15 +34,19 @@ class LoopbackServer:
         self._task: asyncio.Task[None] | None = None
         self._url = ""
 
-    async def start(self) -> str:
+    async def start(self, port: int = 0) -> str:
         """The server's url, ``http://127.0.0.1:PORT``; starts it when it is not running.
 
+        Args:
+            port: where it listens if it is started now; 0: at one that is free.
+
         Raises:
+            UserInputError: another program listens at that port.
             RunError: it was not ready in time.
         """
         async with self._lock:
             if self._task is None or self._task.done():
-                await self._start()
+                await self._start(port)
             return self._url
 
     async def stop(self) -> None:
@@ -56,11 +60,20 @@ class LoopbackServer:
             await asyncio.gather(self._task, return_exceptions=True)
         self._server = self._task = None
 
-    async def _start(self) -> None:
+    async def _start(self, port: int) -> None:
         # With the protocol named, asyncio turns off Nagle's algorithm for its connections;
         # left to the system (0), every answer waits 40 ms for the client's acknowledgement.
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        listener.bind(("127.0.0.1", 0))
+        # Connections of a server that has just ended hold a port for a minute without it.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError as error:
+            listener.close()
+            raise UserInputError(
+                f"port {port} of 127.0.0.1 cannot be used: {error.strerror}. Type another --port, "
+                "or leave it out for one that is free"
+            ) from None
         config = uvicorn.Config(
             self._app,
             log_level="warning",

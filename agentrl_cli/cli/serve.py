@@ -1,0 +1,74 @@
+"""``agentrl serve``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl_cli.cli.options import ConfigOption, OverridesArgument
+
+if TYPE_CHECKING:
+    from agentrl_cli.launch.serving import ServedModel
+
+_POLL_SECONDS = 0.1
+
+
+def serve_command(
+    config: ConfigOption,
+    overrides: OverridesArgument = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=1024, max=65535, help="Port on this machine; any free one otherwise.", metavar="N"
+        ),
+    ] = None,
+) -> None:
+    """Serve the model on this machine, to try an agent by hand; Ctrl-C ends it."""
+    from agentrl_cli.config.loading import load_config
+
+    experiment = load_config(config, overrides or [])
+
+    from agentrl_cli.cli.display import build_observer
+    from agentrl_cli.cli.failures import crashes_logged
+    from agentrl_cli.cli.interrupt import stop_on_signals
+    from agentrl_cli.launch.serving import serve_model
+    from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+
+    with (
+        crashes_logged(lambda: RunFolder(run_dir_of(experiment)).log_path("serve")),
+        ExitStack() as stack,
+    ):
+        # The display ends before anything is shown that will be copied: it breaks long lines.
+        with build_observer() as observer:
+            served = stack.enter_context(serve_model(experiment, port=port, observer=observer))
+        with stop_on_signals(lambda _: typer.echo("stopping")) as stop:
+            typer.echo(format_served(served))
+            while not stop.is_set():
+                time.sleep(_POLL_SECONDS)
+    typer.echo("stopped serving")
+
+
+def format_served(served: ServedModel) -> str:
+    """What a person types to use the model."""
+    request = json.dumps(
+        {
+            "model": served.model_name,
+            "messages": [{"role": "user", "content": "What is 17 + 25?"}],
+        }
+    )
+    return (
+        f"{served.model_name} is served (Ctrl-C ends it; logs: {served.log_dir}). For an agent:\n\n"
+        f"  export OPENAI_BASE_URL={served.base_url}\n"
+        f"  export OPENAI_API_KEY={served.api_key}\n"
+        f"  model name: {served.model_name}\n\n"
+        f"By hand:\n\n"
+        f"  curl {served.base_url}/chat/completions \\\n"
+        f"    -H 'Authorization: Bearer {served.api_key}' \\\n"
+        f"    -H 'Content-Type: application/json' \\\n"
+        f"    -d {shlex.quote(request)}\n"
+    )
