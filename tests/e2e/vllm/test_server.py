@@ -85,10 +85,9 @@ async def ask_without_client(
         return response.status, await response.text()
 
 
-async def count_aborted(endpoint: ServerEndpoint) -> float:
+async def read_metric(endpoint: ServerEndpoint, name: str) -> float:
     _, text = await ask_without_client(endpoint, "GET", "/metrics", endpoint.api_key)
-    found = re.findall(r'request_success_total{.*finished_reason="abort".*} (\S+)', text)
-    return sum(map(float, found))
+    return sum(map(float, re.findall(rf"^vllm:{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)))
 
 
 @pytest.fixture(scope="module")
@@ -364,32 +363,41 @@ async def test_leaving_a_completion_aborts_it_in_the_server(
     server: VllmServer, endpoint: ServerEndpoint, leave: str
 ) -> None:
     """Frozen meanwhile, so that it cannot end by itself."""
-    before = await count_aborted(endpoint)
+    for seed in range(20):
+        sampling = Sampling(max_tokens=400, seed=seed)
+        if len((await server.generate(PROMPT, sampling)).completion_ids) > 300:
+            break
+    else:
+        raise AssertionError("every completion was short")
+    num_tokens = await read_metric(endpoint, "generation_tokens_total")
     began = asyncio.Event()
 
     async def read(stream: AsyncGenerator[Generation]) -> None:
         async with aclosing(stream):
             async for _ in stream:
                 began.set()
+                if leave == "close":
+                    await frozen.wait()
+                    return
 
-    stream = server.stream(PROMPT, Sampling(max_tokens=500, seed=1))
-    if leave == "cancel":
-        reading = asyncio.create_task(read(stream))
-        await began.wait()
-    else:
-        await anext(stream)
+    frozen = asyncio.Event()
+    reading = asyncio.create_task(read(server.stream(PROMPT, sampling)))
+    await began.wait()
     await server.pause()
+    frozen.set()
     if leave == "cancel":
         reading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-    else:
-        await stream.aclose()
+    await asyncio.wait([reading])
+    assert reading.cancelled() == (leave == "cancel")
     await asyncio.sleep(0.2)
     await server.resume()
+
+    # A step, after which the server counts anew.
+    await server.generate(PROMPT, Sampling(max_tokens=1))
     async with asyncio.timeout(5):
-        while await count_aborted(endpoint) < before + 1:
+        while await read_metric(endpoint, "num_requests_running"):
             await asyncio.sleep(0.05)
+    assert await read_metric(endpoint, "generation_tokens_total") - num_tokens < 150
 
 
 async def test_a_frozen_completion_ends_at_its_deadline(
