@@ -76,6 +76,8 @@ class FakeProcess:
     is_alive: bool = True
     is_hung: bool = False
     is_paused: bool = False
+    end_delay: float = 0.0
+    """Seconds between the last token and the word that it was the last."""
     refuses_key: bool = False
     refuses_weights: bool = False
     ignores_weights: bool = False
@@ -211,6 +213,20 @@ class FakeServer(EngineServer):
             num_tokens = len(ids) - num_prompt
             reason = "length" if num_tokens == sampling.max_tokens else None
             reason = "stop" if ids[-1] == END_ID else reason
+            if reason and process.end_delay:
+                last = Generation(
+                    completion_ids=tuple(ids[num_sent:]),
+                    rollout_logprobs=tuple(logprobs[num_sent - num_prompt :]),
+                    versions=(),
+                    finish_reason=None,
+                )
+                num_sent = len(ids)
+                loop.call_later(WIRE_SECONDS, wire.put_nowait, last)
+                try:
+                    await self._let_pass(process, process.end_delay)
+                except ServerDownError:
+                    loop.call_later(WIRE_SECONDS, wire.put_nowait, None)
+                    return
             if reason or num_tokens == 1 or len(ids) - num_sent >= interval:
                 piece = Generation(
                     completion_ids=tuple(ids[num_sent:]),

@@ -310,3 +310,38 @@ def test_who_gave_up_the_servers_can_fail_all_calls(world: Any) -> None:
             await call
 
     world.run(story)
+
+
+@pytest.mark.parametrize("ends_by", ["end token", "length"])
+@pytest.mark.parametrize("reads_along", [False, True])
+def test_a_death_after_the_last_token_leaves_the_completion_an_end(
+    world: Any, ends_by: str, reads_along: bool
+) -> None:
+    """All tokens are there, but nobody has said that the last one was the last."""
+    prompt, max_tokens = ENDLESS, 150
+    if ends_by == "end token":
+        prompts = ([first] for first in range(3, 2000))
+        prompt = next(p for p in prompts if 120 < count_tokens(world, p) < 150)
+        max_tokens = 400
+
+    async def story(w: Any) -> None:
+        for server in w.servers:
+            server.process.end_delay = 5.0
+        run = w.stream if reads_along else w.generate
+        call = asyncio.ensure_future(run(prompt, max_tokens))
+        await asyncio.sleep(3.8)
+        first = next(s for s in w.servers if s.process.num_running)
+        first.kill()
+        await call
+        (second,) = (s for s in w.servers if s is not first)
+        (sampling,) = second.process.samplings
+        assert 1 <= sampling.max_tokens <= max_tokens - 120
+
+    world.run(story)
+
+
+def count_tokens(world: Any, prompt: list[int]) -> int:
+    prefix = list(prompt)
+    while len(prefix) < 300 and prefix[-1] != world.end_id:
+        prefix.append(world.sample_token(prefix, 0))
+    return len(prefix) - len(prompt)

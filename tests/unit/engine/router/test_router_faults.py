@@ -15,6 +15,8 @@ from agentrl_cli.errors import EngineTimeoutError
 
 SECONDS = 30.0
 NUM_SERVERS = 3
+#: Two of them say only a while after the last token that it was the last.
+END_DELAYS = (0.0, 0.4, 4.0)
 
 moments = st.floats(0.0, SECONDS)
 deaths = st.tuples(
@@ -80,7 +82,7 @@ def test_every_call_ends_and_says_the_truth(
         server.kill()
         if seconds:
             await asyncio.sleep(seconds)
-        server.start_again()
+        server.start_again(end_delay=END_DELAYS[index])
 
     async def call(w: Any, number: int, begins: float, reads_along: bool, **request: Any) -> None:
         await _sleep_until(begins)
@@ -94,6 +96,8 @@ def test_every_call_ends_and_says_the_truth(
         assert list(generation.versions) == sorted(generation.versions)
 
     async def story(w: Any) -> None:
+        for server, end_delay in zip(w.servers, END_DELAYS, strict=True):
+            server.process.end_delay = end_delay
         await w.router.publish_weights(1, {})
         async with asyncio.TaskGroup() as group:
             group.create_task(publish(w))
