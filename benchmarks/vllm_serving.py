@@ -38,10 +38,11 @@ from transformers.utils import logging
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.engine.router import EngineRouter
-from agentrl_cli.engine.server import ServerEndpoint
+from agentrl_cli.engine.server import ServerEndpoint, WeightTransfer, WeightUpdate
 from agentrl_cli.engine.vllm import VllmServer
 from agentrl_cli.engine.vllm_wire import GENERATE_PATH
 from agentrl_cli.engine.weight_transfer import build_weight_transfer
+from agentrl_cli.launch.heap import frozen_heap
 from agentrl_cli.launch.servers import ServerFleet
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.models.tokenizer import train_tokenizer
@@ -123,19 +124,50 @@ async def open_process(*argv: str) -> AsyncIterator[Process]:
         await process.wait()
 
 
+class TimedTransfer:
+    """A transfer that notes how long the weights' way out of this process took."""
+
+    def __init__(self, transfer: WeightTransfer) -> None:
+        self._transfer = transfer
+        self.prepare_seconds = 0.0
+
+    async def prepare(self, version: int, weights: Mapping[str, torch.Tensor]) -> WeightUpdate:
+        """As the transfer's."""
+        started = time.perf_counter()
+        update = await self._transfer.prepare(version, weights)
+        self.prepare_seconds = time.perf_counter() - started
+        return update
+
+    @property
+    def previous_folder(self) -> Path | None:
+        """As the transfer's."""
+        return self._transfer.previous_folder
+
+    async def close(self) -> None:
+        """Closes the transfer."""
+        await self._transfer.close()
+
+
+def build_transfer(config: ExperimentConfig, folder: Path) -> TimedTransfer:
+    """The way through a file."""
+    return TimedTransfer(
+        build_weight_transfer(config, model_folder=str(folder), tied_names={}, num_gpus=0)
+    )
+
+
 @asynccontextmanager
 async def open_router(
-    config: ExperimentConfig, folder: str, endpoints: list[ServerEndpoint], version: int | None
+    config: ExperimentConfig, transfer: WeightTransfer, endpoints: list[ServerEndpoint]
 ) -> AsyncIterator[EngineRouter]:
     """A router before servers that run."""
     router = EngineRouter(
         [VllmServer(endpoint, config.engine, model_name="m") for endpoint in endpoints],
         config.engine,
         model_name="m",
-        transfer=build_weight_transfer(config, model_folder=folder, tied_names={}, num_gpus=0),
+        transfer=transfer,
     )
     try:
-        await router.start(version)
+        await router.start(0)
         yield router
     finally:
         await router.close()
@@ -254,8 +286,9 @@ async def measure_null(folder: Path, arguments: argparse.Namespace) -> None:
         assert process.stdout is not None
         url = f"http://127.0.0.1:{int(await process.stdout.readline())}"
         endpoint = ServerEndpoint(name="null-0", base_url=url, api_key="none")
-        async with open_router(config, str(folder), [endpoint], version=0) as router:
-            await compare("A server that answers at once", router, endpoint, arguments)
+        async with open_router(config, build_transfer(config, folder), [endpoint]) as router:
+            with frozen_heap():
+                await compare("A server that answers at once", router, endpoint, arguments)
 
 
 async def measure_vllm(folder: Path, arguments: argparse.Namespace) -> None:
@@ -266,11 +299,12 @@ async def measure_vllm(folder: Path, arguments: argparse.Namespace) -> None:
     started = time.perf_counter()
     try:
         await asyncio.to_thread(fleet.start)
-        async with open_router(config, str(folder), fleet.endpoints, version=0) as router:
+        async with open_router(config, build_transfer(config, folder), fleet.endpoints) as router:
             await router.generate([1, 2, 3], Sampling(max_tokens=1))
             seconds = time.perf_counter() - started
             print(f"\nFrom the start of one vLLM server to its first token: {seconds:.1f} s")
-            await compare("Real vLLM", router, fleet.endpoints[0], arguments)
+            with frozen_heap():
+                await compare("Real vLLM", router, fleet.endpoints[0], arguments)
     finally:
         await asyncio.to_thread(fleet.stop)
 
@@ -282,11 +316,11 @@ async def measure_publication(folder: Path, arguments: argparse.Namespace) -> No
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
     copies = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     config = build_config(str(folder), str(folder), 8)
-    fleet = build_fleet(config, folder)
+    fleet, transfer = build_fleet(config, folder), build_transfer(config, folder)
+    copying, writing, publishing = [], [], []
     try:
         await asyncio.to_thread(fleet.start)
-        async with open_router(config, str(folder), fleet.endpoints, version=0) as router:
-            publications, copying = [], []
+        async with open_router(config, transfer, fleet.endpoints) as router:
             for number in range(arguments.rounds + 1):
                 started = time.perf_counter()
                 for name, tensor in weights.items():
@@ -295,15 +329,20 @@ async def measure_publication(folder: Path, arguments: argparse.Namespace) -> No
                 await router.publish_weights(number + 1, weights)
                 if number:  # the first round warms up
                     copying.append(copied - started)
-                    publications.append(time.perf_counter() - copied)
+                    writing.append(transfer.prepare_seconds)
+                    publishing.append(time.perf_counter() - copied)
                 await router.generate([1, 2, 3], Sampling(max_tokens=1))
     finally:
         await asyncio.to_thread(fleet.stop)
-    publication, copy = statistics.median(publications), statistics.median(copying)
+    copy, written, published = map(statistics.median, (copying, writing, publishing))
     print(f"\nA publication of {num_bytes / 1e6:.0f} MB to real vLLM, {arguments.rounds} rounds\n")
-    print("| memory copy ms | publication ms | ratio |")
-    print("|---|---|---|")
-    print(f"| {1e3 * copy:.0f} | {1e3 * publication:.0f} | {publication / copy:.1f} |", flush=True)
+    print("| memory copy ms | publication ms | of which until the file is written | ratio |")
+    print("|---|---|---|---|")
+    print(
+        f"| {1e3 * copy:.0f} | {1e3 * published:.0f} | {1e3 * written:.0f} "
+        f"| {published / copy:.1f} |",
+        flush=True,
+    )
 
 
 def build_fleet(config: ExperimentConfig, folder: Path) -> ServerFleet:
