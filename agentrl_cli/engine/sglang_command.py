@@ -82,5 +82,10 @@ def build_sglang_command(
     return SglangCommand(
         argv=(*argv, *config.server_args),
         env=dict(_ENV),
-        settings=f"api-key: {json.dumps(api_key)}\n",
+        settings=format_settings(api_key),
     )
+
+
+def format_settings(api_key: str) -> str:
+    """What stands in the file at ``settings_path``."""
+    return f"api-key: {json.dumps(api_key)}\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -143,11 +142,6 @@ def build_sglang_plan(config: ExperimentConfig, spec: ServerSpec) -> Command:
         lora_rank=config.model.lora.rank if config.model.lora is not None else None,
     )
     return command.argv, _common_env(config, spec) | command.env
-
-
-def format_sglang_key_file(key: str) -> str:
-    """What stands in ``ServerSpec.key_path``; a command line could be read by everyone."""
-    return f"api-key: {json.dumps(key)}\n"
 
 
 def resolve_python(config: ExperimentConfig) -> str:

@@ -16,6 +16,7 @@ from typing import Self
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.server import ServerEndpoint
+from agentrl_cli.engine.sglang_command import format_settings
 from agentrl_cli.errors import AgentrlError, EngineError
 from agentrl_cli.launch.devices import Purpose
 from agentrl_cli.launch.head import needs_untied_head
@@ -24,7 +25,6 @@ from agentrl_cli.launch.machine import Machine
 from agentrl_cli.launch.plan import PlannedProcess, build_plan, resolve_engine_kind
 from agentrl_cli.launch.ports import ReservedPorts
 from agentrl_cli.launch.process import ManagedProcess
-from agentrl_cli.launch.server_commands import format_sglang_key_file
 from agentrl_cli.launch.server_keeper import ServerKeeper
 from agentrl_cli.log import Observer
 
@@ -76,6 +76,7 @@ class ServerFleet:
             config, model_folder, purpose=purpose, num_gpus=num_gpus
         )
         find_server_package(config, num_gpus=num_gpus)
+        self._kind = resolve_engine_kind(config, num_gpus)
         self._config = config
         self._observer = observer
         self._log_dir = log_dir
@@ -109,10 +110,9 @@ class ServerFleet:
         key = f"sk-{secrets.token_urlsafe(32)}"
         log_path = self._log_dir / f"{planned.name}.log"
         env = dict(planned.env)
-        if resolve_engine_kind(self._config, 0 if planned.devices == "cpu" else 1) == "sglang":
-            (key_dir / f"{planned.name}.yaml").write_text(
-                format_sglang_key_file(key), encoding="utf-8"
-            )
+        if self._kind == "sglang":
+            path = key_dir / f"{planned.name}.yaml"
+            path.write_text(format_settings(key), encoding="utf-8")
         else:
             env["VLLM_API_KEY"] = key
         return ServerKeeper(

@@ -19,7 +19,7 @@ from agentrl_cli.launch.plan import check_supported
 from agentrl_cli.log import Observer
 from agentrl_cli.models.loading import resolve_model_folder
 from agentrl_cli.models.lora import open_whole_model
-from agentrl_cli.models.pretrained import load_tokenizer
+from agentrl_cli.models.tokenizer_check import load_tokenizer_of
 from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.endpoint import EndpointGateway
@@ -78,7 +78,7 @@ class EngineSource:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
-        return load_tokenizer(self._config.tokenizer_path or self.model_folder)
+        return load_tokenizer_of(self.model_folder, self._config.tokenizer_path)
 
     def prepare(self) -> None:
         """Looks for what servers run on, makes a built-in model, and checks its tokenizer."""

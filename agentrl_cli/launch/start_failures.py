@@ -54,6 +54,13 @@ _CAUSES = (
         ModelError,
     ),
     _Cause(
+        # SGLang's.
+        r"Not enough memory\. Please try[^\n]*",
+        _FITS_NOT,
+        ("engine.gpu_memory_utilization", "engine.max_model_len", "engine.tensor_parallel_size"),
+        ModelError,
+    ),
+    _Cause(
         r"(?:Free memory on device|Available memory on node)[^\n]*",
         "there is too little free memory for the server",
         ("MEMORY",),
@@ -143,5 +150,3 @@ def _read(config: ExperimentConfig, key: str) -> object:
     for part in key.split("."):
         value = getattr(value, part)
     return list(value) if isinstance(value, tuple) else value
-
-

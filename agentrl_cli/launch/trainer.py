@@ -20,7 +20,7 @@ from agentrl_cli.launch.machine import count_visible_gpus
 from agentrl_cli.launch.plan import check_supported
 from agentrl_cli.log import Observer, SilentObserver, file_log
 from agentrl_cli.models.loading import resolve_model_folder
-from agentrl_cli.models.pretrained import load_tokenizer
+from agentrl_cli.models.tokenizer_check import load_tokenizer_of
 from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.rollout.dataset import Row, TaskStream, build_eval_tasks, load_rows
 from agentrl_cli.rollout.failures import check_not_all_failed
@@ -100,7 +100,7 @@ class PPOTrainer:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
-        return load_tokenizer(self.config.tokenizer_path or self.model_folder)
+        return load_tokenizer_of(self.model_folder, self.config.tokenizer_path)
 
     def __enter__(self) -> Self:
         # The last that can be wrong with the input, before anything is written.

@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from agentrl_cli.errors import ModelError
+from agentrl_cli.models.pretrained import load_tokenizer
+
+
+def load_tokenizer_of(model_path: str, tokenizer_path: str | None = None) -> Any:
+    """The tokenizer of a model, its own unless another is named, and one that fits it.
+
+    Raises:
+        ModelError: there is none, it cannot be used, or it belongs to another model.
+    """
+    tokenizer = load_tokenizer(tokenizer_path or model_path)
+    # A folder without a model is refused, in better words, by who loads the model.
+    if not Path(model_path).is_dir() or (Path(model_path) / "config.json").is_file():
+        check_tokenizer(tokenizer, model_path)
+    return tokenizer
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerFast, model_path: str) -> None:

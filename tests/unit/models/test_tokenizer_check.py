@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.errors import ModelError
-from agentrl_cli.models.tokenizer_check import check_tokenizer
+from agentrl_cli.models.tokenizer_check import check_tokenizer, load_tokenizer_of
 
 
 def write_model(folder: Path, vocab_size: int, **more: Any) -> str:
@@ -59,3 +59,17 @@ def test_a_template_that_makes_ids_beyond_is_refused(chat_tokenizer: Any, tmp_pa
 def test_a_folder_without_a_model_is_named(chat_tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"its config\.json cannot be loaded"):
         check_tokenizer(chat_tokenizer, str(tmp_path))
+
+
+def test_the_models_own_tokenizer_is_the_default(chat_tokenizer: Any, tmp_path: Path) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    for folder in (model, other):
+        folder.mkdir()
+        chat_tokenizer.save_pretrained(folder)
+    write_model(model, len(chat_tokenizer))
+    assert len(load_tokenizer_of(str(model))) == len(chat_tokenizer)
+    assert load_tokenizer_of(str(model), str(other)).name_or_path == str(other)
+    write_model(model, 100)
+    for tokenizer_path in (None, str(other)):
+        with pytest.raises(ModelError, match="do not belong together"):
+            load_tokenizer_of(str(model), tokenizer_path)
