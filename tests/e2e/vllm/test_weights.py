@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.engine import weight_transfer_nccl
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.engine.router import EngineRouter
 from agentrl_cli.engine.server import ServerEndpoint, WeightTransfer, WeightUpdate
@@ -67,9 +70,11 @@ async def set_version(endpoint: ServerEndpoint, version: str) -> None:
     """As anybody may who knows the server's key."""
     headers = {"Authorization": f"Bearer {endpoint.api_key}"}
     url = f"{endpoint.base_url}/update_weight_version"
-    async with aiohttp.ClientSession(headers=headers) as session:
-        async with session.post(url, json={"new_version": version}) as response:
-            assert response.status == 200
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(url, json={"new_version": version}) as response,
+    ):
+        assert response.status == 200
 
 
 def move(learner: Learner, seed: int) -> None:
@@ -168,6 +173,55 @@ async def test_an_adapter_is_the_trainers_after_every_publication(
     )
     fleet = start_fleet(config)
     await publish_and_check(config, fleet, make_learner(config))
+
+
+async def test_an_adapter_may_travel_in_whole_weights(
+    lent_fleet, untied_folder, make_vllm_config, make_learner
+):
+    pytest.importorskip("peft", reason="needs peft (extra lora)")
+    path = str(untied_folder)
+    config = make_vllm_config(
+        untied_folder,
+        {"weight_transfer": {"kind": "disk"}},
+        model={"path": path, "dtype": "float32", "lora": {"rank": 8, "alpha": 16.0}},
+    )
+    learner = make_learner(config)
+    async with open_engine(config, lent_fleet, learner) as engine:
+        for version in (1, 2):
+            move(learner, version)
+            await publish_and_verify(engine, learner, version, PROBES, TOLERANCE)
+
+
+class WaitingGroup:
+    """Stands for the trainer's end of an NCCL group, which needs a GPU; the server is real."""
+
+    unique_id = bytes(128)
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def enter(self, world_size: int, device: torch.device) -> None:
+        assert self.ended.wait(60.0)
+
+    def abort(self) -> None:
+        self.ended.set()
+
+
+async def test_a_server_that_refuses_nccl_gets_a_file(
+    lent_fleet, untied_folder, make_vllm_config, make_learner, monkeypatch, caplog
+):
+    monkeypatch.setattr(weight_transfer_nccl, "NcclGroup", WaitingGroup)
+    monkeypatch.setattr(weight_transfer_nccl, "_copy_on_gpu", dict)
+    config = make_vllm_config(untied_folder, {"weight_transfer": {"kind": "nccl"}})
+    learner = make_learner(config)
+    async with open_engine(config, lent_fleet, learner) as engine:
+        with caplog.at_level(logging.WARNING, logger="agentrl_cli"):
+            for version in (1, 2):
+                move(learner, version)
+                await publish_and_verify(engine, learner, version, PROBES, TOLERANCE)
+    (message,) = [r.getMessage() for r in caplog.records if "nccl" in r.getMessage()]
+    assert "entering the NCCL group" in message
+    assert "go through files from now on" in message
 
 
 async def test_a_stale_head_stops_the_run_and_is_named(
