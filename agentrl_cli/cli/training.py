@@ -34,6 +34,7 @@ def train_command(
     machine = Machine.detect()
     if dry_run:
         from agentrl_cli.launch.head import needs_untied_head
+        from agentrl_cli.launch.interpreter import find_server_package
         from agentrl_cli.store.run_folder import run_dir_of
 
         typer.echo(dump_config(experiment), nl=False)
@@ -49,6 +50,7 @@ def train_command(
         typer.echo(f"# run folder: {run_dir}\n# processes:")
         typer.echo("\n".join(f"#   {line}" for line in plan.splitlines()))
         check_supported(experiment, num_gpus=machine.num_gpus)
+        find_server_package(experiment, num_gpus=machine.num_gpus)
         typer.echo("# nothing was started (--dry-run)")
         return
     check_supported(experiment, num_gpus=machine.num_gpus)

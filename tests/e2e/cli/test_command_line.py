@@ -105,12 +105,37 @@ def test_dry_run_prints_a_config_that_can_be_used_and_starts_nothing(folder: Pat
 
 
 def test_dry_run_shows_servers_and_says_what_cannot_be_started(folder: Path) -> None:
+    servers = ("engine.kind=vllm", "engine.num_servers=2", "engine.device=cpu")
+    # An environment without packages, whatever this one has.
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "bare"], cwd=folder, check=True)
     done = agentrl(
-        *("train", "--config", "c.yaml", "--dry-run", "engine.kind=vllm", "engine.num_servers=2"),
+        *("train", "--config", "c.yaml", "--dry-run", *servers, "engine.python=bare/bin/python"),
         cwd=folder,
     )
     assert "engine.kind=embedded" in refused(done)
     assert "vllm-1" in done.stdout
+    assert "agentrl_cli.launch.trainer_process runs/demo/t0" in done.stdout
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize("arguments", [(), ("--overwrite",)])
+def test_servers_are_not_started_and_nothing_is_deleted_for_a_mistake(
+    folder: Path, arguments: tuple[str, ...]
+) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "bare"], cwd=folder, check=True)
+    kept = folder / "runs" / "demo" / "t0" / "trajectories" / "step-000001.parquet"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    done = agentrl(
+        *("train", "--config", "c.yaml", *arguments, "engine.kind=vllm", "engine.device=cpu"),
+        "engine.python=bare/bin/python",
+        cwd=folder,
+    )
+    text = refused(done)
+    assert "needs the package vllm" in text
+    assert "engine.python=PATH/bin/python" in text
+    assert kept.exists()
+    assert sorted(p.name for p in kept.parents[1].iterdir()) == ["trajectories"]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +145,7 @@ def test_dry_run_shows_servers_and_says_what_cannot_be_started(folder: Path) -> 
         ("seed: x\n", (), "c.yaml:6: seed: expected a whole number"),
         ("a: [\n", (), "not valid YAML"),
         ("", ("gconfig.n_samples=1",), "Type gconfig.n_samples=8"),
-        ("", ("engine.kind=sglang",), "Type engine.kind=embedded"),
+        ("", ("engine.kind=sglang",), "or engine.kind=embedded"),
         ("", ("gconfig.n_samples",), "expected KEY=VALUE"),
     ],
 )
