@@ -176,7 +176,8 @@ class VllmServer:
     async def load_weights(self, folder: Path) -> None:
         """Reads all weights from the safetensors files of ``folder``; calls must be paused.
 
-        A server that fails in it has lost its weights: its next completion kills it.
+        A server that failed in it has lost its weights: its next completion kills it, unless
+        another load succeeds before.
         """
         path = _find_files(folder, "*.safetensors")
         # A server that started with weights of its own making refuses to read others.

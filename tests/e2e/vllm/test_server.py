@@ -424,6 +424,22 @@ async def test_a_folder_without_weights_does_no_harm(server: VllmServer, tmp_pat
     await server.generate(PROMPT, Sampling(max_tokens=5))
 
 
+async def test_a_file_that_is_cut_off_says_so_and_a_whole_one_mends_it(
+    server: VllmServer, folders: list[Path], models: list[Any], tmp_path: Path
+) -> None:
+    whole = (folders[1] / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    await server.pause()
+    with pytest.raises(EngineError, match=r"loading weights: vllm-0 .*deserializing"):
+        await server.load_weights(tmp_path)
+    await server.load_weights(folders[1])
+    await server.set_policy_version(2)
+    await server.resume()
+    generation = await server.generate(PROMPT, Sampling(max_tokens=10))
+    expected = compute_logprobs(models[1], PROMPT, generation, Sampling())
+    assert find_gap(generation.rollout_logprobs, expected) < TOLERANCE
+
+
 async def test_a_wrong_key_says_so(endpoint: ServerEndpoint) -> None:
     stranger = VllmServer(replace(endpoint, api_key="wrong"), CONFIG, model_name="m")
     for call in (stranger.check_health, stranger.policy_version, stranger.pause):
