@@ -186,6 +186,22 @@ class VersionFolders:
         return self._root
 
 
+def remove_folders_of_dead_runs(directory: str | None) -> None:
+    """As :func:`remove_dead_folders`, wherever weights may lie.
+
+    Args:
+        directory: ``engine.weight_transfer.dir``.
+    """
+    parents = (
+        [_MEMORY_FOLDER, Path(tempfile.gettempdir())]
+        if directory is None
+        else [Path(directory).expanduser()]
+    )
+    for parent in parents:
+        if parent.is_dir():
+            remove_dead_folders(parent)
+
+
 def remove_dead_folders(parent: Path) -> None:
     """Deletes the weights that dead runs left in ``parent``: gigabytes, maybe of RAM."""
     for folder in parent.glob(f"{_PREFIX}*"):

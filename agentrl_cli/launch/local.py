@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.engine.weight_transfer_folder import remove_folders_of_dead_runs
 from agentrl_cli.evaluate.report import EvalReport
 from agentrl_cli.evaluate.run import evaluate_and_store
 from agentrl_cli.launch.child_trainer import ChildTrainer
@@ -73,6 +74,8 @@ def _supervise(checked: PPOTrainer, machine: Machine, *, overwrite: bool, stop: 
             RunFolder.create_or_resume(config, overwrite=overwrite, versions=versions)
         )
         stack.enter_context(file_log(folder.log_path("command")))
+        # A trainer that was killed could not delete its weights, which may lie in RAM.
+        stack.callback(remove_folders_of_dead_runs, config.engine.weight_transfer.dir)
         if checked.tell_if_complete(folder):
             return True
         servers = stack.enter_context(
