@@ -7,13 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -21,17 +20,6 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.server import ServerEndpoint
 from agentrl_cli.errors import ModelError, UserInputError
 from agentrl_cli.launch.servers import ServerFleet
-from agentrl_cli.log import SilentObserver
-
-
-class Messages(SilentObserver):
-    """Keeps what a person would be told."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def on_message(self, text: str) -> None:
-        self.texts.append(text)
 
 
 def call(
@@ -105,38 +93,66 @@ def test_a_server_answers_who_has_its_key_and_nobody_else(untied_fleet: ServerFl
     assert "is_paused" in str(call(endpoint, "/is_paused")[1]), "the endpoints for training are on"
 
 
-def test_a_killed_server_leaves_nothing_and_comes_back_at_its_endpoint(
-    start_fleet: Callable[..., ServerFleet],
-    make_vllm_config: Callable[..., ExperimentConfig],
-    tied_folder: Path,
+#: A launcher in a process of its own, which can be killed.
+_LAUNCHER = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.launch.servers import ServerFleet
+from agentrl_cli.log import SilentObserver
+
+class Printing(SilentObserver):
+    def on_message(self, text):
+        print(json.dumps(text), flush=True)
+
+config = ExperimentConfig.model_validate_json(sys.argv[1])
+with ServerFleet(config, config.model.path, purpose="train", num_gpus=0,
+                 log_dir=Path(sys.argv[2]), observer=Printing()) as fleet:
+    started = {"pid": fleet.processes[0].pid, "untied_head": fleet.untied_head}
+    print(json.dumps(started | asdict(fleet.endpoints[0])), flush=True)
+    sys.stdin.read()
+"""
+
+
+def read_until(lines: IO[str], condition: Callable[[Any], bool]) -> Any:
+    """The first line of JSON that is looked for."""
+    for line in lines:
+        if condition(found := json.loads(line)):
+            return found
+    raise AssertionError("the launcher ended")
+
+
+def test_a_killed_server_comes_back_and_nothing_outlives_a_killed_launcher(
+    make_vllm_config: Callable[..., ExperimentConfig], tied_folder: Path, tmp_path: Path
 ) -> None:
-    observer = Messages()
-    fleet = start_fleet(make_vllm_config(tied_folder), observer=observer)
-    assert fleet.untied_head is True
-    [endpoint], [process] = fleet.endpoints, fleet.processes
-    assert process.pid is not None
-    first_life = [process.pid, *find_descendants(process.pid)]
-    assert len(first_life) >= 3, "a guard, an API server and an engine"
-    os.kill(first_life[1], signal.SIGKILL)
-    wait_for(lambda: not any(map(is_alive, first_life)), 30)
-    wait_for(lambda: any("killed by SIGKILL" in text for text in observer.texts), 10)
-    wait_for(lambda: call_or_none(endpoint) is not None, 200)
-    assert generate(endpoint)
-    assert [e.base_url for e in fleet.endpoints] == [endpoint.base_url]
-    assert fleet.error is None
-    second_life = [process.pid, *find_descendants(process.pid)]
-    started = time.monotonic()
-    fleet.stop()
-    assert time.monotonic() - started < 20
-    assert not any(map(is_alive, second_life))
-
-
-def call_or_none(endpoint: ServerEndpoint) -> Any:
-    try:
-        status, models = call(endpoint, "/v1/models")
-    except OSError:
-        return None
-    return models if status == 200 else None
+    config = make_vllm_config(tied_folder).model_dump_json()
+    with subprocess.Popen(
+        [sys.executable, "-c", _LAUNCHER, config, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as launcher:
+        family: list[int] = []
+        try:
+            assert launcher.stdout is not None
+            started = read_until(launcher.stdout, lambda found: isinstance(found, dict))
+            guard, untied_head = started.pop("pid"), started.pop("untied_head")
+            endpoint = ServerEndpoint(**started)
+            assert untied_head is True
+            first_life = [guard, *find_descendants(guard)]
+            assert len(first_life) >= 3, "a guard, an API server and an engine"
+            os.kill(first_life[1], signal.SIGKILL)
+            told = read_until(launcher.stdout, lambda found: "started again" in found)
+            assert told.startswith("vllm-0 died (killed by SIGKILL); it is started again")
+            assert not any(map(is_alive, first_life)), "ended before it is started again"
+            read_until(launcher.stdout, lambda found: "is ready" in found)
+            assert generate(endpoint), "the same port and key"
+            family = find_descendants(launcher.pid)
+            assert len(family) >= 3
+        finally:
+            launcher.send_signal(signal.SIGKILL)
+    wait_for(lambda: not any(map(is_alive, family)), 30)
 
 
 def test_a_model_that_does_not_fit_says_which_keys_change_it(
@@ -161,37 +177,3 @@ def test_an_unknown_argument_is_the_users_mistake(
     with pytest.raises(UserInputError, match=r"unrecognized arguments: --no-such-flag") as info:
         start_fleet(config)
     assert "engine.server_args (['--no-such-flag', '3'])" in str(info.value)
-
-
-def test_nothing_outlives_a_killed_launcher(
-    make_vllm_config: Callable[..., ExperimentConfig], untied_folder: Path, tmp_path: Path
-) -> None:
-    script = textwrap.dedent(
-        """
-        import sys
-        from pathlib import Path
-        from agentrl_cli.config.experiment import ExperimentConfig
-        from agentrl_cli.launch.servers import ServerFleet
-        from agentrl_cli.log import SilentObserver
-        config = ExperimentConfig.model_validate_json(sys.argv[1])
-        with ServerFleet(config, config.model.path, purpose="train", num_gpus=0,
-                         log_dir=Path(sys.argv[2]), observer=SilentObserver()) as fleet:
-            print(fleet.processes[0].pid, flush=True)
-            sys.stdin.read()
-        """
-    )
-    config = make_vllm_config(untied_folder)
-    with subprocess.Popen(
-        [sys.executable, "-c", script, config.model_dump_json(), str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as launcher:
-        try:
-            assert launcher.stdout is not None
-            guard = int(launcher.stdout.readline())
-            family = [guard, *find_descendants(guard)]
-            assert len(family) >= 3
-        finally:
-            launcher.send_signal(signal.SIGKILL)
-    wait_for(lambda: not any(map(is_alive, family)), 30)
