@@ -14,6 +14,7 @@ from agentrl_cli.log import Observer, file_log
 from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.tracking.gateway import get_gateway
+from agentrl_cli.tracking.server import open_listener
 
 _OPEN_SECONDS = 30.0
 
@@ -48,6 +49,8 @@ def serve_model(
     """
     source = EngineSource(config, config.model.path, observer)
     source.prepare()
+    # Said before servers are started for minutes.
+    open_listener(port or 0).close()
     folder = RunFolder.for_evaluation(config)
     with ExitStack() as stack:
         stack.enter_context(file_log(folder.log_path("serve")))

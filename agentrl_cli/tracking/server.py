@@ -61,19 +61,7 @@ class LoopbackServer:
         self._server = self._task = None
 
     async def _start(self, port: int) -> None:
-        # With the protocol named, asyncio turns off Nagle's algorithm for its connections;
-        # left to the system (0), every answer waits 40 ms for the client's acknowledgement.
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        # Connections of a server that has just ended hold a port for a minute without it.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("127.0.0.1", port))
-        except OSError as error:
-            listener.close()
-            raise UserInputError(
-                f"port {port} of 127.0.0.1 cannot be used: {error.strerror}. Type another --port, "
-                "or leave it out for one that is free"
-            ) from None
+        listener = open_listener(port)
         config = uvicorn.Config(
             self._app,
             log_level="warning",
@@ -92,3 +80,25 @@ class LoopbackServer:
             if self._task.done() or asyncio.get_running_loop().time() > deadline:
                 raise RunError(f"the gateway did not begin to serve at {self._url}")
             await asyncio.sleep(0.01)
+
+
+def open_listener(port: int) -> socket.socket:
+    """A socket bound to ``port`` of 127.0.0.1; 0: to one that is free.
+
+    Raises:
+        UserInputError: the port cannot be used.
+    """
+    # With the protocol named, asyncio turns off Nagle's algorithm for its connections;
+    # left to the system (0), every answer waits 40 ms for the client's acknowledgement.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    # Without it, connections of a server that has just ended hold its port for a minute.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError as error:
+        listener.close()
+        raise UserInputError(
+            f"port {port} of 127.0.0.1 cannot be used: {error.strerror}. Type another --port, "
+            "or leave it out for one that is free"
+        ) from None
+    return listener
