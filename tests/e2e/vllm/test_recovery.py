@@ -1,0 +1,295 @@
+"""SIGKILL for everything of a run on real vLLM: it goes on, nothing is lost, nothing done twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from agentrl_cli.rollout.dataset import TaskStream
+from agentrl_cli.store.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[3]
+NUM_ROWS, BATCH_SIZE, NUM_SAMPLES = 20, 4, 4
+
+#: Notes in a file which calls it has open, so that the test can strike in the middle of them.
+AGENT = """
+import asyncio
+import os
+from pathlib import Path
+
+calls = Path(f"calls-{os.getpid()}").open("a")
+
+
+async def answer(data, client):
+    messages = [{"role": "user", "content": data["question"]}]
+    for _ in range(data["num_turns"]):
+        await asyncio.sleep(data["pause_seconds"])
+        calls.write("+")
+        calls.flush()
+        reply = await client.chat.completions.create(model="policy", messages=messages)
+        calls.write("-")
+        calls.flush()
+        message = reply.choices[0].message
+        messages += [message.model_dump(exclude_none=True), {"role": "user", "content": "More."}]
+    return message.content
+
+
+def build():
+    return answer
+
+
+def count_vowels(completions, **kwargs):
+    return sum(letter in "aeiou" for letter in completions) / max(len(completions), 1)
+"""
+
+
+class Command:
+    """``agentrl train`` in a user's folder, and the processes below it."""
+
+    def __init__(self, project: Path, *arguments: str) -> None:
+        self._project = project
+        self._output = project / "output.txt"
+        with self._output.open("ab") as output:
+            self._command = subprocess.Popen(
+                [sys.executable, "-m", "agentrl_cli", "train", "--config", "c.yaml", *arguments],
+                cwd=project,
+                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                stdout=output,
+                stderr=output,
+            )
+        self.run_dir = project / "runs" / "small" / "t0"
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    @property
+    def pid(self) -> int:
+        return self._command.pid
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything that the command has started and that lives."""
+        try:
+            found = psutil.Process(self.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+        return [p for p in found if is_alive(p)]
+
+    def find(self, kind: str) -> list[psutil.Process]:
+        """Processes of a kind: ``trainer``, ``server``, ``core`` (of a server), ``guard``."""
+        return [p for p in self.processes() if classify(p) == kind]
+
+    def count_steps(self) -> int:
+        path = self.run_dir / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.is_file() else 0
+
+    def wait_until(self, condition: Callable[[], Any], seconds: float = 400.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self._command.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.02)
+
+    def wait_for_calls(self, trainer: psutil.Process, num_calls: int) -> None:
+        """Returns while the agents in ``trainer`` have at least so many calls open."""
+        path = self._project / f"calls-{trainer.pid}"
+
+        def has_calls() -> bool:
+            text = path.read_text() if path.is_file() else ""
+            return text.count("+") - text.count("-") >= num_calls
+
+        self.wait_until(has_calls)
+
+    def kill(self) -> None:
+        self._command.kill()
+        self._command.wait()
+
+    def finish(self, seconds: float) -> int:
+        try:
+            return self._command.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"still running after {seconds:g} s:\n{self.output}")
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def classify(process: psutil.Process) -> str:
+    try:
+        command, parent = process.cmdline(), process.parent()
+    except psutil.NoSuchProcess:
+        return "gone"
+    if any(part.endswith("guard.py") for part in command):
+        return "guard"
+    if "agentrl_cli.launch.trainer_process" in command:
+        return "trainer"
+    if "vllm.entrypoints.openai.api_server" in command:
+        return "server"
+    # The engine's core has no command line of its own; beside it is a tracker of resources.
+    is_tracker = any("resource_tracker" in part for part in command)
+    is_below_server = parent is not None and classify(parent) == "server"
+    return "core" if is_below_server and not is_tracker else "other"
+
+
+def strike(process: psutil.Process) -> None:
+    os.kill(process.pid, signal.SIGKILL)
+
+
+def write_rows(project: Path, pause_seconds: float = 0.0) -> None:
+    """Tasks of one to three turns; an agent pauses before each."""
+    rows = [
+        {"question": f"Say {n}.", "num_turns": 1 + n % 3, "pause_seconds": pause_seconds}
+        for n in range(NUM_ROWS)
+    ]
+    (project / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+@pytest.fixture
+def project(tmp_path: Path, untied_folder: Path) -> Path:
+    """The folder of a user who trains a tiny model on two servers."""
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    write_rows(tmp_path)
+    config = {
+        "experiment_name": "small",
+        "model": {"path": str(untied_folder), "dtype": "float32"},
+        "agent_builder_path": "my_agent.build",
+        "reward_fn_path": "my_agent.count_vowels",
+        "gconfig": {"n_samples": NUM_SAMPLES, "max_tokens": 48},
+        "train_dataset": {"path": "rows.jsonl", "batch_size": BATCH_SIZE},
+        "engine": {
+            "kind": "vllm",
+            "num_servers": 2,
+            "device": "cpu",
+            "max_model_len": 512,
+            "max_num_seqs": 32,
+            "num_threads": 1,
+            "cpu_kv_cache_gib": 0.25,
+        },
+        "rollout": {"max_concurrent": 16, "max_staleness": 1, "timeout_seconds": 900},
+        "train": {"total_steps": 12, "learning_rate": 1e-3, "save_every_steps": 3},
+    }
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    return tmp_path
+
+
+@pytest.fixture
+def start(project: Path) -> Iterator[Callable[..., Command]]:
+    """Starts the command; nothing of it outlives the test."""
+    commands: list[Command] = []
+
+    def start_command(*arguments: str) -> Command:
+        commands.append(Command(project, *arguments))
+        return commands[-1]
+
+    yield start_command
+    for command in commands:
+        command.kill()
+
+
+def check_nothing_is_lost(run_dir: Path, num_steps: int) -> None:
+    """One line a step, every task of every step once, no failure, no version out of place."""
+    folder = RunFolder.open(run_dir)
+    steps = list(range(1, num_steps + 1))
+    assert [line["step"] for line in folder.read_metrics()] == steps
+    assert folder.trajectory_steps() == steps
+    project = run_dir.parents[2]
+    rows = [json.loads(line) for line in (project / "rows.jsonl").read_text().splitlines()]
+    stream = TaskStream(rows, batch_size=BATCH_SIZE, shuffle=True, seed=1)
+    seen_ids: set[str] = set()
+    for step in steps:
+        trajectories = folder.read_trajectories(step)
+        assert [(t.group_id, t.task_id, t.sample_index) for t in trajectories] == [
+            (task.group_id, task.task_id, n)
+            for task in stream.batch(step)
+            for n in range(NUM_SAMPLES)
+        ]
+        assert [t.failure for t in trajectories] == [None] * len(trajectories)
+        assert [len(t.interactions) for t in trajectories] == [
+            task.row["num_turns"] for task in stream.batch(step) for _ in range(NUM_SAMPLES)
+        ]
+        assert not seen_ids & {t.id for t in trajectories}
+        seen_ids |= {t.id for t in trajectories}
+        versions = {v for t in trajectories for i in t.interactions for v in i.versions}
+        assert versions <= {step - 1, step - 2}
+    latest = folder.latest_checkpoint()
+    assert latest is not None
+    assert latest[0] == num_steps
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_command_trainer_and_server_are_killed_and_nothing_is_lost(
+    start: Callable[..., Command],
+) -> None:
+    command = start()
+    command.wait_until(lambda: command.count_steps() >= 1)
+    everything = command.processes()
+    assert {classify(p) for p in everything} >= {"trainer", "server", "core", "guard"}
+    command.kill()
+    _, alive = psutil.wait_procs(everything, timeout=20)
+    assert [p for p in alive if is_alive(p)] == []
+
+    command = start()
+    command.wait_until(lambda: command.count_steps() >= 4)
+    servers = {p.pid for p in command.find("server")}
+    [trainer] = command.find("trainer")
+    strike(trainer)
+    command.wait_until(lambda: command.find("trainer") and trainer not in command.find("trainer"))
+    command.wait_for_calls(command.find("trainer")[0], 6)
+    assert {p.pid for p in command.find("server")} == servers
+    strike(command.find("server")[0])
+    everything = command.processes()
+    assert command.finish(600) == 0, command.output
+    assert [p for p in everything if is_alive(p)] == []
+    assert "the trainer was killed by SIGKILL; it is started again" in command.output
+    log = (command.run_dir / "logs" / "trainer.log").read_text()
+    [num_calls] = re.findall(r"engine server vllm-\d is out, its (\d+) calls go on", log)
+    assert int(num_calls) > 0, "no call was open: the test shows nothing"
+    check_nothing_is_lost(command.run_dir, num_steps=12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_twenty_kills(project: Path, start: Callable[..., Command]) -> None:
+    """Trainers most of all: a server takes a minute to come back."""
+    num_steps, seed = 80, 7
+    # So that the steps last longer than the kills do, on any machine.
+    write_rows(project, pause_seconds=2.0)
+    chance = random.Random(seed)
+    kinds = ["trainer"] * 10 + ["server"] * 4 + ["core"] * 3 + ["guard"] * 3
+    chance.shuffle(kinds)
+    command = start(
+        f"train.total_steps={num_steps}",
+        "launcher.max_trainer_restarts=40",
+        "engine.max_restarts=40",
+    )
+    command.wait_until(lambda: command.count_steps() >= 1)
+    killed: list[str] = []
+    for kind in kinds:
+        # Anywhere in the life of a trainer: its imports, its first publication, its steps.
+        time.sleep(chance.uniform(0.0, 15.0))
+        command.wait_until(lambda kind=kind: command.find(kind))
+        strike(chance.choice(command.find(kind)))
+        killed.append(kind)
+        assert command.count_steps() < num_steps, f"the run was over after {killed}"
+    everything = command.processes()
+    assert command.finish(1800) == 0, command.output
+    assert [p for p in everything if is_alive(p)] == []
+    check_nothing_is_lost(command.run_dir, num_steps)
