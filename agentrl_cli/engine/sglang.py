@@ -1,7 +1,8 @@
 """An SGLang server as the router sees it: :class:`EngineServer` over SGLang's own endpoints.
 
-Written from the source of SGLang 0.5.23, whose request and reply classes hold it in the tests;
-it has not been run against a real SGLang server, which needs a GPU.
+Written from the source of SGLang 0.5.23, whose request and reply classes hold it in the tests,
+and tried against that version's own HTTP application with a stand-in for what lies behind it.
+It has never spoken to an SGLang that computes, which needs a GPU.
 """
 
 from __future__ import annotations
