@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agentrl_cli.cli.options import ConfigOption, OverridesArgument
+
+if TYPE_CHECKING:
+    from agentrl_cli.config.experiment import ExperimentConfig
+    from agentrl_cli.launch.machine import Machine
 
 
 def train_command(
@@ -25,33 +29,15 @@ def train_command(
     ] = False,
 ) -> None:
     """Train an agent; typed again, it goes on where it was stopped."""
-    from agentrl_cli.config.loading import dump_config, load_config
+    from agentrl_cli.config.loading import load_config
     from agentrl_cli.launch.machine import Machine
-    from agentrl_cli.launch.plan import build_plan, check_supported, format_plan
+    from agentrl_cli.launch.plan import check_supported
 
     experiment = load_config(config, overrides or [])
     experiment.check_trainable()
     machine = Machine.detect()
     if dry_run:
-        from agentrl_cli.launch.head import needs_untied_head
-        from agentrl_cli.launch.interpreter import find_server_package
-        from agentrl_cli.store.run_folder import run_dir_of
-
-        typer.echo(dump_config(experiment), nl=False)
-        # A built-in model, or one on the hub, is not made or fetched for this.
-        untied_head = Path(experiment.model.path).is_dir() and needs_untied_head(
-            experiment, experiment.model.path, purpose="train", num_gpus=machine.num_gpus
-        )
-        run_dir = str(run_dir_of(experiment))
-        plan = format_plan(
-            build_plan(experiment, machine, run_dir=run_dir, untied_head=untied_head)
-        )
-        # As comments: what is printed stays a configuration file.
-        typer.echo(f"# run folder: {run_dir}\n# processes:")
-        typer.echo("\n".join(f"#   {line}" for line in plan.splitlines()))
-        check_supported(experiment, num_gpus=machine.num_gpus)
-        find_server_package(experiment, num_gpus=machine.num_gpus)
-        typer.echo("# nothing was started (--dry-run)")
+        _print_plan(experiment, machine)
         return
     check_supported(experiment, num_gpus=machine.num_gpus)
 
@@ -72,3 +58,23 @@ def train_command(
     print_summary(RunFolder.open(result.run_dir), config_path=config, overrides=overrides or [])
     if not result.is_complete:
         typer.echo("stopped before the last step; the same command goes on from here")
+
+
+def _print_plan(experiment: ExperimentConfig, machine: Machine) -> None:
+    """Prints the configuration and, as comments of it, the processes that it would start."""
+    from agentrl_cli.config.loading import dump_config
+    from agentrl_cli.launch.head import needs_untied_head
+    from agentrl_cli.launch.plan import build_plan, check_supported, format_plan
+    from agentrl_cli.store.run_folder import run_dir_of
+
+    typer.echo(dump_config(experiment), nl=False)
+    # A built-in model, or one on the hub, is not made or fetched for this.
+    untied_head = Path(experiment.model.path).is_dir() and needs_untied_head(
+        experiment, experiment.model.path, purpose="train", num_gpus=machine.num_gpus
+    )
+    run_dir = str(run_dir_of(experiment))
+    plan = build_plan(experiment, machine, run_dir=run_dir, untied_head=untied_head)
+    typer.echo(f"# run folder: {run_dir}\n# processes:")
+    typer.echo("\n".join(f"#   {line}" for line in format_plan(plan).splitlines()))
+    check_supported(experiment, num_gpus=machine.num_gpus)
+    typer.echo("# nothing was started (--dry-run)")
