@@ -37,6 +37,9 @@ PAUSE: dict[str, Any] = {"mode": "retract"}
 #: asks for some room; a nucleus that is larger is cut to it.
 SAMPLING_MASK_TOP_K = 4095
 
+#: SGLang samples greedily below it, and then says the logprobs at temperature 1.
+_GREEDY_BELOW = 1e-6
+
 #: Names of our adapters begin with it; whatever else a server serves is left alone.
 ADAPTER_PREFIX = "agentrl-"
 
@@ -56,7 +59,7 @@ def format_generate(
         "temperature": sampling.temperature,
     }
     body: dict[str, Any] = {"input_ids": list(prompt_ids), "sampling_params": params}
-    if sampling.temperature > 0:
+    if not _is_greedy(sampling):
         if sampling.top_p < 1:
             params |= {"top_p": sampling.top_p, "top_k": SAMPLING_MASK_TOP_K}
             body["return_sampling_mask"] = True
@@ -76,6 +79,10 @@ def format_generate(
     return body
 
 
+def _is_greedy(sampling: Sampling) -> bool:
+    return sampling.temperature < _GREEDY_BELOW
+
+
 class GenerationReader:
     """Makes of the replies to one call (one, or the pieces of a stream) what was sampled.
 
@@ -88,7 +95,7 @@ class GenerationReader:
 
     def __init__(self, server: str, sampling: Sampling, version: int | None = None) -> None:
         self._server = server
-        self._greedy = sampling.temperature == 0
+        self._greedy = _is_greedy(sampling)
         self._logprobs_key = (
             "output_token_logprobs" if sampling.top_p == 1 else "output_token_sampling_logprobs"
         )

@@ -325,8 +325,9 @@ def test_a_reply_that_does_not_add_up_is_refused(broken: dict[str, Any], problem
         GenerationReader("sglang-0", Sampling()).read(reply([5, 2], finish=STOP, **broken))
 
 
-def test_greedy_tokens_have_logprob_zero() -> None:
-    read = GenerationReader("sglang-0", Sampling(temperature=0.0)).read
+@pytest.mark.parametrize("temperature", [0.0, 1e-7])
+def test_greedy_tokens_have_logprob_zero(temperature: float) -> None:
+    read = GenerationReader("sglang-0", Sampling(temperature=temperature)).read
     assert read(reply([5, 2], finish=STOP)).rollout_logprobs == (0.0, 0.0)
 
 
