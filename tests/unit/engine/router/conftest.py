@@ -199,6 +199,18 @@ class FakeServer(EngineServer):
         logprobs: list[float] = []
         labels: list[int] = []
         assert sampling.max_tokens is not None
+
+        def send(reason: Any) -> None:
+            nonlocal num_sent
+            piece = Generation(
+                completion_ids=tuple(ids[num_sent:]),
+                rollout_logprobs=tuple(logprobs[num_sent - num_prompt :]),
+                versions=tuple(labels) if reason else (),
+                finish_reason=reason,
+            )
+            num_sent = len(ids)
+            loop.call_later(WIRE_SECONDS, wire.put_nowait, piece)
+
         while True:
             try:
                 await self._let_pass(process, TOKEN_SECONDS)
@@ -214,28 +226,14 @@ class FakeServer(EngineServer):
             reason = "length" if num_tokens == sampling.max_tokens else None
             reason = "stop" if ids[-1] == END_ID else reason
             if reason and process.end_delay:
-                last = Generation(
-                    completion_ids=tuple(ids[num_sent:]),
-                    rollout_logprobs=tuple(logprobs[num_sent - num_prompt :]),
-                    versions=(),
-                    finish_reason=None,
-                )
-                num_sent = len(ids)
-                loop.call_later(WIRE_SECONDS, wire.put_nowait, last)
+                send(None)
                 try:
                     await self._let_pass(process, process.end_delay)
                 except ServerDownError:
                     loop.call_later(WIRE_SECONDS, wire.put_nowait, None)
                     return
             if reason or num_tokens == 1 or len(ids) - num_sent >= interval:
-                piece = Generation(
-                    completion_ids=tuple(ids[num_sent:]),
-                    rollout_logprobs=tuple(logprobs[num_sent - num_prompt :]),
-                    versions=tuple(labels) if reason else (),
-                    finish_reason=reason,  # type: ignore[arg-type]
-                )
-                num_sent = len(ids)
-                loop.call_later(WIRE_SECONDS, wire.put_nowait, piece)
+                send(reason)
             if reason:
                 return
 
