@@ -149,11 +149,6 @@ class FakeServer(EngineServer):
             except TimeoutError:
                 return
 
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
-    ) -> Generation:
-        raise NotImplementedError
-
     async def stream(
         self,
         prompt_ids: Sequence[int],
@@ -274,9 +269,6 @@ class FakeServer(EngineServer):
         if not process.ignores_weights:
             process.weights = int(folder.name)
 
-    async def load_adapter(self, folder: Path, version: int) -> None:
-        raise NotImplementedError
-
     async def set_policy_version(self, version: int) -> None:
         process = self.process
         await self._reach(process, 0.005, "set version")
@@ -383,11 +375,8 @@ class World:
 
     def check(self, prompt: Sequence[int], generation: Generation, max_tokens: int) -> None:
         """Each token is what the weights of its version say behind the tokens before it."""
-        ids, logprobs, versions = (
-            generation.completion_ids,
-            generation.rollout_logprobs,
-            generation.versions,
-        )
+        ids, versions = generation.completion_ids, generation.versions
+        logprobs = generation.rollout_logprobs
         assert len(ids) == len(logprobs) == len(versions) >= 1
         prefix = list(prompt)
         for token, logprob, version in zip(ids, logprobs, versions, strict=True):
