@@ -76,8 +76,11 @@ def _check_endpoint(checkpoint: Path | None, base_url: str | None, model: str | 
         return
     if base_url is not None:
         raise UserInputError("--checkpoint and --base-url name two different models: give one")
-    if not (checkpoint / "config.json").is_file():
-        problem = "has no config.json" if checkpoint.is_dir() else "no such folder"
+    # The second is an adapter's, which names the model that it was trained on.
+    if not any((checkpoint / name).is_file() for name in ("config.json", "adapter_config.json")):
+        problem = (
+            "has no config.json or adapter_config.json" if checkpoint.is_dir() else "no such folder"
+        )
         raise UserInputError(
             f"--checkpoint {checkpoint}: {problem}. Allowed: a folder such as "
             "runs/EXPERIMENT/TRIAL/checkpoints/step-000050"

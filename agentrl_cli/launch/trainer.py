@@ -28,6 +28,7 @@ from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.tracking.gateway import get_gateway
+from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.loggers import build_loggers
 from agentrl_cli.train.loop import TrainingLoop
 from agentrl_cli.train.probes import build_probes
@@ -172,24 +173,9 @@ class PPOTrainer:
         with ExitStack() as stack:
             self.observer.on_stage("load model")
             background = stack.enter_context(BackgroundLoop())
-            servers = self._start_servers(folder, stack)
-            learner = load_learner(
-                self.config, self.model_folder, self.tokenizer, num_gpus=self._num_gpus
-            )
-            if latest is not None:
-                learner.load(latest[1])
-                self.observer.on_message(f"going on after step {latest[0]}, from {latest[1]}")
-            engine = load_engine(
-                self.config,
-                self.model_folder,
-                self.tokenizer,
-                servers=servers(),
-                background=background,
-                tied_names=find_tied_names(learner.model),
-            )
-            stack.callback(lambda: background.run(engine.close(), _CLOSE_SECONDS))
-            gateway = get_gateway(engine, self.tokenizer, self.config.engine.tool_call_parser)
-            stack.callback(lambda: background.run(gateway.close(), _CLOSE_SECONDS))
+            wait_for_servers = self._start_servers(folder, stack)
+            learner = self._load_learner(latest)
+            engine = self._open_engine(wait_for_servers(), learner, background, stack)
             loggers = build_loggers(self.config, folder.path, stack)
             progress = BatchProgress(self.observer)
             first_step = find_first_rolled_step(folder, learner.step + 1)
@@ -213,6 +199,16 @@ class PPOTrainer:
             )
             return loop.run()
 
+    def _load_learner(self, latest: tuple[int, Path] | None) -> Learner:
+        """A learner as it was at the ``latest`` checkpoint, a new one where there is none."""
+        learner = load_learner(
+            self.config, self.model_folder, self.tokenizer, num_gpus=self._num_gpus
+        )
+        if latest is not None:
+            learner.load(latest[1])
+            self.observer.on_message(f"going on after step {latest[0]}, from {latest[1]}")
+        return learner
+
     def _start_servers(
         self, folder: RunFolder, stack: ExitStack
     ) -> Callable[[], RunningServers | None]:
@@ -228,6 +224,26 @@ class PPOTrainer:
             observer=self.observer,
         )
         return stack.enter_context(fleet).wait
+
+    def _open_engine(
+        self,
+        servers: RunningServers | None,
+        learner: Learner,
+        background: BackgroundLoop,
+        stack: ExitStack,
+    ) -> InferenceEngine:
+        engine = load_engine(
+            self.config,
+            self.model_folder,
+            self.tokenizer,
+            servers=servers,
+            background=background,
+            tied_names=find_tied_names(learner.model),
+        )
+        stack.callback(lambda: background.run(engine.close(), _CLOSE_SECONDS))
+        gateway = get_gateway(engine, self.tokenizer, self.config.engine.tool_call_parser)
+        stack.callback(lambda: background.run(gateway.close(), _CLOSE_SECONDS))
+        return engine
 
     def _build_scheduler(
         self,
