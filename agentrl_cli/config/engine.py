@@ -63,6 +63,10 @@ class EngineConfig(StrictConfig):
     """Times that a process which died is started again, counted over one hour; the next death
     stops the run."""
 
+    def compute_release_deadline(self) -> float:
+        """Seconds after which servers have ended their calls and given up, or taken, memory."""
+        return self.generate_timeout_seconds + 2 * self.publish_timeout_seconds
+
     def compute_publish_deadline(self) -> float:
         """Seconds after which a publication and its verification are over, whatever happens.
 

@@ -185,6 +185,12 @@ class EmbeddedEngine:
         """Lets frozen and held calls go on."""
         await self._run_between_steps(lambda: setattr(self._manager, "paused", False), "resuming")
 
+    async def release_memory(self) -> None:
+        """Keeps it: engine and trainer are one process, which shares its memory anyway."""
+
+    async def reclaim_memory(self) -> None:
+        """Has it still."""
+
     async def close(self) -> None:
         """Ends the engine; calls in flight get an EngineError. May be called twice."""
         await asyncio.to_thread(self._shut_down)

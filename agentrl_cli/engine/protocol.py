@@ -157,6 +157,17 @@ class InferenceEngine(Protocol):
         """Lets frozen and held calls go on."""
         ...
 
+    async def release_memory(self) -> None:
+        """Gives the trainer the GPU memory it shares with it, until :meth:`reclaim_memory`.
+
+        Calls in flight end first, new ones wait. An engine with memory of its own does nothing.
+        """
+        ...
+
+    async def reclaim_memory(self) -> None:
+        """Takes the memory back; calls that waited go on, with the weights from before."""
+        ...
+
     async def close(self) -> None:
         """Ends the engine; calls in flight get an EngineError. May be called twice."""
         ...

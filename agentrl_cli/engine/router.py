@@ -39,6 +39,7 @@ class EngineRouter:
         config: deadlines and sizes.
         model_name: the name under which the model is served.
         transfer: how published weights reach the servers.
+        shares_gpu: whether the trainer computes on a GPU of theirs.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class EngineRouter:
         *,
         model_name: str,
         transfer: WeightTransfer,
+        shares_gpu: bool = False,
     ) -> None:
         if not servers:
             raise ValueError("a router needs at least one server")
@@ -57,6 +59,7 @@ class EngineRouter:
         self._weights = ServedWeights(self._pool, transfer, config)
         self._watch = ServerWatch(self._pool, self._weights)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._shares_gpu = shares_gpu
         self._is_closed = False
 
     @property
@@ -206,6 +209,16 @@ class EngineRouter:
         """Lets calls go on."""
         self._weights.is_paused = False
         await self._on_all(lambda server: server.resume())
+
+    async def release_memory(self) -> None:
+        """Lets servers that share the trainer's GPU sleep, once their calls have ended."""
+        if self._shares_gpu:
+            await self._on_all(lambda server: server.sleep())
+
+    async def reclaim_memory(self) -> None:
+        """Wakes them."""
+        if self._shares_gpu:
+            await self._on_all(lambda server: server.wake())
 
     async def _on_all(self, act: Callable[[EngineServer], Awaitable[None]]) -> None:
         async def act_on(server: RoutedServer) -> None:

@@ -91,6 +91,14 @@ class EngineServer(Replica, Protocol):
         """Says which version the weights are; tokens sampled from now on carry it."""
         ...
 
+    async def sleep(self) -> None:
+        """Gives up its GPU memory once the calls in flight have ended; new ones wait."""
+        ...
+
+    async def wake(self) -> None:
+        """Takes the memory back and goes on, with the weights from before."""
+        ...
+
     async def close(self) -> None:
         """Closes the connections; the process is not touched."""
         ...

@@ -281,6 +281,20 @@ class SglangServer:
         """Says which version the weights are; tokens sampled from now on carry it."""
         await self._post("/update_weight_version", format_version(version), "set policy version")
 
+    async def sleep(self) -> None:
+        """Is not done: SGLang frees memory only when it has no call, not even a waiting one.
+
+        Raises:
+            EngineError: always.
+        """
+        raise EngineError(
+            f"{self.name} shares a GPU with the trainer, which agentrl does with vLLM only. Give "
+            "the trainer a GPU of its own, or type engine.kind=vllm"
+        )
+
+    async def wake(self) -> None:
+        """Has its memory still."""
+
     async def close(self) -> None:
         """Closes the connections; the process is not touched."""
         await self._http.close()

@@ -220,6 +220,16 @@ class VllmServer:
         body = {"new_version": str(version)}
         await self._ask("POST", "/update_weight_version", body, leg="setting the policy version")
 
+    async def sleep(self) -> None:
+        """Moves weights to the CPU and drops keys and values, once no call needs them."""
+        limit = self._config.generate_timeout_seconds + self._config.publish_timeout_seconds
+        path = "/sleep?level=1&mode=wait"
+        await self._ask("POST", path, leg="making room for the trainer", timeout_seconds=limit)
+
+    async def wake(self) -> None:
+        """Takes the memory back and goes on, with the weights from before."""
+        await self._ask("POST", "/wake_up", leg="taking the memory back")
+
     async def close(self) -> None:
         """Closes the connections; the process is not touched."""
         await self._http.close()
@@ -259,12 +269,19 @@ class VllmServer:
                 raise
         return True
 
-    async def _ask(self, method: Method, path: str, body: object = None, *, leg: str) -> bytes:
-        """One leg of a publication, within ``engine.publish_timeout_seconds``."""
+    async def _ask(
+        self,
+        method: Method,
+        path: str,
+        body: object = None,
+        *,
+        leg: str,
+        timeout_seconds: float | None = None,
+    ) -> bytes:
+        """One leg of an update, within ``engine.publish_timeout_seconds`` if not said otherwise."""
+        limit = timeout_seconds or self._config.publish_timeout_seconds
         with self._vllm_errors(leg, path):
-            return await self._http.request(
-                method, path, body, leg=leg, timeout_seconds=self._config.publish_timeout_seconds
-            )
+            return await self._http.request(method, path, body, leg=leg, timeout_seconds=limit)
 
     async def _post_leg(self, path: str, body: object, leg: str) -> bytes:
         return await self._ask("POST", path, body, leg=leg)

@@ -42,6 +42,7 @@ async def open_router(
             tied_names=tied_names if servers.untied_head else {},
             num_gpus=servers.num_gpus,
         ),
+        shares_gpu=servers.shares_gpu,
     )
     try:
         await router.start(version)

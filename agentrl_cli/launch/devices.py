@@ -25,6 +25,11 @@ class DeviceShares:
     servers: tuple[tuple[str, ...], ...]
     trainer: tuple[str, ...]
 
+    @property
+    def is_any_shared(self) -> bool:
+        """True where the trainer computes on a GPU of any server."""
+        return any(self.is_shared(index) for index in range(len(self.servers)))
+
     def is_shared(self, server: int) -> bool:
         """True where the trainer computes on one of the server's GPUs."""
         return bool(set(self.servers[server]) & set(self.trainer))
@@ -80,6 +85,17 @@ def share_gpus(
         return DeviceShares(servers=servers, trainer=())
     left = gpu_ids[engine.num_servers * size :]
     return DeviceShares(servers=servers, trainer=tuple(left or gpu_ids[-1:]))
+
+
+def shares_any_gpu(engine: EngineConfig, num_gpus: int, purpose: Purpose) -> bool:
+    """True where a server and the trainer compute on one GPU.
+
+    Raises:
+        UserInputError: a GPU is asked for and there is none, or fewer than needed.
+    """
+    gpu_ids = [str(index) for index in range(num_gpus)]
+    device = resolve_device(engine, num_gpus)
+    return share_gpus(engine, gpu_ids, device, purpose).is_any_shared
 
 
 def resolve_gpu_memory_utilization(engine: EngineConfig, *, is_shared: bool) -> float:

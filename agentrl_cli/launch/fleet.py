@@ -39,6 +39,11 @@ class Fleet(Protocol):
         ...
 
     @property
+    def shares_gpu(self) -> bool:
+        """True: the trainer computes on a GPU of theirs."""
+        ...
+
+    @property
     def error(self) -> AgentrlError | None:
         """Set once a server has died too often."""
         ...
@@ -79,6 +84,7 @@ class StartingFleet:
             endpoints=tuple(self._fleet.endpoints),
             untied_head=self._fleet.untied_head,
             num_gpus=self._num_gpus,
+            shares_gpu=self._fleet.shares_gpu,
         )
 
     def check(self) -> None:

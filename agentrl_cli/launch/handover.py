@@ -26,6 +26,8 @@ class RunningServers:
     """True: they keep an output head of their own, which is then published too."""
     num_gpus: int
     """GPUs of this machine."""
+    shares_gpu: bool = False
+    """True: the trainer computes on a GPU of theirs."""
 
     def format(self) -> str:
         """As the text of ``AGENTRL_SERVERS``; it holds the servers' keys."""

@@ -188,8 +188,7 @@ def _uses_nccl(config: ExperimentConfig, shares: DeviceShares) -> bool:
     kind = config.engine.weight_transfer.kind
     if config.model.lora is not None or not shares.trainer or not shares.servers[0]:
         return False
-    shared = any(shares.is_shared(index) for index in range(len(shares.servers)))
-    return kind == "nccl" or (kind is None and not shared)
+    return kind == "nccl" or (kind is None and not shares.is_any_shared)
 
 
 def _plan_servers(

@@ -17,8 +17,8 @@ from typing import Self
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.server import ServerEndpoint
 from agentrl_cli.engine.sglang_command import format_settings
-from agentrl_cli.errors import AgentrlError, EngineError
-from agentrl_cli.launch.devices import Purpose
+from agentrl_cli.errors import AgentrlError, EngineError, UserInputError
+from agentrl_cli.launch.devices import Purpose, shares_any_gpu
 from agentrl_cli.launch.head import needs_untied_head
 from agentrl_cli.launch.interpreter import find_server_package
 from agentrl_cli.launch.machine import Machine
@@ -75,8 +75,15 @@ class ServerFleet:
         self.untied_head = needs_untied_head(
             config, model_folder, purpose=purpose, num_gpus=num_gpus
         )
-        find_server_package(config, num_gpus=num_gpus)
+        self.shares_gpu = shares_any_gpu(config.engine, num_gpus, purpose)
         self._kind = resolve_engine_kind(config, num_gpus)
+        if self._kind == "sglang" and self.shares_gpu:
+            raise UserInputError(
+                "engine.kind: sglang needs GPUs apart from the trainer's, and of the "
+                f"{num_gpus} here none is left beside {config.engine.num_servers} servers of "
+                f"{config.engine.tensor_parallel_size}. Type engine.kind=vllm, which can share one"
+            )
+        find_server_package(config, num_gpus=num_gpus)
         self._config = config
         self._observer = observer
         self._log_dir = log_dir

@@ -133,6 +133,9 @@ class Learner:
             shuffle_key = f"{self.step}/{epoch}"
             for one in build_minibatches(trajectories, samples, self._config, shuffle_key):
                 self._train_minibatch(one, learning_rate, metrics, fixed)
+        if self._device.type == "cuda":
+            # What is only cached here is missing to an engine on the same GPU.
+            torch.cuda.empty_cache()
         seconds = time.perf_counter() - started
         return metrics.summarize() | {"learning_rate": learning_rate, "train_seconds": seconds}
 

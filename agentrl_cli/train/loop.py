@@ -63,8 +63,7 @@ class TrainingLoop:
             self._step_started = time.perf_counter()
             batch = self.collect(step)
             collected = time.perf_counter()
-            self.observer.on_stage("train")
-            metrics = self.learner.update(batch, policy_version=step - 1)
+            metrics = self.learn(step, batch)
             metrics |= self.publish(step)
             metrics |= {"rollout_seconds": collected - self._step_started}
             self.record(step, batch, metrics)
@@ -91,6 +90,15 @@ class TrainingLoop:
             raise
         self.folder.write_trajectories(step, batch)
         return batch
+
+    def learn(self, step: int, batch: Sequence[Trajectory]) -> dict[str, float]:
+        """Updates the learner; an engine on the same GPU makes room for it meanwhile."""
+        self.observer.on_stage("train")
+        engine = self.config.engine
+        self.background.run(self.engine.release_memory(), engine.compute_release_deadline())
+        metrics = self.learner.update(batch, policy_version=step - 1)
+        self.background.run(self.engine.reclaim_memory(), engine.compute_release_deadline())
+        return metrics
 
     def publish(self, version: int) -> dict[str, float]:
         """Gives the engine the learner's weights, verified, and lets rollouts use them."""

@@ -55,6 +55,7 @@ class FakeFleet:
     """Servers whose faults the test decides."""
 
     untied_head = False
+    shares_gpu = False
 
     def __init__(self, start_error: AgentrlError | None = None) -> None:
         self.endpoints = [

@@ -76,6 +76,7 @@ class FakeProcess:
     is_alive: bool = True
     is_hung: bool = False
     is_paused: bool = False
+    is_asleep: bool = False
     end_delay: float = 0.0
     """Seconds between the last token and the word that it was the last."""
     refuses_key: bool = False
@@ -209,7 +210,7 @@ class FakeServer(EngineServer):
         while True:
             try:
                 await self._let_pass(process, TOKEN_SECONDS)
-                while process.is_paused:
+                while process.is_paused or process.is_asleep:
                     await self._let_pass(process, TOKEN_SECONDS)
             except ServerDownError:
                 loop.call_later(WIRE_SECONDS, wire.put_nowait, None)
@@ -254,6 +255,16 @@ class FakeServer(EngineServer):
         process = self.process
         await self._reach(process, 0.01, "pause")
         process.is_paused = True
+
+    async def sleep(self) -> None:
+        process = self.process
+        while process.num_running:
+            await self._let_pass(process, TOKEN_SECONDS)
+        process.is_asleep = True
+
+    async def wake(self) -> None:
+        await self._reach(self.process, 0.01, "wake")
+        self.process.is_asleep = False
 
     async def resume(self) -> None:
         process = self.process
@@ -308,7 +319,7 @@ class World:
     sample_token = staticmethod(sample_token)
     compute_logprob = staticmethod(compute_logprob)
 
-    def __init__(self, num_servers: int, **config: Any) -> None:
+    def __init__(self, num_servers: int, shares_gpu: bool = False, **config: Any) -> None:
         self.servers = [FakeServer(f"fake-{index}") for index in range(num_servers)]
         self.transfer = FakeTransfer()
         config = {"generate_timeout_seconds": 600.0, "start_timeout_seconds": 100.0, **config}
@@ -317,6 +328,7 @@ class World:
             EngineConfig(kind="vllm", max_model_len=MAX_MODEL_LEN, **config),
             model_name="fake",
             transfer=self.transfer,
+            shares_gpu=shares_gpu,
         )
 
     @classmethod

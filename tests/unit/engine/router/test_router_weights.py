@@ -332,3 +332,32 @@ def test_the_start_does_not_wait_for_a_server_that_says_no(world: Any) -> None:
 
     with pytest.raises(EngineError, match="fake-1 refused the key"):
         RefusingWorld.run(story)
+
+
+def test_servers_on_the_trainers_gpu_make_room_once_their_calls_have_ended(world: Any) -> None:
+    async def story(w: Any) -> None:
+        before = asyncio.ensure_future(w.generate([4], 100))
+        await asyncio.sleep(0.1)
+        await w.router.release_memory()
+        assert all(s.process.is_asleep for s in w.servers)
+        assert before.done() or not any(s.process.num_running for s in w.servers)
+        await before
+        waiting = asyncio.ensure_future(w.generate([5], 10))
+        await asyncio.sleep(60)
+        assert not waiting.done()
+        await w.router.reclaim_memory()
+        await w.router.publish_weights(1, {})
+        await waiting
+        assert not any(s.process.is_asleep for s in w.servers)
+
+    world.run(story, shares_gpu=True)
+
+
+def test_servers_with_gpus_of_their_own_keep_their_memory(world: Any) -> None:
+    async def story(w: Any) -> None:
+        await w.router.release_memory()
+        assert not any(s.process.is_asleep for s in w.servers)
+        await w.generate([4], 10)
+        await w.router.reclaim_memory()
+
+    world.run(story)
