@@ -102,6 +102,9 @@ def _vllm_device_flags(config: ExperimentConfig, spec: ServerSpec) -> tuple[str,
         num_bytes = int(engine.cpu_kv_cache_gib * _GIB)
         return (
             *("--enforce-eager", "--distributed-executor-backend", "uni"),
+            # vLLM 0.32 on CPU dies of a request with a seed whose prompt it takes in pieces
+            # ("CPU Generator does not use offset").
+            "--no-enable-chunked-prefill",
             *("--kv-cache-memory-bytes", str(num_bytes)),
         )
     share = resolve_gpu_memory_utilization(engine, is_shared=spec.shares_gpu)
