@@ -94,6 +94,9 @@ class ServerWatch:
             if server.version == version and server.next_version is None:
                 self._pool.take_out(server, epoch, str(error))
         except (EngineError, TimeoutError) as error:
+            if server.next_version is not None:
+                # It is reading weights and answers nothing meanwhile; that has its own deadline.
+                return
             server.num_misses += 1
             if server.num_misses >= _MAX_MISSES:
                 what = shorten(str(error)) or f"no answer within {_CHECK_TIMEOUT_SECONDS:g} s"

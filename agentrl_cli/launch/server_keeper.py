@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from agentrl_cli.config.experiment import ExperimentConfig
@@ -41,6 +42,24 @@ _TERM_SECONDS = DRAIN_SECONDS + 10.0
 _KILL_SECONDS = 10.0
 
 
+@dataclass(slots=True)
+class LifeSign:
+    """An endpoint that a living server answers, and how long it may fail to."""
+
+    path: str
+    patience_seconds: float
+    _failures: list[float] = field(default_factory=list)
+
+    def is_missed(self, has_answered: bool) -> bool:
+        """Takes in one more answer, or none; True once it was patient for long enough."""
+        if has_answered:
+            self._failures.clear()
+            return False
+        self._failures.append(time.monotonic())
+        is_over = self._failures[-1] - self._failures[0] > self.patience_seconds
+        return is_over and len(self._failures) >= _MIN_FAILURES
+
+
 class ServerKeeper:
     """Keeps one server running, in a thread of its own, until :meth:`stop`.
 
@@ -51,6 +70,7 @@ class ServerKeeper:
         observer: is told what happens to it.
         on_failed: called once, when it cannot be kept running.
         on_cpu: it computes on the CPU.
+        has_engine_process: one process of it listens (vLLM), and another one computes.
     """
 
     def __init__(
@@ -62,6 +82,7 @@ class ServerKeeper:
         on_failed: Callable[[AgentrlError], None],
         *,
         on_cpu: bool,
+        has_engine_process: bool,
     ) -> None:
         self.endpoint = endpoint
         self.process = process
@@ -69,6 +90,7 @@ class ServerKeeper:
         self._observer = observer
         self._on_failed = on_failed
         self._on_cpu = on_cpu
+        self._has_engine_process = has_engine_process
         self._stopping = threading.Event()
         self._ready = threading.Event()
         self._was_ready = False
@@ -156,20 +178,27 @@ class ServerKeeper:
     def _watch(self) -> str | None:
         """What went wrong with it; None when it is to be stopped."""
         asked = time.monotonic()
-        failures: list[float] = []
+        signs = self._list_life_signs()
         while not self._stopping.wait(_POLL_SECONDS):
             if (status := self.process.poll()) is not None:
                 return f"died ({describe_status(status)})"
             if time.monotonic() < asked + _HEALTH_INTERVAL_SECONDS:
                 continue
             asked = time.monotonic()
-            if self._ask("/health") is not None:
-                failures.clear()
-                continue
-            failures.append(time.monotonic())
-            if len(failures) >= _MIN_FAILURES and failures[-1] - failures[0] > HUNG_SECONDS:
-                return f"did not answer /health for {HUNG_SECONDS:.0f} s and was killed"
+            for sign in signs:
+                if sign.is_missed(self._ask(sign.path) is not None):
+                    seconds = sign.patience_seconds
+                    return f"did not answer {sign.path} for {seconds:.0f} s and was killed"
         return None
+
+    def _list_life_signs(self) -> list[LifeSign]:
+        signs = [LifeSign("/health", HUNG_SECONDS)]
+        if self._has_engine_process:
+            # Answered by the process that computes, which is behind the one that listens; not
+            # while it reads new weights.
+            patience = self._config.engine.publish_timeout_seconds + HUNG_SECONDS
+            signs.append(LifeSign("/weight_info", patience))
+        return signs
 
     def _spend_restart(self, problem: str) -> None:
         """Says that it is started again.

@@ -134,6 +134,7 @@ class ServerFleet:
             self._observer,
             self._fail,
             on_cpu=planned.devices == "cpu",
+            has_engine_process=self._kind == "vllm",
         )
 
     @property

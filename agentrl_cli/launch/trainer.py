@@ -15,6 +15,7 @@ from agentrl_cli.errors import ConfigError, DatasetError, RolloutFailedError
 from agentrl_cli.evaluate.run import evaluate_and_store
 from agentrl_cli.launch.fleet import find_server_versions, needs_servers, open_fleet
 from agentrl_cli.launch.handover import RunningServers
+from agentrl_cli.launch.heap import frozen_heap
 from agentrl_cli.launch.loading import find_tied_names, load_engine, load_learner
 from agentrl_cli.launch.machine import count_visible_gpus
 from agentrl_cli.launch.plan import check_supported
@@ -197,7 +198,8 @@ class PPOTrainer:
                 loggers=loggers,
                 stop=self._stop,
             )
-            return loop.run()
+            with frozen_heap():
+                return loop.run()
 
     def _load_learner(self, latest: tuple[int, Path] | None) -> Learner:
         """A learner as it was at the ``latest`` checkpoint, a new one where there is none."""

@@ -44,6 +44,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         if behaviour == "freeze" and time.monotonic() > started + 0.5:
             time.sleep(600)
+        if behaviour == "freeze engine" and self.path == "/weight_info":
+            time.sleep(600)
         if self.path != "/health":
             if self.headers.get("Authorization") != "Bearer " + os.environ["VLLM_API_KEY"]:
                 self.send_response(401)
@@ -71,7 +73,7 @@ server.serve_forever()
 
 class FaultyInterpreter:
     """Has ``engine.python``'s place. Each life of a server behaves as told, the last for ever:
-    ``serve``, ``hang``, ``die``, ``freeze``, ``other model``, or ``say TEXT`` (and end)."""
+    ``serve``, ``hang``, ``die``, ``freeze``, ``freeze engine``, ``other model``, or ``say TEXT`` (and end)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -221,17 +221,20 @@ def test_a_killed_server_comes_back_at_its_endpoint(
     assert is_alive(interpreter.pids[1]) or is_alive(interpreter.pids[0]), "the other goes on"
 
 
+@pytest.mark.parametrize(
+    ("behaviour", "path"), [("freeze", "/health"), ("freeze engine", "/weight_info")]
+)
 def test_a_frozen_server_is_killed_and_comes_back(
-    make_config: MakeConfig, open_fleet: Any, interpreter: Any
+    make_config: MakeConfig, open_fleet: Any, interpreter: Any, behaviour: str, path: str
 ) -> None:
-    interpreter.behave("freeze", "serve")
+    interpreter.behave(behaviour, "serve")
     observer = Messages()
-    fleet = open_fleet(make_config(), observer=observer)
+    fleet = open_fleet(make_config(publish_timeout_seconds=0.2), observer=observer)
     fleet.start()
     wait_for(lambda: len(interpreter.pids) == 2)
     wait_for(lambda: sum("is ready" in text for text in observer.texts) == 2)
     assert not is_alive(interpreter.pids[0])
-    assert any("did not answer /health for" in text for text in observer.texts)
+    assert any(f"did not answer {path} for" in text for text in observer.texts)
 
 
 def test_a_server_that_dies_too_often_is_given_up(

@@ -77,6 +77,8 @@ class FakeProcess:
     is_hung: bool = False
     is_paused: bool = False
     is_asleep: bool = False
+    is_loading: bool = False
+    load_seconds: float = 0.1
     end_delay: float = 0.0
     """Seconds between the last token and the word that it was the last."""
     refuses_key: bool = False
@@ -235,7 +237,9 @@ class FakeServer(EngineServer):
 
     async def policy_version(self) -> int:
         process = self.process
-        await self._reach(process, 0.002, "version")
+        # Whoever loads weights answers nothing else.
+        seconds = process.load_seconds if process.is_loading else 0.002
+        await self._reach(process, seconds, "version")
         return process.label
 
     async def score(self, token_ids: Sequence[int], start: int) -> list[float]:
@@ -273,8 +277,11 @@ class FakeServer(EngineServer):
 
     async def load_weights(self, folder: Path) -> None:
         process = self.process
-        await self._reach(process, 0.1, "load")
         assert process.is_paused
+        process.is_loading = True
+        await self._let_pass(process, process.load_seconds)
+        process.is_loading = False
+        process.touch()
         if process.refuses_weights:
             raise EngineError(f"load: {self._name} answered 500: no space left")
         if not process.ignores_weights:

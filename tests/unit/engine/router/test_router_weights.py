@@ -361,3 +361,17 @@ def test_servers_with_gpus_of_their_own_keep_their_memory(world: Any) -> None:
         await w.router.reclaim_memory()
 
     world.run(story)
+
+
+def test_a_server_that_reads_weights_for_minutes_is_not_taken_for_hung(world: Any) -> None:
+    async def story(w: Any) -> None:
+        for server in w.servers:
+            server.process.load_seconds = 300.0
+        call = asyncio.ensure_future(w.generate([4], 100))
+        await asyncio.sleep(0.05)
+        await w.router.publish_weights(1, {})
+        assert w.router.num_servers_out == 0
+        await call
+        assert w.router.num_failovers == 0
+
+    world.run(story)
