@@ -54,14 +54,19 @@ $(VENV)/.installed-quickstart: pyproject.toml | $(BIN)/uv
 	$(INSTALL) -e ".[openai-agents]"
 	touch $@
 
-$(VENV)/.installed-test: pyproject.toml | $(BIN)/uv
+$(VENV)/.installed-test: pyproject.toml $(VENV)/sglang-source | $(BIN)/uv
 	$(INSTALL) -e ".[all,dev]"
 	touch $@
+
+# To be read, not run: tests hold agentrl's requests to the classes in it. What it depends on
+# needs a GPU.
+$(VENV)/sglang-source: | $(BIN)/uv
+	$(UV) pip install --quiet --no-deps --target $@ "sglang==0.5.23"
 
 $(VENV)/.installed-vllm: pyproject.toml | $(BIN)/uv
 	$(if $(NO_MEDIA),$(NO_MEDIA) | )$(INSTALL) $(if $(NO_MEDIA),--override -) -e ".[openai-agents,$(VLLM_EXTRA)]"
 	touch $@
 
-$(VENV)/.installed-test-vllm: pyproject.toml | $(BIN)/uv
+$(VENV)/.installed-test-vllm: pyproject.toml $(VENV)/sglang-source | $(BIN)/uv
 	$(if $(NO_MEDIA),$(NO_MEDIA) | )$(INSTALL) $(if $(NO_MEDIA),--override -) -e ".[all,dev,$(VLLM_EXTRA)]"
 	touch $@

@@ -73,7 +73,8 @@ server.serve_forever()
 
 class FaultyInterpreter:
     """Has ``engine.python``'s place. Each life of a server behaves as told, the last for ever:
-    ``serve``, ``hang``, ``die``, ``freeze``, ``freeze engine``, ``other model``, or ``say TEXT`` (and end)."""
+    ``serve``, ``hang``, ``die``, ``freeze``, ``freeze engine``, ``other model``, or
+    ``say TEXT`` (and end)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
