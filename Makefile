@@ -54,7 +54,7 @@ $(VENV)/.installed-quickstart: pyproject.toml | $(BIN)/uv
 	$(INSTALL) -e ".[openai-agents]"
 	touch $@
 
-$(VENV)/.installed-test: pyproject.toml $(VENV)/sglang-source | $(BIN)/uv
+$(VENV)/.installed-test: pyproject.toml | $(BIN)/uv $(VENV)/sglang-source
 	$(INSTALL) -e ".[all,dev]"
 	touch $@
 
@@ -67,6 +67,6 @@ $(VENV)/.installed-vllm: pyproject.toml | $(BIN)/uv
 	$(if $(NO_MEDIA),$(NO_MEDIA) | )$(INSTALL) $(if $(NO_MEDIA),--override -) -e ".[openai-agents,$(VLLM_EXTRA)]"
 	touch $@
 
-$(VENV)/.installed-test-vllm: pyproject.toml $(VENV)/sglang-source | $(BIN)/uv
+$(VENV)/.installed-test-vllm: pyproject.toml | $(BIN)/uv $(VENV)/sglang-source
 	$(if $(NO_MEDIA),$(NO_MEDIA) | )$(INSTALL) $(if $(NO_MEDIA),--override -) -e ".[all,dev,$(VLLM_EXTRA)]"
 	touch $@
