@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.engine.protocol import InferenceEngine
+from agentrl_cli.engine.router import EngineRouter
 from agentrl_cli.engine.server import ServerEndpoint
 from agentrl_cli.errors import AgentrlError, EngineError
 from agentrl_cli.launch.devices import Purpose
@@ -27,6 +29,9 @@ _VERDICT_SECONDS = 3.0
 
 class Fleet(Protocol):
     """The engine servers, as whoever starts them needs them."""
+
+    on_failed: Callable[[AgentrlError], None] | None
+    """Called from another thread once ``error`` is set."""
 
     @property
     def endpoints(self) -> Sequence[ServerEndpoint]:
@@ -86,6 +91,13 @@ class StartingFleet:
             num_gpus=self._num_gpus,
             shares_gpu=self._fleet.shares_gpu,
         )
+
+    def end_with_servers(self, engine: InferenceEngine) -> None:
+        """Lets the engine's calls fail as soon as a server is given up: they would wait for it."""
+        if isinstance(engine, EngineRouter):
+            self._fleet.on_failed = engine.fail
+            if self._fleet.error is not None:
+                engine.fail(self._fleet.error)
 
     def check(self) -> None:
         """Returns unless the servers could not be started, or have died too often.

@@ -12,7 +12,12 @@ from typing import Any, Protocol, cast
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import ConfigError, UserInputError
-from agentrl_cli.launch.fleet import find_server_versions, needs_servers, open_fleet
+from agentrl_cli.launch.fleet import (
+    StartingFleet,
+    find_server_versions,
+    needs_servers,
+    open_fleet,
+)
 from agentrl_cli.launch.loading import load_engine
 from agentrl_cli.launch.machine import count_visible_gpus
 from agentrl_cli.launch.plan import check_supported
@@ -87,27 +92,30 @@ class EngineSource:
 
     def start(self, background: BackgroundLoop, log_dir: Path, stack: ExitStack) -> InferenceEngine:
         """Loads the model: here, or on servers that are started now."""
-        servers = None
+        fleet: StartingFleet | None = None
         if needs_servers(self._config, self._num_gpus):
             # Servers load no folder that holds an adapter alone.
             whole_model = open_whole_model(self.model_folder, self._config.model.dtype)
-            fleet = open_fleet(
-                self._config,
-                stack.enter_context(whole_model),
-                purpose="eval",
-                num_gpus=self._num_gpus,
-                log_dir=log_dir,
-                observer=self._observer,
+            fleet = stack.enter_context(
+                open_fleet(
+                    self._config,
+                    stack.enter_context(whole_model),
+                    purpose="eval",
+                    num_gpus=self._num_gpus,
+                    log_dir=log_dir,
+                    observer=self._observer,
+                )
             )
-            servers = stack.enter_context(fleet).wait()
         engine = load_engine(
             self._config,
             self.model_folder,
             self.tokenizer,
-            servers=servers,
+            servers=fleet.wait() if fleet is not None else None,
             background=background,
             version=0,
         )
+        if fleet is not None:
+            fleet.end_with_servers(engine)
         stack.callback(lambda: background.run(engine.close(), _CLOSE_SECONDS))
         gateway = get_gateway(engine, self.tokenizer, self._config.engine.tool_call_parser)
         stack.callback(lambda: background.run(gateway.close(), _CLOSE_SECONDS))

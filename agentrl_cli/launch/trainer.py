@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,12 @@ from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import ConfigError, DatasetError, RolloutFailedError
 from agentrl_cli.evaluate.run import evaluate_and_store
-from agentrl_cli.launch.fleet import find_server_versions, needs_servers, open_fleet
+from agentrl_cli.launch.fleet import (
+    StartingFleet,
+    find_server_versions,
+    needs_servers,
+    open_fleet,
+)
 from agentrl_cli.launch.handover import RunningServers
 from agentrl_cli.launch.heap import frozen_heap
 from agentrl_cli.launch.loading import find_tied_names, load_engine, load_learner
@@ -174,9 +179,9 @@ class PPOTrainer:
         with ExitStack() as stack:
             self.observer.on_stage("load model")
             background = stack.enter_context(BackgroundLoop())
-            wait_for_servers = self._start_servers(folder, stack)
+            own_fleet = self._start_servers(folder, stack)
             learner = self._load_learner(latest)
-            engine = self._open_engine(wait_for_servers(), learner, background, stack)
+            engine = self._open_engine(own_fleet, learner, background, stack)
             loggers = build_loggers(self.config, folder.path, stack)
             progress = BatchProgress(self.observer)
             first_step = find_first_rolled_step(folder, learner.step + 1)
@@ -211,25 +216,24 @@ class PPOTrainer:
             self.observer.on_message(f"going on after step {latest[0]}, from {latest[1]}")
         return learner
 
-    def _start_servers(
-        self, folder: RunFolder, stack: ExitStack
-    ) -> Callable[[], RunningServers | None]:
-        """Starts what must be started while the model is loaded; a call waits for it."""
+    def _start_servers(self, folder: RunFolder, stack: ExitStack) -> StartingFleet | None:
+        """Begins to start the servers that nobody else has, while the model is loaded."""
         if self._servers is not None or not needs_servers(self.config, self._num_gpus):
-            return lambda: self._servers
-        fleet = open_fleet(
-            self.config,
-            self.model_folder,
-            purpose="train",
-            num_gpus=self._num_gpus,
-            log_dir=folder.log_dir(),
-            observer=self.observer,
+            return None
+        return stack.enter_context(
+            open_fleet(
+                self.config,
+                self.model_folder,
+                purpose="train",
+                num_gpus=self._num_gpus,
+                log_dir=folder.log_dir(),
+                observer=self.observer,
+            )
         )
-        return stack.enter_context(fleet).wait
 
     def _open_engine(
         self,
-        servers: RunningServers | None,
+        own_fleet: StartingFleet | None,
         learner: Learner,
         background: BackgroundLoop,
         stack: ExitStack,
@@ -238,10 +242,12 @@ class PPOTrainer:
             self.config,
             self.model_folder,
             self.tokenizer,
-            servers=servers,
+            servers=own_fleet.wait() if own_fleet is not None else self._servers,
             background=background,
             tied_names=find_tied_names(learner.model),
         )
+        if own_fleet is not None:
+            own_fleet.end_with_servers(engine)
         stack.callback(lambda: background.run(engine.close(), _CLOSE_SECONDS))
         gateway = get_gateway(engine, self.tokenizer, self.config.engine.tool_call_parser)
         stack.callback(lambda: background.run(gateway.close(), _CLOSE_SECONDS))

@@ -65,7 +65,8 @@ def explain_mismatch(
 
     Each group of parameters (the head, the embeddings, the parts of each layer, whole layers,
     the same part of all layers, everything, single tensors) is given the values of ``previous``,
-    the version before, and the group with which the trainer computes what the engine said is the suspect.
+    the version before, and the group with which the trainer computes what the engine said is the
+    suspect.
     """
     try:
         return _explain(learner, previous, sequences, tolerance)

@@ -56,6 +56,7 @@ class FakeFleet:
 
     untied_head = False
     shares_gpu = False
+    on_failed = None
 
     def __init__(self, start_error: AgentrlError | None = None) -> None:
         self.endpoints = [
