@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from agentrl_cli.engine.weight_transfer_file import WeightFile
-from agentrl_cli.errors import EngineError, EngineTimeoutError
+from agentrl_cli.errors import EngineError, EngineTimeoutError, UserInputError
 from agentrl_cli.log import get_logger
 
 if TYPE_CHECKING:
@@ -184,6 +184,30 @@ class VersionFolders:
             # At the interpreter's end too, should nobody close this.
             self._finalizer = weakref.finalize(self, _remove_folder, self._root, descriptor)
         return self._root
+
+
+def check_writable(directory: str | None) -> None:
+    """Refuses an ``engine.weight_transfer.dir`` in which no weights can be put.
+
+    Makes the folder where there is none, as the first publication would.
+
+    Raises:
+        UserInputError: why, and what to type.
+    """
+    if directory is None:
+        return
+    parent = Path(directory).expanduser().absolute()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent):
+            pass
+    except OSError as error:
+        reason = "is a file" if parent.is_file() else f"cannot be written to ({error.strerror})"
+        raise UserInputError(
+            f"engine.weight_transfer.dir: {directory} {reason}. Allowed: a folder with room for "
+            "two copies of the weights that trainer and servers see. Type "
+            "engine.weight_transfer.dir=null for one in RAM, or the name of another"
+        ) from error
 
 
 def remove_folders_of_dead_runs(directory: str | None) -> None:

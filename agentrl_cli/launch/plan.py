@@ -17,6 +17,7 @@ from agentrl_cli.launch.server_commands import (
     build_sglang_plan,
     build_vllm_command,
 )
+from agentrl_cli.tracking.tool_calls import check_parser_name
 
 EngineKind = Literal["embedded", "vllm", "sglang"]
 
@@ -146,6 +147,10 @@ def check_supported(config: ExperimentConfig, *, num_gpus: int = 0) -> None:
             "engine.kind=vllm (vLLM for CPU: make vllm) or engine.kind=embedded"
         )
     problems += _find_own_flags(config.engine.server_args)
+    try:
+        check_parser_name(config.engine.tool_call_parser)
+    except UserInputError as error:
+        problems.append(str(error))
     if problems:
         raise UserInputError("\n".join(problems))
     if kind != "embedded":

@@ -17,6 +17,7 @@ from typing import Self
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.server import ServerEndpoint
 from agentrl_cli.engine.sglang_command import format_settings
+from agentrl_cli.engine.weight_transfer_folder import check_writable
 from agentrl_cli.errors import AgentrlError, EngineError, UserInputError
 from agentrl_cli.launch.devices import Purpose, shares_any_gpu
 from agentrl_cli.launch.head import needs_untied_head
@@ -84,6 +85,8 @@ class ServerFleet:
                 f"{config.engine.tensor_parallel_size}. Type engine.kind=vllm, which can share one"
             )
         find_server_package(config, num_gpus=num_gpus)
+        if purpose == "train":
+            check_writable(config.engine.weight_transfer.dir)
         self._config = config
         self._observer = observer
         self._log_dir = log_dir

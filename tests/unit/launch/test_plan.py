@@ -278,6 +278,7 @@ def test_ray_plans_the_same_processes() -> None:
         ),
         ({"engine": {"kind": "vllm", "server_args": ["--port", "1"]}}, "engine.first_port"),
         ({"engine": {"kind": "vllm", "server_args": ["--api-key=x"]}}, "--api-key is set by"),
+        ({"engine": {"kind": "vllm", "tool_call_parser": "hermez"}}, "did you mean 'hermes'?"),
     ],
 )
 def test_what_cannot_run_says_what_to_type(sections: dict[str, Any], typed: str) -> None:

@@ -322,6 +322,33 @@ def test_what_cannot_serve_is_refused_before_anything_is_started(
     assert not (tmp_path / "logs").exists()
 
 
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("/proc/none", "cannot be written to"),
+        ("{tmp_path}/file/inside", "cannot be written to"),
+        ("{tmp_path}/file", "is a file"),
+    ],
+)
+def test_weights_that_cannot_be_put_anywhere_are_refused_before_anything_is_started(
+    make_config: MakeConfig, open_fleet: Any, tmp_path: Path, folder: str, reason: str
+) -> None:
+    (tmp_path / "file").touch()
+    folder = folder.format(tmp_path=tmp_path)
+    config = make_config(weight_transfer={"dir": folder})
+    with pytest.raises(UserInputError, match=f"weight_transfer.dir: {folder} {reason}") as info:
+        open_fleet(config)
+    assert "engine.weight_transfer.dir=null" in str(info.value)
+    open_fleet(config, purpose="eval")
+
+
+def test_a_folder_for_weights_is_made_and_left_empty(
+    make_config: MakeConfig, open_fleet: Any, tmp_path: Path
+) -> None:
+    open_fleet(make_config(weight_transfer={"dir": str(tmp_path / "a/b")}))
+    assert list((tmp_path / "a/b").iterdir()) == []
+
+
 def test_an_sglang_server_gets_its_key_in_a_private_file(
     make_config: MakeConfig, open_fleet: Any, interpreter: Any
 ) -> None:
