@@ -14,14 +14,13 @@ import openai
 from openai import AsyncOpenAI, AsyncStream
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.errors import EngineError
 from agentrl_cli.records import Message
 from agentrl_cli.tracking.chat_request import parse_messages, parse_tools
-from agentrl_cli.tracking.gateway import BaseGateway, describe_error, read_json
+from agentrl_cli.tracking.gateway import BaseGateway, describe_error
 from agentrl_cli.tracking.session import Call, Session
 from agentrl_cli.tracking.template import TemplateInputs, make_template_inputs
 from agentrl_cli.tracking.tree import ConversationTree
@@ -79,9 +78,8 @@ class EndpointGateway(BaseGateway):
         await super().close()
         await self._upstream.close()
 
-    async def answer(self, request: Request, session: Session) -> Response:
+    async def answer(self, body: dict[str, Any], session: Session) -> Response:
         """The endpoint's own answer."""
-        body = await read_json(request)
         messages = parse_messages(body)
         tools = parse_tools(body)
         body = {**_list_defaults(session.sampling), **body, "model": self.model_name}

@@ -18,10 +18,9 @@ from contextlib import aclosing
 from typing import Any
 
 import httpx2
-from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import ContextLengthError, EngineError, EngineTimeoutError
@@ -51,7 +50,8 @@ class BaseGateway(ABC):
 
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
-        self.app = Starlette(
+        # Not Starlette around it: its middlewares answer exceptions, of which none come this far.
+        self.app = Router(
             routes=[
                 Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
                 Route("/v1/models", self._list_models, methods=["GET"]),
@@ -69,7 +69,7 @@ class BaseGateway(ABC):
         """An empty conversation tree for a new session."""
 
     @abstractmethod
-    async def answer(self, request: Request, session: Session) -> Response:
+    async def answer(self, body: dict[str, Any], session: Session) -> Response:
         """The response to a chat completion request of the session; exceptions become errors."""
 
     def open_session(
@@ -131,7 +131,8 @@ class BaseGateway(ABC):
         if session is None:
             return _refuse_key()
         try:
-            return await _until_disconnect(request, self.answer(request, session))
+            body = await _read_json(request)
+            return await _until_disconnect(request, self.answer(body, session))
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
@@ -166,9 +167,9 @@ class Gateway(BaseGateway):
         """A tree whose prompts the model's chat template makes."""
         return ConversationTree(self.template)
 
-    async def answer(self, request: Request, session: Session) -> Response:
+    async def answer(self, body: dict[str, Any], session: Session) -> Response:
         """The engine's answer."""
-        chat_request = parse_chat_request(await read_json(request), session.sampling)
+        chat_request = parse_chat_request(body, session.sampling)
         calls = session.begin_calls(
             f"chatcmpl-{uuid.uuid4().hex}",
             chat_request.messages,
@@ -227,28 +228,36 @@ async def _continue_events(first: bytes, events: AsyncIterator[bytes]) -> AsyncI
 async def _until_disconnect(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
     """The response, unless the client hangs up first: then the work is cancelled.
 
+    The work stays in this task, and what watches the client cancels it from another: a task
+    for each of the two cost 20 microseconds more.
+
     Raises:
         ClientDisconnect: nobody waits for the response any more.
     """
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_wait_for_disconnect(request))
+    working = asyncio.current_task()
+    assert working is not None
+    has_hung_up = False
+
+    async def watch() -> None:
+        nonlocal has_hung_up
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        has_hung_up = True
+        working.cancel()
+
+    watching = asyncio.create_task(watch())
     try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnect
+        return await work
+    except asyncio.CancelledError:
+        # Cancelled from elsewhere too, it has to stay cancelled.
+        if not has_hung_up or working.uncancel() > 0:
+            raise
+        raise ClientDisconnect from None
     finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        watching.cancel()
 
 
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def read_json(request: Request) -> dict[str, Any]:
+async def _read_json(request: Request) -> dict[str, Any]:
     """The JSON object in a request's body.
 
     Raises:

@@ -67,6 +67,9 @@ class LoopbackServer:
             log_level="warning",
             access_log=False,
             lifespan="off",
+            # Nobody forwards requests to a loopback socket, and no route is a websocket.
+            proxy_headers=False,
+            ws="none",
             # An agent's tool may take minutes between two calls: a connection that is closed
             # meanwhile can fail the call that is just being sent on it.
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
