@@ -64,6 +64,7 @@ def _print_plan(experiment: ExperimentConfig, machine: Machine) -> None:
     """Prints the configuration and, as comments of it, the processes that it would start."""
     from agentrl_cli.config.loading import dump_config
     from agentrl_cli.launch.head import needs_untied_head
+    from agentrl_cli.launch.interpreter import find_server_package
     from agentrl_cli.launch.plan import build_plan, check_supported, format_plan
     from agentrl_cli.store.run_folder import run_dir_of
 
@@ -76,5 +77,9 @@ def _print_plan(experiment: ExperimentConfig, machine: Machine) -> None:
     plan = build_plan(experiment, machine, run_dir=run_dir, untied_head=untied_head)
     typer.echo(f"# run folder: {run_dir}\n# processes:")
     typer.echo("\n".join(f"#   {line}" for line in format_plan(plan).splitlines()))
+    if any(process.role == "engine" for process in plan):
+        ports = "" if experiment.engine.first_port else "--port 0: a free one is chosen; "
+        typer.echo(f"# ({ports}the servers' keys are made when they start)")
     check_supported(experiment, num_gpus=machine.num_gpus)
+    find_server_package(experiment, num_gpus=machine.num_gpus)
     typer.echo("# nothing was started (--dry-run)")
