@@ -12,7 +12,7 @@ from types import FrameType
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 DRAINING = (
-    "stopping: the step in progress is finished and saved, then the run ends "
+    "stopping: a step in progress is finished and saved, then the run ends "
     "(Ctrl-C again stops at once; what is saved stays)"
 )
 

@@ -82,12 +82,7 @@ def check_same_config(config: ExperimentConfig, run_dir: Path) -> None:
     Raises:
         RunFolderError: with every differing key and the three ways out.
     """
-    old, new = flatten(_load_saved(run_dir)), flatten(_dump(config))
-    changes = {
-        key: (old.get(key, _ABSENT), new.get(key, _ABSENT))
-        for key in [*new, *(k for k in old if k not in new)]
-        if not _may_change(key) and old.get(key, _ABSENT) != new.get(key, _ABSENT)
-    }
+    changes = _find_changes(_load_saved(run_dir), _dump(config))
     if not changes:
         return
     listed = "\n".join(f"  {k}: {_show(o)} -> {_show(n)}" for k, (o, n) in changes.items())
@@ -97,8 +92,44 @@ def check_same_config(config: ExperimentConfig, run_dir: Path) -> None:
         "Nothing was started and nothing was changed. Three ways out:\n"
         f"  1. a new run beside it: add  trial_name={_free_trial(run_dir)}\n"
         f"  2. go on with the old run: add its values back:  {old_values}\n"
-        f"  3. start over: add  --overwrite  (deletes what is in {run_dir})"
+        f"  3. start over: add  --overwrite  (deletes what is in {run_dir}"
+        f"{_describe_loss(run_dir)})"
     )
+
+
+def _find_changes(
+    old_data: Mapping[str, Any], new_data: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Key -> old and new value, for every key that differs and must not."""
+    old, new = flatten(old_data), flatten(new_data)
+    changes = {}
+    for key in [*new, *(k for k in old if k not in new)]:
+        if _may_change(key) or old.get(key, _ABSENT) == new.get(key, _ABSENT):
+            continue
+        # A section that is null on one side is one difference, and is typed as one.
+        parts = key.split(".")
+        starts = (".".join(parts[: end + 1]) for end in range(len(parts)))
+        whole = next(start for start in starts if start in old or start in new)
+        changes[whole] = (_read(old_data, whole), _read(new_data, whole))
+    return changes
+
+
+def _read(data: Mapping[str, Any], key: str) -> Any:
+    value: Any = data
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return _ABSENT
+        value = value[part]
+    return value
+
+
+def _describe_loss(run_dir: Path) -> str:
+    """A clause for a run that failed before it had done anything."""
+    folders = (run_dir / layout.TRAJECTORIES, run_dir / layout.CHECKPOINTS)
+    has_results = (run_dir / layout.METRICS).is_file() or any(
+        folder.is_dir() and any(folder.iterdir()) for folder in folders
+    )
+    return "" if has_results else ": nothing but logs, since it has done no step yet"
 
 
 def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

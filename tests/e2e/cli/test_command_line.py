@@ -114,6 +114,7 @@ def test_dry_run_shows_servers_and_says_what_cannot_be_started(folder: Path) -> 
     )
     assert "engine.kind=embedded" in refused(done)
     assert "vllm-1" in done.stdout
+    assert "--port 0: a free one is chosen" in done.stdout
     assert "agentrl_cli.launch.trainer_process runs/demo/t0" in done.stdout
     assert not (folder / "runs").exists()
 

@@ -76,7 +76,7 @@ def test_a_run_is_stopped_gone_on_with_measured_and_looked_at(folder: Path) -> N
     output = "".join(lines)
     assert process.wait(60) == 0, output
     process.stdout.close()
-    assert "stopping: the step in progress is finished and saved" in output
+    assert "stopping: a step in progress is finished and saved" in output
     assert "the same command goes on from here" in output
 
     run = folder / "runs" / "demo" / "t0"

@@ -31,6 +31,34 @@ def test_another_config_is_refused_with_three_ways_out(make_config, tmp_path) ->
     RunFolder.create_or_resume(load_config(path, shlex.split(typed))).close()
 
 
+@pytest.mark.parametrize(("lora", "other"), [(None, {"rank": 8}), ({"rank": 8}, None)])
+def test_a_section_that_is_null_on_one_side_is_one_difference(
+    make_config, tmp_path, lora, other
+) -> None:
+    RunFolder.create_or_resume(make_config(model__lora=lora)).close()
+    changed = make_config(model__lora=other)
+    with pytest.raises(RunFolderError) as caught:
+        RunFolder.create_or_resume(changed)
+    differences = [line for line in str(caught.value).splitlines() if " -> " in line]
+    assert [line.split(":")[0].strip() for line in differences[1:]] == ["model.lora"]
+    (typed,) = [
+        line.split("back:")[1] for line in str(caught.value).splitlines() if "back:" in line
+    ]
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(changed.model_dump(mode="json")))
+    RunFolder.create_or_resume(load_config(path, shlex.split(typed))).close()
+
+
+def test_a_run_that_failed_at_its_start_loses_nothing(make_config) -> None:
+    with RunFolder.create_or_resume(make_config()) as run:
+        with pytest.raises(RunFolderError, match="nothing but logs"):
+            RunFolder.check_resumable(make_config(seed=3))
+        run.append_metrics({"step": 1})
+        with pytest.raises(RunFolderError) as caught:
+            RunFolder.check_resumable(make_config(seed=3))
+    assert "nothing but logs" not in str(caught.value)
+
+
 def test_a_refused_run_changes_nothing(make_config) -> None:
     with RunFolder.create_or_resume(make_config()) as run:
         with run.new_checkpoint(1):
