@@ -118,9 +118,10 @@ class VersionFolders:
         except TimeoutError:
             raise EngineTimeoutError(
                 f"the weights of version {version} were not written to "
-                f"{self._root or self._directory} after {self._timeout_seconds:g} s "
-                "(engine.publish_timeout_seconds). A faster folder is named with "
-                "engine.weight_transfer.dir=FOLDER"
+                f"{self._root or self._directory or 'a folder'} after {self._timeout_seconds:g} s "
+                "(engine.publish_timeout_seconds). Type "
+                f"engine.publish_timeout_seconds={2 * self._timeout_seconds:g} or more, or "
+                "engine.weight_transfer.dir=FOLDER with a faster folder"
             ) from None
         except OSError as error:
             size = sum(t.numel() * t.element_size() for t in tensors.values()) / _GIB

@@ -148,7 +148,9 @@ async def test_tied_names_are_written_too(parent):
 
 async def test_a_deadline_that_passes_leaves_no_half_version(parent):
     transfer = make_transfer(parent, timeout_seconds=1e-9)
-    with pytest.raises(EngineTimeoutError, match=r"version 3 .*publish_timeout_seconds"):
+    with pytest.raises(
+        EngineTimeoutError, match=r"version 3 .*Type engine.publish_timeout_seconds="
+    ):
         await transfer.prepare(3, make_weights())
     (root,) = parent.iterdir()
     assert [path.name for path in root.iterdir()] == ["lock"]
