@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import orjson
+
 from agentrl_cli.engine.http import shorten
 from agentrl_cli.engine.protocol import FinishReason
 from agentrl_cli.engine.server import UNKNOWN_VERSION
@@ -86,7 +88,8 @@ def parse_completion_piece(data: bytes, *, greedy: bool) -> Piece:
 
 def _parse_choice(data: bytes) -> dict[str, Any]:
     try:
-        reply = json.loads(data)
+        # For 300 tokens with their logprobs 58 us; json takes 153.
+        reply = orjson.loads(data)
     except ValueError:
         _refuse("no JSON", data)
     if isinstance(reply, dict) and "error" in reply:

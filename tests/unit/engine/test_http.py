@@ -105,6 +105,14 @@ async def test_a_request_carries_key_and_body() -> None:
     assert json.loads(body) == {"a": 1}
 
 
+async def test_a_text_that_no_json_can_carry_is_refused_before_it_is_sent() -> None:
+    async with serve(answer_with(make_reply(b"{}"))) as http:
+        with pytest.raises(EngineError, match=r"the request to vllm-0 .* is no JSON: .*surrogate"):
+            await http.request(
+                "POST", "/x", {"stop": ["\ud83d"]}, leg="the test", timeout_seconds=5.0
+            )
+
+
 async def test_a_refused_connection_means_a_server_that_is_down() -> None:
     async with serve(answer_with()) as http:
         pass
