@@ -92,6 +92,12 @@ _CAUSES = (
         ModelError,
     ),
     _Cause(
+        r"SafetensorError: [^\n]*",
+        "the model's files cannot be read",
+        ("model.path",),
+        ModelError,
+    ),
+    _Cause(
         r"(?:error: unrecognized arguments|error: argument )[^\n]*",
         "the server refuses an argument",
         ("engine.server_args",),

@@ -63,6 +63,12 @@ def find(log: str, *, on_cpu: bool = True) -> AgentrlError | None:
             ModelError,
         ),
         (
+            "safetensors_rust.SafetensorError: Error while deserializing header: incomplete "
+            "metadata, file not fully covered",
+            ["model.path (some/model)"],
+            ModelError,
+        ),
+        (
             "api_server.py: error: argument --block-size: invalid choice: 7",
             ["engine.server_args (['--block-size', '7'])"],
             UserInputError,
