@@ -194,6 +194,14 @@ class VllmServer:
         Calls in flight stay with the adapter they began with. One that no call uses any more
         is unloaded.
         """
+        if self._weights.num_base_calls:
+            # Measured on 0.32 for CPU: in one batch with calls of an adapter, those of none are
+            # computed with it too, and are off by nats.
+            raise EngineError(
+                f"loading an adapter: {self._weights.num_base_calls} calls without one are in "
+                f"flight on {self.name}, which vLLM would compute wrongly beside it. Publish the "
+                "first adapter before the first call"
+            )
         name = self._weights.name_adapter(version)
         body = {"lora_name": name, "lora_path": _find_files(folder, "adapter_config.json")}
         await self._ask("POST", "/v1/load_lora_adapter", body, leg="loading an adapter")

@@ -82,8 +82,7 @@ class VllmCalls:
         versions = expand_spans(last.spans or (), num_tokens)
         if UNKNOWN_VERSION in versions:
             raise GivenUpError(_NO_VERSION)
-        # An adapter that came meanwhile changed the server's version, but not this call's base.
-        return versions[:1] * num_tokens if self._weights.adapter is not None else versions
+        return versions
 
     async def stream_unversioned(
         self, prompt_ids: Sequence[int], sampling: Sampling, max_tokens: int, stream_interval: int

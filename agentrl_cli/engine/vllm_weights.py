@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 _ADAPTER_PREFIX = "agentrl-adapter-"
+#: Stands for the name of no adapter.
+_BASE = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +72,17 @@ class WeightState:
     def use_adapter(self) -> Iterator[Adapter | None]:
         """The adapter to ask for, which is not unloaded inside the block."""
         adapter = self.adapter
-        if adapter is None:
-            yield None
-            return
-        self._num_calls[adapter.name] += 1
+        name = _BASE if adapter is None else adapter.name
+        self._num_calls[name] += 1
         try:
             yield adapter
         finally:
-            self._num_calls[adapter.name] -= 1
+            self._num_calls[name] -= 1
+
+    @property
+    def num_base_calls(self) -> int:
+        """Calls in flight that use no adapter."""
+        return self._num_calls[_BASE]
 
     def find_unused(self, loaded: Iterable[str]) -> list[str]:
         """Adapters among the ``loaded`` model names that no call will ask for again.

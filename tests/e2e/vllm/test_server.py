@@ -529,6 +529,9 @@ async def test_a_call_keeps_the_adapter_that_it_began_with(
 
     base = server.stream(PROMPT, Sampling(max_tokens=150, seed=1))
     base_pieces = [await anext(base)]
+    with pytest.raises(EngineError, match="1 calls without one are in flight"):
+        await server.load_adapter(tmp_path / "1", 2)
+    plain = await finish(base, base_pieces)
     await server.load_adapter(tmp_path / "1", 2)
     await server.set_policy_version(2)
     long = server.stream(PROMPT, Sampling(max_tokens=150, seed=1))
@@ -537,7 +540,7 @@ async def test_a_call_keeps_the_adapter_that_it_began_with(
     await server.set_policy_version(3)
     assert len(await list_adapters()) == 2
     new = await server.generate(PROMPT, Sampling(max_tokens=20, seed=1))
-    old, plain = await finish(long, pieces), await finish(base, base_pieces)
+    old = await finish(long, pieces)
 
     for generation, version, added in ((plain, 1, {}), (old, 2, first), (new, 3, second)):
         assert set(generation.versions) == {version}

@@ -404,21 +404,22 @@ async def test_adapters_carry_their_own_version_and_leave_when_nobody_uses_them(
     assert len(vllm.models) == 2
 
 
-async def test_the_base_keeps_its_version_when_an_adapter_comes(
+async def test_an_adapter_waits_for_nobody_who_is_sampled_without_one(
     server: VllmServer, vllm: FaultyVllm, tmp_path: Path
 ) -> None:
     (tmp_path / "adapter_config.json").touch()
-    await server.check_health()
     spans = [{"version": "7", "start": 0, "end": 1}, {"version": "8", "start": 1, "end": 3}]
     last = make_piece([3], "7", 3)
     last["choices"][0]["weight_versions"] = spans
     vllm.handlers["/inference/v1/generate"] = lambda r: stream(r, make_piece([1, 2]), last)
-    assert (await server.generate([5], ONE)).versions == (7, 8, 8)
     pieces = server.stream([5], ONE)
     await anext(pieces)
-    await server.load_adapter(tmp_path, 8)
-    assert (await anext(pieces)).versions == (7, 7, 7)
+    with pytest.raises(EngineError, match="1 calls without one are in flight on vllm-0"):
+        await server.load_adapter(tmp_path, 8)
+    assert (await anext(pieces)).versions == (7, 8, 8)
     await pieces.aclose()
+    await server.load_adapter(tmp_path, 8)
+    assert (await server.generate([5], ONE)).versions == (8, 8, 8)
 
 
 async def test_a_server_with_less_room_than_configured_says_so(
