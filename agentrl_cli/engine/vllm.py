@@ -145,9 +145,11 @@ class VllmServer:
 
     async def check_health(self) -> None:
         """Returns if the server can serve, and is a vLLM that this version knows."""
-        await self._http.request(
-            "GET", "/health", leg="health check", timeout_seconds=_HEALTH_SECONDS
-        )
+        # The first is answered by the process that listens, the second by the one that computes.
+        for path in ("/health", "/weight_info"):
+            await self._http.request(
+                "GET", path, leg="health check", timeout_seconds=_HEALTH_SECONDS
+            )
         await self._connect()
 
     async def policy_version(self) -> int:

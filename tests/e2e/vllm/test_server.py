@@ -10,8 +10,10 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -555,3 +557,34 @@ async def test_a_call_keeps_the_adapter_that_it_began_with(
     await server.load_adapter(tmp_path / "1", 4)
     loaded = await list_adapters()
     assert [name.endswith("-v4") for name in loaded] == [True]
+
+
+async def test_a_server_whose_engine_process_hangs_is_not_well(
+    server: VllmServer, endpoint: ServerEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its other process, the one that listens, goes on answering /health."""
+    core = find_engine_process(endpoint)
+    monkeypatch.setattr("agentrl_cli.engine.vllm._HEALTH_SECONDS", 1.0)
+    core.suspend()
+    try:
+        status, _ = await ask_without_client(endpoint, "GET", "/health", endpoint.api_key)
+        assert status == 200
+        with pytest.raises(EngineTimeoutError, match="health check: vllm-0"):
+            await server.check_health()
+    finally:
+        core.resume()
+    monkeypatch.undo()
+    await server.check_health()
+
+
+def find_engine_process(endpoint: ServerEndpoint) -> psutil.Process:
+    """The process of a server that computes."""
+    port = str(urlsplit(endpoint.base_url).port)
+    below = psutil.Process().children(recursive=True)
+    [listener] = [
+        process
+        for process in below
+        if port in process.cmdline() and not any("guard.py" in part for part in process.cmdline())
+    ]
+    [core] = [p for p in listener.children() if "EngineCore" in " ".join(p.cmdline())]
+    return core
