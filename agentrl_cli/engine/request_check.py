@@ -24,6 +24,21 @@ def check_request(prompt_ids: Sequence[int], sampling: Sampling, max_model_len: 
         raise EngineError(problem)
 
 
+def check_score(token_ids: Sequence[int], start: int, max_model_len: int) -> None:
+    """Refuses to score what no server could.
+
+    Raises:
+        ContextLengthError: the tokens do not fit.
+        EngineError: ``start`` is no position of them that has a logprob.
+    """
+    if not 1 <= start <= len(token_ids):
+        raise EngineError(
+            f"score from position {start} of {len(token_ids)} tokens: allowed are 1 (the "
+            f"first token has no logprob) to {len(token_ids)}"
+        )
+    check_request(token_ids, Sampling(), max_model_len)
+
+
 def _find_sampling_problem(sampling: Sampling) -> str | None:
     if not 0.0 <= sampling.temperature < float("inf"):
         return f"temperature {sampling.temperature} is not allowed: 0 (greedy) or more"

@@ -8,21 +8,18 @@ It has never spoken to an SGLang that computes, which needs a GPU.
 from __future__ import annotations
 
 import json
-import uuid
-from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from agentrl_cli.config.engine import EngineConfig
+from agentrl_cli.engine.adapters import Adapter, Adapters
 from agentrl_cli.engine.http import ServerHttp
 from agentrl_cli.engine.protocol import Generation, Sampling
-from agentrl_cli.engine.request_check import check_request
+from agentrl_cli.engine.request_check import check_request, check_score
 from agentrl_cli.engine.server import ServerEndpoint
 from agentrl_cli.engine.sglang_wire import (
-    ADAPTER_PREFIX,
     PAUSE,
     GenerationReader,
     check_sglang_version,
@@ -32,7 +29,7 @@ from agentrl_cli.engine.sglang_wire import (
     format_score,
     format_version,
     format_weights,
-    parse_adapters,
+    parse_model_names,
     parse_scores,
     parse_version,
 )
@@ -45,12 +42,6 @@ _logger = get_logger(__name__)
 _ADMIN_SECONDS = 30.0
 #: ``/health_generate`` answers after one second, or as soon after as a token was made.
 _HEALTH_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Adapter:
-    name: str
-    version: int
 
 
 class SglangServer:
@@ -71,8 +62,7 @@ class SglangServer:
         self._http = ServerHttp(endpoint)
         self._is_paused = False
         self._is_supported = False
-        self._adapter: _Adapter | None = None
-        self._adapters_in_use: Counter[str] = Counter()
+        self._adapters = Adapters()
 
     @property
     def name(self) -> str:
@@ -89,7 +79,7 @@ class SglangServer:
     ) -> Generation:
         """Samples one completion; see :class:`EngineServer`."""
         check_request(prompt_ids, sampling, self._config.max_model_len)
-        with self._hold_adapter() as adapter:
+        with self._adapters.hold() as adapter:
             reply = await self._http.request_json(
                 "POST",
                 "/generate",
@@ -109,7 +99,7 @@ class SglangServer:
     ) -> AsyncGenerator[Generation]:
         """Samples one completion in pieces; see :class:`EngineServer`."""
         check_request(prompt_ids, sampling, self._config.max_model_len)
-        with self._hold_adapter() as adapter:
+        with self._adapters.hold() as adapter:
             reader = self._build_reader(sampling, adapter)
             body = self._format(prompt_ids, sampling, adapter, stream_interval)
             events = self._http.stream_events("/generate", body, leg="generate")
@@ -129,7 +119,7 @@ class SglangServer:
         self,
         prompt_ids: Sequence[int],
         sampling: Sampling,
-        adapter: _Adapter | None,
+        adapter: Adapter | None,
         stream_interval: int | None,
     ) -> dict[str, Any]:
         return format_generate(
@@ -140,19 +130,15 @@ class SglangServer:
             stream_interval=stream_interval,
         )
 
-    def _build_reader(self, sampling: Sampling, adapter: _Adapter | None) -> GenerationReader:
+    def _build_reader(self, sampling: Sampling, adapter: Adapter | None) -> GenerationReader:
         # A call keeps its adapter to its end, so the adapter's version is that of all its tokens;
         # the server's own answer would name the newest.
         return GenerationReader(self.name, sampling, adapter.version if adapter else None)
 
     async def score(self, token_ids: Sequence[int], start: int) -> list[float]:
         """Logprobs (nats, temperature 1) of the tokens from position ``start`` on."""
-        if not 1 <= start <= len(token_ids):
-            raise EngineError(
-                f"score from position {start} of {len(token_ids)} tokens: allowed are 1 (the "
-                f"first token has no logprob) to {len(token_ids)}"
-            )
-        with self._hold_adapter() as adapter:
+        check_score(token_ids, start, self._config.max_model_len)
+        with self._adapters.hold() as adapter:
             reply = await self._http.request_json(
                 "POST",
                 "/generate",
@@ -237,45 +223,28 @@ class SglangServer:
 
         Older ones go as soon as no call is sampled with them any more.
         """
-        # The name was never used before: SGLang refuses to load one twice, and the server may
-        # have got this version already, from a trainer that died.
-        adapter = _Adapter(f"{ADAPTER_PREFIX}{version}-{uuid.uuid4().hex[:8]}", version)
+        adapter = Adapter(self._adapters.name_next(version), version)
         await self._post(
             "/load_lora_adapter",
             format_adapter(adapter.name, folder),
             "load adapter",
             self._config.publish_timeout_seconds,
         )
-        self._adapter = adapter
+        self._adapters.current = adapter
         await self._drop_adapters()
 
     async def _drop_adapters(self) -> None:
         """Unloads adapters that nobody uses, those of an earlier trainer among them."""
-        current = self._adapter.name if self._adapter else None
         try:
-            for name in parse_adapters(await self._get("/v1/models", "list adapters")):
-                # SGLang waits for calls that use it, and those wait for the end of the pause.
-                if name != current and not self._adapters_in_use[name]:
-                    await self._post("/unload_lora_adapter", {"lora_name": name}, "drop adapter")
+            loaded = parse_model_names(await self._get("/v1/models", "list adapters"))
+            # SGLang waits for calls that use one, and those wait for the end of the pause.
+            for name in self._adapters.find_unused(loaded):
+                await self._post("/unload_lora_adapter", {"lora_name": name}, "drop adapter")
         except ServerDownError:
             raise
         except EngineError as error:
             # It takes memory, no more; the next version tries again.
             _logger.warning("an old adapter stays loaded: %s", error)
-
-    @contextmanager
-    def _hold_adapter(self) -> Iterator[_Adapter | None]:
-        adapter = self._adapter
-        if adapter is None:
-            yield None
-            return
-        self._adapters_in_use[adapter.name] += 1
-        try:
-            yield adapter
-        finally:
-            self._adapters_in_use[adapter.name] -= 1
-            if not self._adapters_in_use[adapter.name]:
-                del self._adapters_in_use[adapter.name]
 
     async def set_policy_version(self, version: int) -> None:
         """Says which version the weights are; tokens sampled from now on carry it."""

@@ -40,9 +40,6 @@ SAMPLING_MASK_TOP_K = 4095
 #: SGLang samples greedily below it, and then says the logprobs at temperature 1.
 _GREEDY_BELOW = 1e-6
 
-#: Names of our adapters begin with it; whatever else a server serves is left alone.
-ADAPTER_PREFIX = "agentrl-"
-
 
 def format_generate(
     prompt_ids: Sequence[int],
@@ -254,10 +251,9 @@ def format_adapter(name: str, folder: Path) -> dict[str, Any]:
     return {"lora_name": name, "lora_path": str(folder)}
 
 
-def parse_adapters(models: Mapping[str, Any]) -> list[str]:
-    """Names of our adapters in the answer of ``/v1/models``."""
-    cards = models.get("data", [])
-    return [card["id"] for card in cards if card["id"].startswith(ADAPTER_PREFIX)]
+def parse_model_names(models: Mapping[str, Any]) -> list[str]:
+    """Names of the model and of all adapters in the answer of ``/v1/models``."""
+    return [card["id"] for card in models.get("data", [])]
 
 
 def check_sglang_version(version: str) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_cli.config.engine import EngineConfig
+from agentrl_cli.engine.adapters import Adapter, Adapters
 from agentrl_cli.engine.http import HttpStatusError, Method, ServerHttp, shorten
 from agentrl_cli.engine.protocol import Generation, Sampling
-from agentrl_cli.engine.request_check import check_request
+from agentrl_cli.engine.request_check import check_request, check_score
 from agentrl_cli.engine.server import ServerEndpoint
 from agentrl_cli.engine.vllm_broadcast import join_broadcast, receive_broadcast
 from agentrl_cli.engine.vllm_calls import GENERATE_LEG, VllmCalls
@@ -23,7 +24,7 @@ from agentrl_cli.engine.vllm_replies import (
     parse_version,
 )
 from agentrl_cli.engine.vllm_version import check_vllm_version
-from agentrl_cli.engine.vllm_weights import Adapter, WeightState
+from agentrl_cli.engine.vllm_weights import WeightState
 from agentrl_cli.engine.vllm_wire import (
     COMPLETIONS_PATH,
     GENERATE_PATH,
@@ -57,7 +58,8 @@ class VllmServer:
         self._model_name = model_name
         self._http = ServerHttp(endpoint)
         self._weights = WeightState()
-        self._calls = VllmCalls(self._http, self._weights, self.policy_version)
+        self._adapters = Adapters()
+        self._calls = VllmCalls(self._http, self._weights, self._adapters, self.policy_version)
         self._connecting = asyncio.Lock()
         self._knows_versions: bool | None = None
         """Whether it has /inference/v1/generate; None: not asked yet."""
@@ -128,13 +130,8 @@ class VllmServer:
 
     async def score(self, token_ids: Sequence[int], start: int) -> list[float]:
         """Logprobs (nats, temperature 1) of the tokens from position ``start`` on."""
-        if not 1 <= start <= len(token_ids):
-            raise EngineError(
-                f"score from position {start} of {len(token_ids)} tokens: allowed are 1 (the "
-                f"first token has no logprob) to {len(token_ids)}"
-            )
-        check_request(token_ids, Sampling(), self._config.max_model_len)
-        with self._vllm_errors("score"), self._weights.use_adapter() as adapter:
+        check_score(token_ids, start, self._config.max_model_len)
+        with self._vllm_errors("score"), self._adapters.hold() as adapter:
             is_new = await self._connect()
             path = GENERATE_PATH if is_new else COMPLETIONS_PATH
             make = format_score if is_new else format_score_completion
@@ -196,21 +193,21 @@ class VllmServer:
         Calls in flight stay with the adapter they began with. One that no call uses any more
         is unloaded.
         """
-        if self._weights.num_base_calls:
+        if self._adapters.num_base_calls:
             # Measured on 0.32 for CPU: in one batch with calls of an adapter, those of none are
             # computed with it too, and are off by nats.
             raise EngineError(
-                f"loading an adapter: {self._weights.num_base_calls} calls without one are in "
+                f"loading an adapter: {self._adapters.num_base_calls} calls without one are in "
                 f"flight on {self.name}, which vLLM would compute wrongly beside it. Publish the "
                 "first adapter before the first call"
             )
-        name = self._weights.name_adapter(version)
+        name = self._adapters.name_next(version)
         body = {"lora_name": name, "lora_path": _find_files(folder, "adapter_config.json")}
         await self._ask("POST", "/v1/load_lora_adapter", body, leg="loading an adapter")
-        self._weights.adapter = Adapter(name, version)
+        self._adapters.current = Adapter(name, version)
         models = await self._ask("GET", "/v1/models", leg="listing adapters")
         loaded = [str(model.get("id")) for model in _read(models).get("data", [])]
-        for unused in self._weights.find_unused(loaded):
+        for unused in self._adapters.find_unused(loaded):
             body = {"lora_name": unused}
             await self._ask("POST", "/v1/unload_lora_adapter", body, leg="unloading an adapter")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
+from agentrl_cli.engine.adapters import Adapter, Adapters
 from agentrl_cli.engine.http import ServerHttp
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.engine.server import UNKNOWN_VERSION
@@ -15,7 +16,7 @@ from agentrl_cli.engine.vllm_replies import (
     parse_completion_piece,
     parse_generate_piece,
 )
-from agentrl_cli.engine.vllm_weights import Adapter, WeightState
+from agentrl_cli.engine.vllm_weights import WeightState
 from agentrl_cli.engine.vllm_wire import (
     COMPLETIONS_PATH,
     GENERATE_PATH,
@@ -38,17 +39,22 @@ class VllmCalls:
     """Makes completions; ``ask_version`` asks the server which version its weights are."""
 
     def __init__(
-        self, http: ServerHttp, weights: WeightState, ask_version: Callable[[], Awaitable[int]]
+        self,
+        http: ServerHttp,
+        weights: WeightState,
+        adapters: Adapters,
+        ask_version: Callable[[], Awaitable[int]],
     ) -> None:
         self._http = http
         self._weights = weights
+        self._adapters = adapters
         self._ask_version = ask_version
 
     async def stream_versioned(
         self, prompt_ids: Sequence[int], sampling: Sampling, max_tokens: int, stream_interval: int
     ) -> AsyncGenerator[Generation]:
         """By /inference/v1/generate, which says itself which weights sampled which token."""
-        with self._weights.use_adapter() as adapter:
+        with self._adapters.hold() as adapter:
             body = format_generate(
                 prompt_ids,
                 sampling,
@@ -99,7 +105,7 @@ class VllmCalls:
         while True:
             await self._weights.wait_settled()
             epoch = self._weights.epoch
-            with self._weights.use_adapter() as adapter:
+            with self._adapters.hold() as adapter:
                 version = adapter.version if adapter else await self._ask_version()
                 if version == UNKNOWN_VERSION:
                     raise GivenUpError(_NO_VERSION)

@@ -286,12 +286,12 @@ async def test_calls_in_flight_keep_their_adapter_and_its_version(
     call = asyncio.create_task(server.generate([1, 2], Sampling()))
     while "/generate" not in faulty.paths():
         await asyncio.sleep(0.01)
-    cards = ["m", loaded["lora_name"], "agentrl-2-from-a-trainer-that-died", "theirs"]
+    cards = ["m", loaded["lora_name"], "agentrl-adapter-of-a-trainer-that-died", "theirs"]
     faulty.answers["/v1/models"] = {"data": [{"id": card} for card in cards]}
     faulty.asked.clear()
     await server.load_adapter(Path("/a/5"), 5)
     dropped = [body["lora_name"] for path, body in faulty.asked if path == "/unload_lora_adapter"]
-    assert dropped == ["agentrl-2-from-a-trainer-that-died"]
+    assert dropped == ["agentrl-adapter-of-a-trainer-that-died"]
     release.set()
     assert (await call).versions == (4, 4)
     assert (await server.generate([1, 2], Sampling())).versions == (5, 5)
@@ -303,7 +303,7 @@ async def test_calls_in_flight_keep_their_adapter_and_its_version(
 async def test_an_adapter_that_cannot_be_dropped_costs_memory_and_nothing_else(
     server: SglangServer, faulty: Faulty, caplog: pytest.LogCaptureFixture
 ) -> None:
-    faulty.answers["/v1/models"] = {"data": [{"id": "agentrl-1-0"}]}
+    faulty.answers["/v1/models"] = {"data": [{"id": "agentrl-adapter-1-0"}]}
     faulty.answers["/unload_lora_adapter"] = {"success": False, "error_message": "in use"}
     await server.load_adapter(Path("/a/4"), 4)
     assert "in use" in caplog.text
