@@ -90,6 +90,41 @@ def chat_tokenizer() -> Any:
     return train_tokenizer(["What is 2 + 2? The answer is 4.", '{"name": "f"}'] * 3, 400)
 
 
+def build_tiny_qwen2(tokenizer: Any, seed: int = 0, *, tied: bool = True, **shape: Any) -> Any:
+    """A random Qwen2 (2 layers, width 64, float32) for ``tokenizer``; ``shape`` overrides more."""
+    # Most tests load no model.
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    defaults = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        # Wide enough that the tokens' probabilities differ by orders of magnitude.
+        "initializer_range": 0.3 if tied else 0.15,
+    }
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        **(defaults | shape),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def build_qwen2() -> Callable[..., Any]:
+    """Makes tiny models: ``build_qwen2(tokenizer, seed, tied=True)``."""
+    return build_tiny_qwen2
+
+
 @pytest.fixture
 def scripted_engine(
     chat_tokenizer: Any,

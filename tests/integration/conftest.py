@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
-import torch
 from transformers import (
-    AutoModelForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    Qwen2Config,
     Qwen2Tokenizer,
 )
 
@@ -99,32 +97,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session")
 def build_tiny_model(
-    tiny_tokenizer: PreTrainedTokenizerBase,
+    tiny_tokenizer: PreTrainedTokenizerBase, build_qwen2: Callable[..., PreTrainedModel]
 ) -> Callable[..., PreTrainedModel]:
-    """Makes a random Qwen2 (2 layers, width 64, float32) for the tiny tokenizer."""
-
-    def build(seed: int = 0, *, tied: bool = True) -> PreTrainedModel:
-        config = Qwen2Config(
-            vocab_size=len(tiny_tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=2048,
-            tie_word_embeddings=tied,
-            bos_token_id=None,
-            eos_token_id=tiny_tokenizer.eos_token_id,
-            pad_token_id=tiny_tokenizer.pad_token_id,
-            # Wide enough that the tokens' probabilities differ by orders of magnitude.
-            initializer_range=0.3 if tied else 0.15,
-        )
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        return model.eval()
-
-    return build
+    """Makes a random Qwen2 for the tiny tokenizer: ``build_tiny_model(seed, tied=True)``."""
+    return functools.partial(build_qwen2, tiny_tokenizer)
 
 
 @pytest.fixture

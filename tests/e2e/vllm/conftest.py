@@ -6,6 +6,7 @@ the servers as it found them, and start others with ``start_fleet`` only where i
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+from transformers import PreTrainedModel
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.launch.servers import ServerFleet
@@ -48,32 +48,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def build_tiny_model(chat_tokenizer: Any) -> Callable[..., PreTrainedModel]:
-    """Makes a random Qwen2 (2 layers, width 64, float32): ``build_tiny_model(seed, tied=True)``."""
-
-    def build(seed: int = 0, *, tied: bool = False) -> PreTrainedModel:
-        config = Qwen2Config(
-            vocab_size=len(chat_tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            # vLLM's attention on CPU knows no heads narrower than 32.
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=1024,
-            tie_word_embeddings=tied,
-            bos_token_id=None,
-            eos_token_id=chat_tokenizer.eos_token_id,
-            pad_token_id=chat_tokenizer.pad_token_id,
-            # Wide enough that the tokens' probabilities differ by orders of magnitude.
-            initializer_range=0.3 if tied else 0.15,
-        )
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        return model.eval()
-
-    return build
+def build_tiny_model(
+    chat_tokenizer: Any, build_qwen2: Callable[..., PreTrainedModel]
+) -> Callable[..., PreTrainedModel]:
+    """Makes a random Qwen2 for the chat tokenizer: ``build_tiny_model(seed, tied=False)``."""
+    # vLLM's attention on CPU knows no heads narrower than 32.
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 1024}
+    return functools.partial(build_qwen2, chat_tokenizer, tied=False, **shape)
 
 
 @pytest.fixture(scope="session")
