@@ -10,14 +10,6 @@ from agentrl_cli.records import Message
 from agentrl_cli.tracking.template import ChatTemplate
 
 
-def build_reply(content: str, tool_calls: list[dict[str, Any]]) -> Message:
-    """The assistant message of a completion."""
-    reply: Message = {"role": "assistant", "content": content or (None if tool_calls else "")}
-    if tool_calls:
-        reply["tool_calls"] = tool_calls
-    return reply
-
-
 def format_usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict[str, int]:
     """OpenAI's token counts."""
     return {
@@ -63,9 +55,9 @@ def format_chunk(
     model: str,
     choices: list[dict[str, Any]],
     usage: dict[str, int] | None = None,
-) -> bytes:
-    """One server-sent event of a streamed reply."""
-    chunk = {
+) -> dict[str, Any]:
+    """One chunk of a streamed reply."""
+    chunk: dict[str, Any] = {
         "id": completion_id,
         "object": "chat.completion.chunk",
         "created": created,
@@ -74,7 +66,12 @@ def format_chunk(
     }
     if usage is not None:
         chunk["usage"] = usage
-    return b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n"
+    return chunk
+
+
+def format_event(data: dict[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
 
 
 def format_delta(

@@ -6,13 +6,14 @@ What cannot be honoured is refused, never dropped in silence.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.errors import format_nearest
 from agentrl_cli.records import Message
-from agentrl_cli.tracking.template import TemplateInputs, make_template_inputs
+from agentrl_cli.tracking.model_request import ModelRequest, RequestError
+from agentrl_cli.tracking.template import make_template_inputs
 
 #: Keys that change nothing about what is sampled: bookkeeping, routing and caching hints.
 _NEUTRAL_KEYS = frozenset(
@@ -59,36 +60,7 @@ _UNUSED_VALUES: Mapping[str, tuple[Any, ...]] = {
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-class RequestError(Exception):
-    """A request that is refused with status 400.
-
-    Attributes:
-        param: the key that is wrong.
-        code: OpenAI's error code.
-    """
-
-    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatRequest:
-    """A chat completion request, checked."""
-
-    messages: tuple[Message, ...]
-    inputs: TemplateInputs
-    sampling: Sampling
-    num_choices: int
-    stream: bool
-    include_usage: bool
-    logprobs: bool
-    parse_tools: bool
-    """False: no tools were offered, so text that looks like a call is text."""
-
-
-def parse_chat_request(body: dict[str, Any], defaults: Sampling) -> ChatRequest:
+def parse_chat_request(body: dict[str, Any], defaults: Sampling) -> ModelRequest:
     """The request in a JSON body; ``defaults`` hold where the body says nothing.
 
     Raises:
@@ -112,7 +84,7 @@ def parse_chat_request(body: dict[str, Any], defaults: Sampling) -> ChatRequest:
         # says all that was sampled.
         stop = (*stop, "</tool_call>")
     stream_options = _take(body, "stream_options", dict, {})
-    return ChatRequest(
+    return ModelRequest(
         messages=parse_messages(body),
         inputs=make_template_inputs(tools, _take(body, "chat_template_kwargs", dict, {})),
         sampling=_parse_sampling(body, defaults, stop),

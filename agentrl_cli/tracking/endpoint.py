@@ -19,11 +19,16 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.errors import EngineError
 from agentrl_cli.records import Message
+from agentrl_cli.tracking.chat_protocol import ChatProtocol
 from agentrl_cli.tracking.chat_request import parse_messages, parse_tools
-from agentrl_cli.tracking.gateway import BaseGateway, describe_error
+from agentrl_cli.tracking.gateway import BaseGateway, refuse
 from agentrl_cli.tracking.session import Call, Session
 from agentrl_cli.tracking.template import TemplateInputs, make_template_inputs
 from agentrl_cli.tracking.tree import ConversationTree
+from agentrl_cli.tracking.wire import WireProtocol, describe_error
+
+#: What the endpoint speaks is passed on as it is.
+_PROTOCOL = ChatProtocol()
 
 
 class _NoTemplate:
@@ -64,7 +69,7 @@ class EndpointGateway(BaseGateway):
         timeout_seconds: float,
         max_retries: int,
     ) -> None:
-        super().__init__(model_name)
+        super().__init__(model_name, [_PROTOCOL])
         self._upstream = AsyncOpenAI(
             base_url=base_url, api_key=api_key, timeout=timeout_seconds, max_retries=max_retries
         )
@@ -78,7 +83,9 @@ class EndpointGateway(BaseGateway):
         await super().close()
         await self._upstream.close()
 
-    async def answer(self, body: dict[str, Any], session: Session) -> Response:
+    async def answer(
+        self, protocol: WireProtocol, body: dict[str, Any], session: Session
+    ) -> Response:
         """The endpoint's own answer."""
         messages = parse_messages(body)
         tools = parse_tools(body)
@@ -151,7 +158,7 @@ def _refuse(session: Session, call: Call, error: BaseException) -> Response:
     if isinstance(error, openai.APIError):
         engine_error = EngineError(f"the endpoint did not answer: {error}")
         session.fail_call(call, engine_error)
-        return describe_error(engine_error)
+        return refuse(_PROTOCOL, describe_error(engine_error))
     session.fail_call(call, error)
     raise error
 

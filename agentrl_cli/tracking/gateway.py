@@ -13,7 +13,7 @@ import json
 import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -23,19 +23,26 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
-from agentrl_cli.errors import ContextLengthError, EngineError, EngineTimeoutError
-from agentrl_cli.log import get_logger
-from agentrl_cli.tracking.chat_calls import complete_chat, stream_chat
-from agentrl_cli.tracking.chat_reply import format_error
-from agentrl_cli.tracking.chat_request import ChatRequest, RequestError, parse_chat_request
+from agentrl_cli.tracking.chat_protocol import ChatProtocol
+from agentrl_cli.tracking.model_calls import ModelCalls
+from agentrl_cli.tracking.model_request import RequestError
 from agentrl_cli.tracking.server import LoopbackServer
-from agentrl_cli.tracking.session import Budget, BudgetExceededError, Call, Session
-from agentrl_cli.tracking.template import ChatTemplate, TemplateError
+from agentrl_cli.tracking.session import Budget, Session
+from agentrl_cli.tracking.template import ChatTemplate
 from agentrl_cli.tracking.tool_calls import check_parser_name
 from agentrl_cli.tracking.transport import InProcessTransport
 from agentrl_cli.tracking.tree import ConversationTree
+from agentrl_cli.tracking.wire import (
+    Problem,
+    WireProtocol,
+    describe_error,
+    unknown_key_problem,
+)
 
-_log = get_logger(__name__)
+#: Every API that agents may speak; what is recorded is the same.
+_PROTOCOLS: tuple[WireProtocol, ...] = (ChatProtocol(),)
+#: Whose errors are shown where no protocol was asked for.
+_DEFAULT_PROTOCOL = _PROTOCOLS[0]
 #: Sampling twice what failed once would hide the failure and cost a turn.
 _NO_RETRY = {"x-should-retry": "false"}
 _MAX_BODY_BYTES = 64 * 2**20
@@ -46,14 +53,16 @@ class BaseGateway(ABC):
 
     Args:
         model_name: the model that is named to clients.
+        protocols: what agents may speak.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, protocols: Sequence[WireProtocol]) -> None:
         self.model_name = model_name
+        self._protocols = {protocol.path: protocol for protocol in protocols}
         # Not Starlette around it: its middlewares answer exceptions, of which none come this far.
         self.app = Router(
             routes=[
-                Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
+                *(Route(path, self._answer_call, methods=["POST"]) for path in self._protocols),
                 Route("/v1/models", self._list_models, methods=["GET"]),
                 Route("/v1/{path:path}", self._unknown_path, methods=["GET", "POST"]),
             ]
@@ -69,8 +78,10 @@ class BaseGateway(ABC):
         """An empty conversation tree for a new session."""
 
     @abstractmethod
-    async def answer(self, body: dict[str, Any], session: Session) -> Response:
-        """The response to a chat completion request of the session; exceptions become errors."""
+    async def answer(
+        self, protocol: WireProtocol, body: dict[str, Any], session: Session
+    ) -> Response:
+        """The response to a call of the session; exceptions become errors."""
 
     def open_session(
         self, *, sampling: Sampling | None = None, budget: Budget | None = None
@@ -115,28 +126,33 @@ class BaseGateway(ABC):
 
     async def _list_models(self, request: Request) -> Response:
         if self._find_session(request) is None:
-            return _refuse_key()
+            return refuse(_DEFAULT_PROTOCOL, unknown_key_problem())
         model = {"id": self.model_name, "object": "model", "created": 0}
         return JSONResponse({"object": "list", "data": [{**model, "owned_by": "agentrl"}]})
 
     async def _unknown_path(self, request: Request) -> Response:
-        return _error_response(
-            404,
-            f"{request.method} {request.url.path} is not served here; served are "
-            "POST /v1/chat/completions and GET /v1/models",
+        served = ", ".join(f"POST {path}" for path in self._protocols)
+        return refuse(
+            _DEFAULT_PROTOCOL,
+            Problem(
+                404,
+                f"{request.method} {request.url.path} is not served here; served are {served} "
+                "and GET /v1/models",
+            ),
         )
 
-    async def _chat_completions(self, request: Request) -> Response:
+    async def _answer_call(self, request: Request) -> Response:
+        protocol = self._protocols[request.url.path]
         session = self._find_session(request)
         if session is None:
-            return _refuse_key()
+            return refuse(protocol, unknown_key_problem())
         try:
             body = await _read_json(request)
-            return await _until_disconnect(request, self.answer(body, session))
+            return await _until_disconnect(request, self.answer(protocol, body, session))
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
-            return describe_error(error)
+            return refuse(protocol, describe_error(error))
 
     def _find_session(self, request: Request) -> Session | None:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -159,7 +175,7 @@ class Gateway(BaseGateway):
         self, engine: InferenceEngine, tokenizer: Any, *, tool_call_parser: str = "hermes"
     ) -> None:
         check_parser_name(tool_call_parser)
-        super().__init__(engine.model_name)
+        super().__init__(engine.model_name, _PROTOCOLS)
         self.engine = engine
         self.template = ChatTemplate(tokenizer)
 
@@ -167,34 +183,28 @@ class Gateway(BaseGateway):
         """A tree whose prompts the model's chat template makes."""
         return ConversationTree(self.template)
 
-    async def answer(self, body: dict[str, Any], session: Session) -> Response:
-        """The engine's answer."""
-        chat_request = parse_chat_request(body, session.sampling)
-        calls = session.begin_calls(
-            f"chatcmpl-{uuid.uuid4().hex}",
-            chat_request.messages,
-            chat_request.inputs,
-            chat_request.sampling,
-            chat_request.num_choices,
-        )
-        run = self._stream if chat_request.stream else self._complete
-        return await run(session, chat_request, calls)
-
-    async def _complete(
-        self, session: Session, request: ChatRequest, calls: list[Call]
+    async def answer(
+        self, protocol: WireProtocol, body: dict[str, Any], session: Session
     ) -> Response:
-        body = await complete_chat(self.engine, self.template, session, request, calls)
-        return Response(json.dumps(body, ensure_ascii=False), media_type="application/json")
-
-    async def _stream(self, session: Session, request: ChatRequest, calls: list[Call]) -> Response:
-        events = stream_chat(self.engine, self.template, session, request, calls)
-        try:
-            # What fails before the first token fails with a status, not inside a stream.
-            first = await anext(events)
-        except BaseException:
-            await events.aclose()  # type: ignore[attr-defined]
-            raise
-        return StreamingResponse(_continue_events(first, events), media_type="text/event-stream")
+        """The engine's answer."""
+        request = protocol.parse(body, session)
+        calls = ModelCalls(
+            self.engine,
+            self.template,
+            session,
+            request,
+            session.begin_calls(
+                f"{protocol.id_prefix}{uuid.uuid4().hex}",
+                request.messages,
+                request.inputs,
+                request.sampling,
+                request.num_choices,
+            ),
+        )
+        if request.stream:
+            return await _stream(protocol, calls)
+        reply = protocol.format_reply(calls, await calls.complete())
+        return Response(json.dumps(reply, ensure_ascii=False), media_type="application/json")
 
 
 _GATEWAYS: weakref.WeakValueDictionary[tuple[int, int, str], Gateway] = (
@@ -214,15 +224,29 @@ def get_gateway(
     return gateway
 
 
-async def _continue_events(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    async with aclosing(events):  # type: ignore[type-var]
+async def _stream(protocol: WireProtocol, calls: ModelCalls) -> Response:
+    events = protocol.stream_events(calls)
+    try:
+        # What fails before the first token fails with a status, not inside a stream.
+        first = await anext(events)
+    except BaseException:
+        await events.aclose()
+        raise
+    return StreamingResponse(
+        _continue_events(protocol, first, events), media_type="text/event-stream"
+    )
+
+
+async def _continue_events(
+    protocol: WireProtocol, first: bytes, events: AsyncGenerator[bytes]
+) -> AsyncIterator[bytes]:
+    async with aclosing(events):
         yield first
         try:
             async for event in events:
                 yield event
         except Exception as error:
-            response = describe_error(error)
-            yield b"data: " + bytes(response.body) + b"\n\n"
+            yield protocol.format_stream_error(describe_error(error))
 
 
 async def _until_disconnect(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
@@ -281,43 +305,8 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _refuse_key() -> Response:
-    return _error_response(
-        401,
-        "this key opens no session: it is wrong, or its trajectory has ended. Pass the "
-        "api_key that the agent was given as 'Authorization: Bearer KEY'",
-        kind="authentication_error",
-        code="invalid_api_key",
+def refuse(protocol: WireProtocol, problem: Problem) -> Response:
+    """The error response that says what went wrong, in the protocol's shape."""
+    return JSONResponse(
+        protocol.format_error(problem), status_code=problem.status, headers=_NO_RETRY
     )
-
-
-def describe_error(error: Exception) -> Response:
-    """The error response that says what went wrong, in OpenAI's shape."""
-    if isinstance(error, RequestError):
-        return _error_response(400, str(error), param=error.param, code=error.code)
-    if isinstance(error, TemplateError):
-        return _error_response(400, str(error), param="messages")
-    if isinstance(error, BudgetExceededError):
-        message = f"this trajectory has used up its budget ({error}); no further call is answered"
-        return _error_response(400, message, code="budget_exceeded")
-    if isinstance(error, ContextLengthError):
-        return _error_response(400, str(error), param="messages", code="context_length_exceeded")
-    if isinstance(error, EngineTimeoutError):
-        return _error_response(504, str(error), kind="server_error", code="engine_timeout")
-    if isinstance(error, EngineError):
-        return _error_response(503, str(error), kind="server_error", code="engine_error")
-    _log.exception("a call failed inside the gateway")
-    message = f"the gateway failed: {type(error).__name__}: {error}"
-    return _error_response(500, message, kind="server_error", code="gateway_error")
-
-
-def _error_response(
-    status: int,
-    message: str,
-    *,
-    kind: str = "invalid_request_error",
-    param: str | None = None,
-    code: str | None = None,
-) -> Response:
-    body = format_error(message, kind, param=param, code=code)
-    return JSONResponse(body, status_code=status, headers=_NO_RETRY)

@@ -42,6 +42,11 @@ class ParsedText:
     content: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
+    def add(self, other: ParsedText) -> None:
+        """Takes in what came after."""
+        self.content += other.content
+        self.tool_calls.extend(other.tool_calls)
+
 
 class HermesParser:
     """Turns text, fed in any pieces, into content and tool calls.
