@@ -78,6 +78,9 @@ class Interaction:
     """The policy version that sampled each completion token."""
     num_reported_tokens: int = 0
     """Sampled tokens as an endpoint counts them that gives no ids."""
+    structural_tag: str | None = None
+    """What the completion had to look like, as an xgrammar structural tag; logprobs are those
+    of the tokens that it allowed."""
     temperature: float = 1.0
     top_p: float = 1.0
     finish_reason: str | None = None

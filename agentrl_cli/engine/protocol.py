@@ -28,6 +28,10 @@ class Sampling:
     """Token ids that end the completion, besides the model's own end tokens."""
     seed: int | None = None
     """With a seed, the same prompt and weights give the same tokens whatever else runs."""
+    structural_tag: str | None = None
+    """What the completion must look like: an xgrammar structural tag, as JSON; None: anything."""
+    num_top_logprobs: int = 0
+    """How many of the most probable tokens are reported beside each sampled one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,9 @@ class Generation:
     """None only in a streamed piece that is not the last."""
     stop_text: str | None = None
     """The stop text that ended the completion, if one did."""
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """For each sampled token the most probable ones as (token id, logprob), best first; empty
+    where none were asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

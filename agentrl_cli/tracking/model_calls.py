@@ -132,6 +132,8 @@ def build_reply(parsed: ParsedText) -> Message:
     reply: Message = {"role": "assistant", "content": content}
     if parsed.tool_calls:
         reply["tool_calls"] = parsed.tool_calls
+    if parsed.reasoning:
+        reply["reasoning_content"] = parsed.reasoning
     return reply
 
 
@@ -143,6 +145,7 @@ def _join(pieces: list[Generation]) -> Generation:
         versions=tuple(v for p in pieces for v in p.versions),
         finish_reason=last.finish_reason,
         stop_text=last.stop_text,
+        top_logprobs=tuple(t for p in pieces for t in p.top_logprobs),
     )
 
 

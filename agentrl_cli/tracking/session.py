@@ -221,6 +221,7 @@ class Session:
             messages=call.messages,
             tools=call.plan.inputs.tools,
             prompt_ids=call.plan.prompt_ids,
+            structural_tag=call.sampling.structural_tag,
             temperature=call.sampling.temperature,
             top_p=call.sampling.top_p,
             started=call.started,

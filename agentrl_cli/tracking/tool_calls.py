@@ -37,15 +37,17 @@ def check_parser_name(name: str) -> None:
 
 @dataclass(slots=True)
 class ParsedText:
-    """What a piece of text adds to a message: content, and complete tool calls."""
+    """What a piece of text adds to a message: content, complete tool calls, and thoughts."""
 
     content: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    reasoning: str = ""
 
     def add(self, other: ParsedText) -> None:
         """Takes in what came after."""
         self.content += other.content
         self.tool_calls.extend(other.tool_calls)
+        self.reasoning += other.reasoning
 
 
 class HermesParser:

@@ -49,6 +49,7 @@ FULL = Trajectory(
             versions=(3, 4),
             temperature=0.7,
             top_p=0.95,
+            structural_tag="{}",
             finish_reason="tool_calls",
             started=1,
             ended=2,
