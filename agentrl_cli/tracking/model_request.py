@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.records import Message
@@ -24,6 +26,25 @@ class RequestError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyRules:
+    """What a reply has to look like, whichever protocol asked for it.
+
+    A protocol only says what it was asked; the gateway, which knows how the model writes tool
+    calls, makes of it what constrains the sampling.
+    """
+
+    response_format: Mapping[str, Any] | None = None
+    """As chat completions write it: ``{"type": "json_object"}``, or ``{"type": "json_schema",
+    "json_schema": {"name", "schema", "strict"}}``; None: any text."""
+    tool_choice: Literal["auto", "required"] = "auto"
+    """``required``: the reply has to call a tool."""
+    callable_tools: tuple[str, ...] | None = None
+    """Names of the only tools that may be called, out of those in the prompt; None: all."""
+    parallel_tool_calls: bool = True
+    """False: a reply holds one call at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest:
     """A checked request, its conversation as chat messages in OpenAI's form.
 
@@ -34,6 +55,7 @@ class ModelRequest:
     messages: tuple[Message, ...]
     inputs: TemplateInputs
     sampling: Sampling
+    rules: ReplyRules = field(default_factory=ReplyRules)
     num_choices: int = 1
     stream: bool = False
     include_usage: bool = False
