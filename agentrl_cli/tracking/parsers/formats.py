@@ -1,0 +1,60 @@
+"""What a format is: who reads its text, and how it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from agentrl_cli.tracking.parsers.syntax import CallSyntax, ThinkingSyntax
+from agentrl_cli.tracking.tool_calls import ParsedText
+
+
+class TextParser(Protocol):
+    """Turns text, fed in any pieces, into content, calls and thoughts.
+
+    It never raises, whatever the text, and what comes out does not depend on the pieces.
+    """
+
+    def feed(self, text: str) -> ParsedText:
+        """What is certain after ``text``."""
+        ...
+
+    def finish(self) -> ParsedText:
+        """The rest, when no more text will come."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallFormat:
+    """How a family of models writes tool calls."""
+
+    name: str
+    """What it is called here, and mostly in vLLM."""
+    build_parser: Callable[[Sequence[dict[str, Any]]], TextParser]
+    """A parser for one reply, for the tools that were offered."""
+    syntax: CallSyntax | None
+    """How a call is written; None: sampling cannot be held to this format."""
+    special_texts: tuple[str, ...] = ()
+    """Special tokens that mean something to the parser; others are left out of the text."""
+    end_of_call: str | None = None
+    """The text that ends a call: where sampling stops when one call is wanted; None: a call has
+    no end of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReasoningFormat:
+    """How a family of models writes its thoughts."""
+
+    name: str
+    syntax: ThinkingSyntax
+    begins_inside: bool = False
+    """True: a reply is a thought from its first token, unless the prompt closed the thought."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyFormats:
+    """How the model at hand writes; None: as plain text."""
+
+    tool_calls: ToolCallFormat | None = None
+    reasoning: ReasoningFormat | None = None
