@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from agentrl_cli.engine.protocol import Generation
 from agentrl_cli.tracking.chat_reply import (
     format_choice,
     format_chunk,
@@ -13,13 +14,13 @@ from agentrl_cli.tracking.chat_reply import (
     format_delta,
     format_error,
     format_event,
-    format_logprobs,
     format_usage,
 )
 from agentrl_cli.tracking.chat_request import parse_chat_request
 from agentrl_cli.tracking.model_calls import Choice, ModelCalls, Piece
 from agentrl_cli.tracking.model_request import ModelRequest
 from agentrl_cli.tracking.session import Session
+from agentrl_cli.tracking.token_report import count_reasoning_tokens, format_token_logprobs
 from agentrl_cli.tracking.wire import Problem
 
 
@@ -46,7 +47,7 @@ class ChatProtocol:
     def _format_choice(self, calls: ModelCalls, choice: Choice) -> dict[str, Any]:
         logprobs = None
         if calls.request.logprobs:
-            logprobs = format_logprobs(calls.template, choice.generation)
+            logprobs = _format_logprobs(calls, choice.generation)
         interaction = choice.interaction
         return format_choice(
             choice.index, interaction.reply or {}, interaction.finish_reason or "", logprobs
@@ -92,7 +93,7 @@ class _ChunkWriter:
             return [self.write([format_delta(index, {"role": "assistant", "content": ""})])]
         logprobs = None
         if self._calls.request.logprobs and piece.generation is not None:
-            logprobs = format_logprobs(self._calls.template, piece.generation)
+            logprobs = _format_logprobs(self._calls, piece.generation)
         deltas = self._build_deltas(piece)
         if logprobs is not None and not deltas:
             deltas = [{}]
@@ -106,17 +107,22 @@ class _ChunkWriter:
         """The last chunk of a choice."""
         return self.write([format_delta(choice.index, {}, choice.interaction.finish_reason)])
 
-    def write(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> bytes:
-        """One chunk."""
+    def write(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> bytes:
+        """One chunk; where usage is asked for, all but the last say null."""
         calls = self._calls
+        said = {"usage": usage} if calls.request.include_usage else {}
         chunk = format_chunk(
-            calls.id, int(calls.started_at), calls.engine.model_name, choices, usage
+            calls.id, int(calls.started_at), calls.engine.model_name, choices, **said
         )
         return format_event(chunk)
 
     def _build_deltas(self, piece: Piece) -> list[dict[str, Any]]:
         parsed = piece.parsed
-        deltas: list[dict[str, Any]] = [{"content": parsed.content}] if parsed.content else []
+        deltas: list[dict[str, Any]] = []
+        if parsed.reasoning:
+            deltas.append({"reasoning_content": parsed.reasoning})
+        if parsed.content:
+            deltas.append({"content": parsed.content})
         for call in parsed.tool_calls:
             number = self._num_tool_calls[piece.index]
             self._num_tool_calls[piece.index] += 1
@@ -124,6 +130,18 @@ class _ChunkWriter:
         return deltas
 
 
-def _format_usage(calls: ModelCalls, choices: Sequence[Choice]) -> dict[str, int]:
+def _format_logprobs(calls: ModelCalls, generation: Generation) -> dict[str, Any]:
+    return {"content": format_token_logprobs(calls.template, generation), "refusal": None}
+
+
+def _format_usage(calls: ModelCalls, choices: Sequence[Choice]) -> dict[str, Any]:
+    num_reasoning_tokens = sum(
+        count_reasoning_tokens(
+            calls.template,
+            choice.generation.completion_ids,
+            (choice.interaction.reply or {}).get("reasoning_content") or "",
+        )
+        for choice in choices
+    )
     num_tokens = sum(len(choice.generation.completion_ids) for choice in choices)
-    return format_usage(calls.num_prompt_tokens, num_tokens)
+    return format_usage(calls.num_prompt_tokens, num_tokens, num_reasoning_tokens)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from agentrl_cli.engine.protocol import Generation
 from agentrl_cli.records import Message
-from agentrl_cli.tracking.template import ChatTemplate
+
+#: Says that a key is left out.
+_UNSAID: dict[str, Any] = {}
 
 
-def format_usage(num_prompt_tokens: int, num_completion_tokens: int) -> dict[str, int]:
+def format_usage(
+    num_prompt_tokens: int, num_completion_tokens: int, num_reasoning_tokens: int
+) -> dict[str, Any]:
     """OpenAI's token counts."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
     }
 
 
@@ -36,7 +40,7 @@ def format_completion(
     created: int,
     model: str,
     choices: list[dict[str, Any]],
-    usage: dict[str, int],
+    usage: dict[str, Any],
 ) -> dict[str, Any]:
     """The body of a reply that is not streamed."""
     return {
@@ -54,9 +58,9 @@ def format_chunk(
     created: int,
     model: str,
     choices: list[dict[str, Any]],
-    usage: dict[str, int] | None = None,
+    usage: dict[str, Any] | None = _UNSAID,
 ) -> dict[str, Any]:
-    """One chunk of a streamed reply."""
+    """One chunk of a streamed reply; ``usage`` is written, null or not, where it is given."""
     chunk: dict[str, Any] = {
         "id": completion_id,
         "object": "chat.completion.chunk",
@@ -64,7 +68,7 @@ def format_chunk(
         "model": model,
         "choices": choices,
     }
-    if usage is not None:
+    if usage is not _UNSAID:
         chunk["usage"] = usage
     return chunk
 
@@ -82,24 +86,6 @@ def format_delta(
 ) -> dict[str, Any]:
     """One choice of a streamed chunk."""
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-
-
-def format_logprobs(template: ChatTemplate, generation: Generation) -> dict[str, Any]:
-    """OpenAI's log-probabilities of the sampled tokens."""
-    content = []
-    for token_id, logprob in zip(
-        generation.completion_ids, generation.rollout_logprobs, strict=True
-    ):
-        token = template.tokenizer.decode([token_id])
-        content.append(
-            {
-                "token": token,
-                "logprob": logprob,
-                "bytes": list(token.encode("utf-8", "replace")),
-                "top_logprobs": [],
-            }
-        )
-    return {"content": content, "refusal": None}
 
 
 def format_error(

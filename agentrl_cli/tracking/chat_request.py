@@ -6,14 +6,20 @@ What cannot be honoured is refused, never dropped in silence.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from agentrl_cli.engine.protocol import Sampling
-from agentrl_cli.errors import format_nearest
 from agentrl_cli.records import Message
 from agentrl_cli.tracking.model_request import ModelRequest, RequestError
-from agentrl_cli.tracking.template import make_template_inputs
+from agentrl_cli.tracking.request_fields import check_keys, drop_nulls, take, take_int
+from agentrl_cli.tracking.sampling_request import (
+    MAX_TOP_LOGPROBS,
+    parse_format,
+    parse_sampling,
+    parse_template_inputs,
+    take_effort,
+)
+from agentrl_cli.tracking.tool_request import parse_tool_rules, parse_tools
 
 #: Keys that change nothing about what is sampled: bookkeeping, routing and caching hints.
 _NEUTRAL_KEYS = frozenset(
@@ -24,6 +30,7 @@ _NEUTRAL_KEYS = frozenset(
         "store",
         "service_tier",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
     }
@@ -44,7 +51,9 @@ _HONOURED_KEYS = frozenset(
         "top_p",
         "seed",
         "logprobs",
+        "top_logprobs",
         "response_format",
+        "reasoning_effort",
         "chat_template_kwargs",
     }
 )
@@ -52,12 +61,19 @@ _HONOURED_KEYS = frozenset(
 _UNUSED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
+    "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "top_logprobs": (0,),
+    "top_k": (0, -1),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
     "modalities": (["text"],),
+    "verbosity": ("medium",),
     "functions": ([],),
+    "function_call": ("none", "auto"),
 }
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_MAX_STOPS = 64
 
 
 def parse_chat_request(body: dict[str, Any], defaults: Sampling) -> ModelRequest:
@@ -66,56 +82,34 @@ def parse_chat_request(body: dict[str, Any], defaults: Sampling) -> ModelRequest
     Raises:
         RequestError: naming the key, what was found and what is allowed.
     """
-    body = {k: v for k, v in body.items() if v is not None}
-    _check_keys(body)
+    body = drop_nulls(body)
+    check_keys(body, _HONOURED_KEYS, _NEUTRAL_KEYS, _UNUSED_VALUES)
     tools = parse_tools(body)
-    tool_choice = body.get("tool_choice", "auto")
-    if tool_choice not in ("auto", "none"):
-        raise RequestError(
-            f"tool_choice {tool_choice!r} needs constrained sampling, which this engine does not "
-            "have; allowed: 'auto', 'none'",
-            "tool_choice",
-        )
-    if tool_choice == "none":
-        tools = ()
-    stop = _parse_stop(body)
-    if not _take(body, "parallel_tool_calls", bool, True) and tools:
-        # One call a turn: sampling ends where the first call does, so that the message
-        # says all that was sampled.
-        stop = (*stop, "</tool_call>")
-    stream_options = _take(body, "stream_options", dict, {})
+    rules, parse_calls = parse_tool_rules(body, tools, _parse_response_format(body))
+    logprobs = take(body, "logprobs", bool, False)
+    num_top_logprobs = take_int(body, "top_logprobs", 0, minimum=0, maximum=MAX_TOP_LOGPROBS)
+    if num_top_logprobs and not logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     return ModelRequest(
         messages=parse_messages(body),
-        inputs=make_template_inputs(tools, _take(body, "chat_template_kwargs", dict, {})),
-        sampling=_parse_sampling(body, defaults, stop),
-        num_choices=_take_int(body, "n", 1, minimum=1, maximum=128),
-        stream=_take(body, "stream", bool, False),
-        include_usage=bool(stream_options.get("include_usage")),
-        logprobs=_take(body, "logprobs", bool, False),
-        parse_tools=bool(tools),
+        inputs=parse_template_inputs(body, tools, take_effort(body, "reasoning_effort")),
+        sampling=parse_sampling(
+            body,
+            defaults,
+            limits=("max_tokens", "max_completion_tokens"),
+            stop=_parse_stop(body),
+            num_top_logprobs=num_top_logprobs,
+        ),
+        rules=rules,
+        num_choices=take_int(body, "n", 1, minimum=1, maximum=128),
+        stream=take(body, "stream", bool, False),
+        include_usage=_parse_stream_options(body),
+        logprobs=logprobs,
+        parse_tools=parse_calls,
     )
 
 
-def _check_keys(body: dict[str, Any]) -> None:
-    for key, value in body.items():
-        if key in _HONOURED_KEYS or key in _NEUTRAL_KEYS:
-            continue
-        unused = _UNUSED_VALUES.get(key)
-        if unused is None:
-            raise RequestError(
-                f"{key!r} is not supported here; {format_nearest(key, _HONOURED_KEYS)}", key
-            )
-        if value not in unused:
-            raise RequestError(f"{key} = {value!r} is not supported here; leave it out", key)
-    kind = _take(body, "response_format", dict, {"type": "text"}).get("type")
-    if kind not in ("text", "json_object", "json_schema"):
-        raise RequestError(
-            f"response_format.type {kind!r} is not known; allowed: text, json_object, json_schema",
-            "response_format",
-        )
-
-
-def parse_messages(body: dict[str, Any]) -> tuple[Message, ...]:
+def parse_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
     """The checked messages of a request body.
 
     Raises:
@@ -130,11 +124,14 @@ def parse_messages(body: dict[str, Any]) -> tuple[Message, ...]:
             raise RequestError(f"{where} must be an object", where)
         if message.get("role") not in _ROLES:
             raise RequestError(
-                f"{where}.role is {message.get('role')!r}; allowed: {', '.join(_ROLES)}",
+                f"{where}.role is {message.get('role')!r:.80}; allowed: {', '.join(_ROLES)}",
                 f"{where}.role",
             )
         _check_content(message.get("content"), where)
-        _check_tool_calls(message.get("tool_calls"), where)
+        for key in ("name", "tool_call_id", "reasoning_content", "reasoning", "refusal"):
+            take(message, key, str, "", f"{where}.")
+        for index_of_call, call in enumerate(take(message, "tool_calls", list, [], f"{where}.")):
+            _check_tool_call(call, f"{where}.tool_calls[{index_of_call}]")
     return tuple(messages)
 
 
@@ -147,98 +144,51 @@ def _check_content(content: Any, where: str) -> None:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise RequestError(
-                f"{where}.content has a part of type {kind!r}; this engine reads text parts only",
+                f"{where}.content has a part of type {kind!r:.80}; this engine reads text parts "
+                "only: no images, no audio, no files",
                 f"{where}.content",
             )
 
 
-def _check_tool_calls(calls: Any, where: str) -> None:
-    if calls is None:
-        return
-    if not isinstance(calls, list):
-        raise RequestError(f"{where}.tool_calls must be a list", f"{where}.tool_calls")
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(
-                f"{where}.tool_calls must hold {{'id', 'type', 'function': {{'name', "
-                "'arguments'}} objects",
-                f"{where}.tool_calls",
-            )
+def _check_tool_call(call: Any, where: str) -> None:
+    function = call.get("function") if isinstance(call, dict) else None
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or not isinstance(function.get("arguments") or "", str | dict)
+        or not isinstance(call.get("id") or "", str)
+    ):
+        raise RequestError(
+            f"{where} must be {{'id', 'type': 'function', 'function': {{'name', 'arguments'}}}} "
+            "with texts",
+            where,
+        )
 
 
-def parse_tools(body: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """The checked tools of a request body.
-
-    Raises:
-        RequestError: naming the tool that is wrong.
-    """
-    tools = _take(body, "tools", list, [])
-    for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, dict) else None
-        if (
-            not isinstance(function, dict)
-            or tool.get("type") != "function"
-            or not isinstance(function.get("name"), str)
-        ):
-            raise RequestError(
-                f"tools[{index}] must be {{'type': 'function', 'function': {{'name': ...}}}}; "
-                "built-in tools of other providers do not run here",
-                f"tools[{index}]",
-            )
-    return tuple(tools)
+def _parse_response_format(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    asked = take(body, "response_format", dict, {"type": "text"})
+    schema = take(asked, "json_schema", dict, {}, "response_format.")
+    return parse_format(asked, schema, "response_format")
 
 
-def _parse_stop(body: dict[str, Any]) -> tuple[str, ...]:
+def _parse_stream_options(body: Mapping[str, Any]) -> bool:
+    """Whether usage is wanted at the end of a stream."""
+    options = take(body, "stream_options", dict, {})
+    # Obfuscation pads events against eavesdroppers, who do not exist on a loopback socket.
+    check_keys(options, ("include_usage",), ("include_obfuscation",), {})
+    return take(options, "include_usage", bool, False, "stream_options.")
+
+
+def _parse_stop(body: Mapping[str, Any]) -> tuple[str, ...]:
     stop = body.get("stop", [])
     texts = [stop] if isinstance(stop, str) else stop
-    if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts):
-        raise RequestError("stop must be a text or a list of texts, none of them empty", "stop")
-    return tuple(texts)
-
-
-def _parse_sampling(body: dict[str, Any], defaults: Sampling, stop: tuple[str, ...]) -> Sampling:
-    limit = defaults.max_tokens
-    for key in ("max_tokens", "max_completion_tokens"):
-        if key in body:
-            asked = _take_int(body, key, 1, minimum=1)
-            limit = asked if limit is None else min(asked, limit)
-    seed = _take_int(body, "seed", 0, minimum=-(2**63)) if "seed" in body else defaults.seed
-    return replace(
-        defaults,
-        max_tokens=limit,
-        temperature=_take_number(body, "temperature", defaults.temperature, 0.0, 10.0),
-        top_p=_take_number(body, "top_p", defaults.top_p, 0.0, 1.0) or 1e-6,
-        stop=(*defaults.stop, *stop),
-        seed=seed,
-    )
-
-
-def _take(body: dict[str, Any], key: str, kind: type, default: Any) -> Any:
-    value = body.get(key, default)
-    if not isinstance(value, kind):
-        raise RequestError(f"{key} must be of type {kind.__name__}, found {value!r:.80}", key)
-    return value
-
-
-def _take_int(
-    body: dict[str, Any], key: str, default: int, *, minimum: int, maximum: int = 2**63
-) -> int:
-    value = body.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-        upper = f" to {maximum}" if maximum < 2**63 else " or more"
+    if (
+        not isinstance(texts, list)
+        or len(texts) > _MAX_STOPS
+        or not all(isinstance(t, str) and t for t in texts)
+    ):
         raise RequestError(
-            f"{key} must be a whole number, {minimum}{upper}; found {value!r:.80}", key
+            f"stop must be a text or a list of at most {_MAX_STOPS} texts, none of them empty",
+            "stop",
         )
-    return value
-
-
-def _take_number(
-    body: dict[str, Any], key: str, default: float, minimum: float, maximum: float
-) -> float:
-    value = body.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{key} must be a number, found {value!r:.80}", key)
-    if not minimum <= value <= maximum:
-        raise RequestError(f"{key} must be from {minimum:g} to {maximum:g}, found {value!r}", key)
-    return float(value)
+    return tuple(texts)

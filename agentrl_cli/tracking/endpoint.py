@@ -20,10 +20,11 @@ from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.errors import EngineError
 from agentrl_cli.records import Message
 from agentrl_cli.tracking.chat_protocol import ChatProtocol
-from agentrl_cli.tracking.chat_request import parse_messages, parse_tools
+from agentrl_cli.tracking.chat_request import parse_messages
 from agentrl_cli.tracking.gateway import BaseGateway, refuse
 from agentrl_cli.tracking.session import Call, Session
 from agentrl_cli.tracking.template import TemplateInputs, make_template_inputs
+from agentrl_cli.tracking.tool_request import parse_tools
 from agentrl_cli.tracking.tree import ConversationTree
 from agentrl_cli.tracking.wire import WireProtocol, describe_error
 
