@@ -13,9 +13,8 @@ from datetime import datetime
 from pathlib import Path
 
 from agentrl_cli.errors import EngineError
-from agentrl_cli.launch.guard import KILL_SIGNAL
+from agentrl_cli.guard import GUARD_PATH, KILL_SIGNAL
 
-_GUARD = Path(__file__).with_name("guard.py")
 _POLL_SECONDS = 0.02
 #: Enough for a Python traceback through a server's many layers.
 _MAX_TAIL_BYTES = 256 * 1024
@@ -75,7 +74,7 @@ class ManagedProcess:
 
     def _start_guard(self, log: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()), *self.argv],
+            [sys.executable, "-I", "-S", str(GUARD_PATH), str(os.getpid()), *self.argv],
             env=self._env,
             stdin=subprocess.DEVNULL,
             stdout=log,

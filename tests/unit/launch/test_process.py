@@ -255,7 +255,7 @@ def test_without_linux_the_process_group_is_what_is_killed(tmp_path: Path) -> No
     # As on macOS, where there is no /proc and no prctl.
     code = """
         import sys
-        from agentrl_cli.launch import guard
+        from agentrl_cli import guard
         guard._IS_LINUX = False
         sys.exit(guard.main(sys.argv[1:]))
     """

@@ -21,6 +21,8 @@ import sys
 import time
 from pathlib import Path
 
+#: This program.
+GUARD_PATH = Path(__file__)
 #: From <sys/prctl.h>: a signal when the parent's thread dies, and: orphans become mine.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
