@@ -20,7 +20,7 @@ from agentrl_cli.tracking.chat_request import parse_chat_request
 from agentrl_cli.tracking.model_calls import Choice, ModelCalls, Piece
 from agentrl_cli.tracking.model_request import ModelRequest
 from agentrl_cli.tracking.session import Session
-from agentrl_cli.tracking.token_report import count_reasoning_tokens, format_token_logprobs
+from agentrl_cli.tracking.token_report import count_tokens_until, format_token_logprobs
 from agentrl_cli.tracking.wire import Problem
 
 
@@ -136,7 +136,7 @@ def _format_logprobs(calls: ModelCalls, generation: Generation) -> dict[str, Any
 
 def _format_usage(calls: ModelCalls, choices: Sequence[Choice]) -> dict[str, Any]:
     num_reasoning_tokens = sum(
-        count_reasoning_tokens(
+        count_tokens_until(
             calls.template,
             choice.generation.completion_ids,
             (choice.interaction.reply or {}).get("reasoning_content") or "",

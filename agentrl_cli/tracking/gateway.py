@@ -26,6 +26,7 @@ from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.tracking.chat_protocol import ChatProtocol
 from agentrl_cli.tracking.model_calls import ModelCalls
 from agentrl_cli.tracking.model_request import RequestError
+from agentrl_cli.tracking.responses_protocol import ResponsesProtocol
 from agentrl_cli.tracking.server import LoopbackServer
 from agentrl_cli.tracking.session import Budget, Session
 from agentrl_cli.tracking.template import ChatTemplate
@@ -40,7 +41,7 @@ from agentrl_cli.tracking.wire import (
 )
 
 #: Every API that agents may speak; what is recorded is the same.
-_PROTOCOLS: tuple[WireProtocol, ...] = (ChatProtocol(),)
+_PROTOCOLS: tuple[WireProtocol, ...] = (ChatProtocol(), ResponsesProtocol())
 #: Whose errors are shown where no protocol was asked for.
 _DEFAULT_PROTOCOL = _PROTOCOLS[0]
 #: Sampling twice what failed once would hide the failure and cost a turn.

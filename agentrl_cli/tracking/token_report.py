@@ -28,16 +28,14 @@ def format_token_logprobs(template: ChatTemplate, generation: Generation) -> lis
     ]
 
 
-def count_reasoning_tokens(
-    template: ChatTemplate, completion_ids: Sequence[int], reasoning: str
-) -> int:
-    """How many tokens were sampled until the chain of thought was complete."""
-    if not reasoning:
+def count_tokens_until(template: ChatTemplate, completion_ids: Sequence[int], text: str) -> int:
+    """How many tokens were sampled until ``text`` was complete; 0 for no text."""
+    if not text:
         return 0
     low, high = 0, len(completion_ids)
     while low < high:
         middle = (low + high) // 2
-        if reasoning in template.decode_reply(completion_ids[:middle]):
+        if text in template.decode_reply(completion_ids[:middle]):
             high = middle
         else:
             low = middle + 1
