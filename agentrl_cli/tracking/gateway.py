@@ -1,4 +1,4 @@
-"""The gateway: an ASGI app that samples, records every call, and answers like OpenAI.
+"""The gateway: an ASGI app that samples, records every call, and answers like the API asked.
 
 One app serves agents in this process (:mod:`agentrl_cli.tracking.transport`) and agents
 that speak through a loopback socket (:mod:`agentrl_cli.tracking.server`).
@@ -24,6 +24,7 @@ from starlette.routing import Route, Router
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.tracking.chat_protocol import ChatProtocol
+from agentrl_cli.tracking.messages_protocol import CountTokensProtocol, MessagesProtocol
 from agentrl_cli.tracking.model_calls import ModelCalls
 from agentrl_cli.tracking.model_request import RequestError
 from agentrl_cli.tracking.responses_protocol import ResponsesProtocol
@@ -41,9 +42,15 @@ from agentrl_cli.tracking.wire import (
 )
 
 #: Every API that agents may speak; what is recorded is the same.
-_PROTOCOLS: tuple[WireProtocol, ...] = (ChatProtocol(), ResponsesProtocol())
+_PROTOCOLS: tuple[WireProtocol, ...] = (
+    ChatProtocol(),
+    ResponsesProtocol(),
+    MessagesProtocol(),
+    CountTokensProtocol(),
+)
 #: Whose errors are shown where no protocol was asked for.
 _DEFAULT_PROTOCOL = _PROTOCOLS[0]
+_ANTHROPIC_PROTOCOL = _PROTOCOLS[2]
 #: Sampling twice what failed once would hide the failure and cost a turn.
 _NO_RETRY = {"x-should-retry": "false"}
 _MAX_BODY_BYTES = 64 * 2**20
@@ -127,20 +134,23 @@ class BaseGateway(ABC):
 
     async def _list_models(self, request: Request) -> Response:
         if self._find_session(request) is None:
-            return refuse(_DEFAULT_PROTOCOL, unknown_key_problem())
-        model = {"id": self.model_name, "object": "model", "created": 0}
-        return JSONResponse({"object": "list", "data": [{**model, "owned_by": "agentrl"}]})
+            return refuse(_guess_protocol(request), unknown_key_problem())
+        # The keys of OpenAI's form and those of Anthropic's; either SDK passes over the others.
+        name = self.model_name
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "agentrl"}
+        model |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+        page = {"object": "list", "data": [model]}
+        return JSONResponse({**page, "has_more": False, "first_id": name, "last_id": name})
 
     async def _unknown_path(self, request: Request) -> Response:
         served = ", ".join(f"POST {path}" for path in self._protocols)
-        return refuse(
-            _DEFAULT_PROTOCOL,
-            Problem(
-                404,
-                f"{request.method} {request.url.path} is not served here; served are {served} "
-                "and GET /v1/models",
-            ),
+        message = (
+            f"{request.method} {request.url.path} is not served here; served are {served} "
+            "and GET /v1/models"
         )
+        if request.url.path.startswith("/v1/v1/"):
+            message += ". Anthropic's SDK adds /v1 itself: give it a base_url that ends before it"
+        return refuse(_guess_protocol(request), Problem(404, message))
 
     async def _answer_call(self, request: Request) -> Response:
         protocol = self._protocols[request.url.path]
@@ -156,11 +166,13 @@ class BaseGateway(ABC):
             return refuse(protocol, describe_error(error))
 
     def _find_session(self, request: Request) -> Session | None:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        session = self._sessions.get(_digest(key))
-        if session is None or scheme.lower() != "bearer":
-            return None
-        return session if hmac.compare_digest(key.encode(), session.key.encode()) else None
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        keys = [bearer] if scheme.lower() == "bearer" else []
+        for key in (*keys, request.headers.get("x-api-key", "")):
+            session = self._sessions.get(_digest(key))
+            if session is not None and hmac.compare_digest(key.encode(), session.key.encode()):
+                return session
+        return None
 
 
 class Gateway(BaseGateway):
@@ -189,6 +201,9 @@ class Gateway(BaseGateway):
     ) -> Response:
         """The engine's answer."""
         request = protocol.parse(body, session)
+        if isinstance(protocol, CountTokensProtocol):
+            plan = session.plan_prompt(request.messages, request.inputs)
+            return JSONResponse(protocol.format_count(len(plan.prompt_ids)))
         calls = ModelCalls(
             self.engine,
             self.template,
@@ -300,6 +315,12 @@ async def _read_json(request: Request) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise RequestError("the body must be a JSON object")
     return data
+
+
+def _guess_protocol(request: Request) -> WireProtocol:
+    """Whose errors a request understands that is no call of any protocol."""
+    is_anthropic = "anthropic-version" in request.headers or "x-api-key" in request.headers
+    return _ANTHROPIC_PROTOCOL if is_anthropic else _DEFAULT_PROTOCOL
 
 
 def _digest(key: str) -> bytes:

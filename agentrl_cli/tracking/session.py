@@ -94,6 +94,14 @@ class Session:
         """All recorded calls, failed ones too, in order of arrival."""
         return tuple(sorted(self._interactions.values(), key=lambda i: (i.started, i.id)))
 
+    def plan_prompt(self, messages: tuple[Message, ...], inputs: TemplateInputs) -> PromptPlan:
+        """The prompt that a call would have now; nothing is recorded.
+
+        Raises:
+            TemplateError: the chat template refuses the messages.
+        """
+        return self._tree.plan(messages, inputs)
+
     def begin_calls(
         self,
         completion_id: str,

@@ -96,7 +96,7 @@ def unknown_key_problem() -> Problem:
     return Problem(
         401,
         "this key opens no session: it is wrong, or its trajectory has ended. Pass the "
-        "api_key that the agent was given as 'Authorization: Bearer KEY'",
+        "api_key that the agent was given as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
         "authentication_error",
         code="invalid_api_key",
     )
