@@ -82,7 +82,7 @@ def parse_tool_rules(
                 "tool_choice",
             )
     if mode == "none":
-        return ReplyRules(response_format=response_format), False
+        return ReplyRules(response_format=response_format, callable_tools=()), False
     rules = ReplyRules(
         response_format=response_format,
         tool_choice="required" if mode == "required" else "auto",

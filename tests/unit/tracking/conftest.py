@@ -92,6 +92,7 @@ class ScriptedEngine:
             versions=tuple(v for p in pieces for v in p.versions),
             finish_reason=pieces[-1].finish_reason,
             stop_text=pieces[-1].stop_text,
+            top_logprobs=tuple(t for p in pieces for t in p.top_logprobs),
         )
 
     async def stream(
@@ -99,6 +100,7 @@ class ScriptedEngine:
     ) -> AsyncIterator[Generation]:
         self.prompts.append(tuple(prompt_ids))
         self.samplings.append(sampling)
+        num_top = sampling.num_top_logprobs
         if len(prompt_ids) >= self.max_model_len:
             raise ContextLengthError(len(prompt_ids), self.max_model_len)
         entry = self.script.pop(0)
@@ -115,11 +117,14 @@ class ScriptedEngine:
                 if self.gate is not None and position == self.gate_position:
                     await self.gate.wait()
                 await asyncio.sleep(0)
+                # The sampled token and its neighbours, each a nat less probable.
+                top = [(token_id + n, -0.25 * (position + 1) - n) for n in range(20)]
                 yield Generation(
                     completion_ids=(token_id,),
                     rollout_logprobs=(-0.25 * (position + 1),),
                     versions=(self.version,),
                     finish_reason=finish if position == len(ids) - 1 else None,
+                    top_logprobs=(tuple(top[:num_top]),) if num_top else (),
                 )
         except (asyncio.CancelledError, GeneratorExit):
             self.num_aborted += 1
