@@ -70,6 +70,9 @@ _STEP_PARTS: dict[str, Callable[[float], str]] = {
     "tokens_per_second": lambda v: f"{v:,.0f} tokens/s",
     "step_seconds": lambda v: f"{v:.1f} s",
     "failures": lambda v: f"{v:.0f} failed" if v else "",
+    "broken_turns_fraction": lambda v: f"{v:.0%} broken turns" if v else "",
+    "server_outages": lambda v: f"{v:.0f} server outages" if v else "",
+    "failovers": lambda v: f"{v:.0f} calls moved" if v else "",
 }
 
 

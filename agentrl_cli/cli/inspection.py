@@ -34,6 +34,18 @@ class FailureFilter(StrEnum):
     BUDGET = "budget"
 
 
+class BreakFilter(StrEnum):
+    """Breaks to show: any, none, or those of one cause."""
+
+    ANY = "any"
+    NONE = "none"
+    HISTORY_EDITED = "history_edited"
+    THINKING_STRIPPED = "thinking_stripped"
+    TOOL_ARGUMENTS_CHANGED = "tool_arguments_changed"
+    TEMPLATE_CHANGED = "template_changed"
+    RETOKENIZED = "retokenized"
+
+
 def inspect_command(
     run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
     trajectory: Annotated[
@@ -51,6 +63,10 @@ def inspect_command(
     max_reward: Annotated[float | None, typer.Option(help="Largest reward.")] = None,
     failure: Annotated[
         FailureFilter | None, typer.Option(help="Failed trajectories only (or none of them).")
+    ] = None,
+    broken: Annotated[
+        BreakFilter | None,
+        typer.Option(help="Trajectories with broken turns only (or without any)."),
     ] = None,
     task: Annotated[str | None, typer.Option(help="Task id.", metavar="ID")] = None,
     agent: Annotated[str | None, typer.Option(help="Agent name.", metavar="NAME")] = None,
@@ -82,6 +98,7 @@ def inspect_command(
         min_reward=min_reward,
         max_reward=max_reward,
         failure=failure.value if failure else None,
+        broken=broken.value if broken else None,
         task_id=task,
         agent_name=agent,
         sort=sort.value if sort else None,

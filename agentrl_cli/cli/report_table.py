@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from agentrl_cli.breaks import REMEDIES, format_break_totals
+
 if TYPE_CHECKING:
     from agentrl_cli.evaluate.report import Comparison, EvalReport, Lengths
 
@@ -34,6 +36,8 @@ def build_report_table(report: EvalReport, title: str) -> Table:
     table.add_column("")
     for name, value in _list_rows(report).items():
         table.add_row(name, Text(value))
+    for cause in report.breaks.by_cause:
+        table.add_row(f"against {cause.value}", Text(REMEDIES[cause]))
     return table
 
 
@@ -78,6 +82,8 @@ def _list_rows(report: EvalReport) -> dict[str, str]:
     if report.num_unscored:
         rows["unscored"] = str(report.num_unscored)
     rows["failures"] = _format_failures(report.failures)
+    for cause, totals in report.breaks.by_cause.items():
+        rows[f"broken turns: {cause.value}"] = format_break_totals(totals)
     return rows
 
 

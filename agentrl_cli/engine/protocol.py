@@ -178,3 +178,20 @@ class InferenceEngine(Protocol):
     async def close(self) -> None:
         """Ends the engine; calls in flight get an EngineError. May be called twice."""
         ...
+
+
+@runtime_checkable
+class ServerFaultCounter(Protocol):
+    """An engine over servers that may die, which says how often they did."""
+
+    @property
+    def fault_counts(self) -> Mapping[str, int]:
+        """Since the engine began, by the name of the metric: ``failovers``, calls that were moved
+        to another server or sampled anew; ``server_outages``, how often a server went out;
+        ``server_returns``, how often one came in again, restarted or recovered."""
+        ...
+
+    @property
+    def num_servers_out(self) -> int:
+        """Servers that are out at this moment."""
+        ...

@@ -78,6 +78,15 @@ class EngineRouter:
         return self._pool.num_failovers
 
     @property
+    def fault_counts(self) -> Mapping[str, int]:
+        """What happened to calls and servers since the start; see :class:`ServerFaultCounter`."""
+        return {
+            "failovers": self._pool.num_failovers,
+            "server_outages": self._pool.num_outages,
+            "server_returns": self._pool.num_returns,
+        }
+
+    @property
     def num_servers_out(self) -> int:
         """Servers that are out at this moment."""
         return sum(not server.is_in for server in self._pool.servers)

@@ -161,6 +161,8 @@ class ServerPool:
     def __init__(self, clients: Sequence[EngineServer]) -> None:
         self.servers = tuple(RoutedServer(client) for client in clients)
         self.num_failovers = 0
+        self.num_outages = 0
+        self.num_returns = 0
         self._sessions: OrderedDict[str, RoutedServer] = OrderedDict()
         self._clock = itertools.count()
         self._error: AgentrlError | None = None
@@ -220,6 +222,7 @@ class ServerPool:
         if first:
             _log.info("engine server %s is in", server.name)
         else:
+            self.num_returns += 1
             _log.warning(
                 "engine server %s is in again after %.0f s, with policy version %s",
                 server.name, seconds, server.version,
@@ -230,6 +233,7 @@ class ServerPool:
         if not server.is_in or server.epoch != epoch:
             return
         server.is_in = server.is_proven = False
+        self.num_outages += 1
         server.out_reason = reason
         server.out_since = asyncio.get_running_loop().time()
         self._announce()

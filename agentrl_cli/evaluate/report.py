@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from agentrl_cli.breaks import BreakSummary, summarize_breaks
 from agentrl_cli.evaluate.statistics import (
     Interval,
     compute_clustered_interval,
@@ -51,6 +52,8 @@ class EvalReport:
     """Trajectories whose last reply was stopped by its token limit."""
     failures: Mapping[str, int]
     """Boundary to number of trajectories, most frequent first."""
+    breaks: BreakSummary
+    """Turns whose tokens could not continue an earlier turn, and what that cost."""
     task_rewards: Mapping[str, float]
     """Task id to its mean reward, for comparisons."""
 
@@ -59,6 +62,7 @@ class EvalReport:
         data = asdict(self)
         data["pass_at_k"] = {str(k): v for k, v in self.pass_at_k.items()}
         data["interval"] = list(self.interval) if self.interval else None
+        data["breaks"] = self.breaks.to_dict()
         return data
 
     @classmethod
@@ -76,6 +80,7 @@ class EvalReport:
         for name in ("completion_tokens", "turns", "tool_calls", "seconds"):
             if values[name] is not None:
                 values[name] = Lengths(**values[name])
+        values["breaks"] = BreakSummary.from_dict(values["breaks"])
         return cls(**values)
 
 
@@ -125,6 +130,7 @@ def build_report(
         seconds=_measure([t.seconds for t in trajectories]),
         num_cut_short=sum(_is_cut_short(t) for t in trajectories),
         failures=dict(failures.most_common()),
+        breaks=summarize_breaks(trajectories),
         task_rewards={
             task: mean for task, r in rewards.items() if (mean := compute_mean(r)) is not None
         },

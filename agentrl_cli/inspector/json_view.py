@@ -8,24 +8,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from agentrl_cli.breaks import BreakSummary, find_breaks, summarize_breaks
+from agentrl_cli.inspector.breaks_view import describe_breaks
 from agentrl_cli.inspector.list_view import StepSummary
 from agentrl_cli.inspector.query import Selection, Source
 from agentrl_cli.inspector.tokens_view import list_tokens
 from agentrl_cli.records import Trajectory
 
+_COST_FIELDS = ("num_recomputed_tokens", "num_departed_tokens")
 _TOKEN_FIELDS = ("prompt_ids", "completion_ids", "rollout_logprobs", "versions")
 
 
 def format_steps(run: str, summaries: Sequence[StepSummary]) -> str:
-    """``{"run", "steps": [...], "evals": [...]}``."""
+    """``{"run", "steps": [...], "evals": [...], "breaks"}``; the breaks of all steps together."""
     rows = [
         {k: v for k, v in asdict(s).items() if k != "source"} | _locate(s.source) for s in summaries
     ]
+    of_steps = (s.breaks for s in summaries if not s.source.is_eval)
     return _dump(
         {
             "run": run,
             "steps": [r for r in rows if r["source"] == "step"],
             "evals": [r for r in rows if r["source"] == "eval"],
+            "breaks": describe_breaks(sum(of_steps, BreakSummary())),
         }
     )
 
@@ -46,9 +51,13 @@ def format_selection(run: str, selection: Selection) -> str:
 def format_trajectory(source: Source, trajectory: Trajectory, *, tokens: bool) -> str:
     """All fields of a trajectory; with ``tokens`` its ids, logprobs, versions and mask too."""
     data = asdict(trajectory) | _locate(source)
+    data["breaks"] = describe_breaks(summarize_breaks([trajectory]))
+    costs = {one.interaction_id: asdict(one) for one in find_breaks(trajectory.interactions)}
     for interaction, row in zip(trajectory.interactions, data["interactions"], strict=True):
         row["num_prompt_tokens"] = len(interaction.prompt_ids)
         row["num_completion_tokens"] = interaction.num_completion_tokens
+        for name in _COST_FIELDS:
+            row[name] = costs.get(interaction.id, {}).get(name, 0)
         if tokens:
             row["loss_mask"] = [t.trained for t in list_tokens(interaction)]
         else:

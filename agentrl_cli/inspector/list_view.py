@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.table import Table
 from rich.text import Text
 
+from agentrl_cli.breaks import BreakSummary
 from agentrl_cli.errors import AgentrlError
+from agentrl_cli.inspector.breaks_view import format_broken
 from agentrl_cli.inspector.query import Found, Source, list_sources
 from agentrl_cli.inspector.text import format_number, one_line
 from agentrl_cli.store.run_folder import RunFolder
@@ -27,6 +29,7 @@ class StepSummary:
     num_failed: int | None = None
     turns_mean: float | None = None
     tokens_mean: float | None = None
+    breaks: BreakSummary = field(default_factory=BreakSummary)
     problem: str | None = None
 
 
@@ -44,7 +47,8 @@ def summarize_steps(folder: RunFolder) -> list[StepSummary]:
 def build_step_table(summaries: Sequence[StepSummary]) -> Table:
     """One row a step."""
     table = Table(box=None)
-    for name in ("", "trajectories", "reward", "unscored", "failed", "turns", "tokens"):
+    names = ("", "trajectories", "reward", "unscored", "failed", "turns", "tokens", "broken")
+    for name in names:
         table.add_column(name, justify="left" if not name else "right")
     for s in summaries:
         if s.problem is not None:
@@ -58,6 +62,7 @@ def build_step_table(summaries: Sequence[StepSummary]) -> Table:
             str(s.num_failed),
             format_number(s.turns_mean, 1),
             format_number(s.tokens_mean, 1),
+            format_broken(s.breaks),
         )
     return table
 
@@ -65,10 +70,10 @@ def build_step_table(summaries: Sequence[StepSummary]) -> Table:
 def build_trajectory_table(found: Sequence[Found]) -> Table:
     """One row a trajectory, numbered from 1."""
     table = Table(box=None)
-    right = ("#", "reward", "turns", "tools", "tokens", "seconds")
+    right = ("#", "reward", "turns", "tools", "tokens", "seconds", "broken")
     names = (
         *("#", "id", "from", "task", "reward", "turns", "tools", "tokens", "seconds"),
-        *("failure", "answer"),
+        *("broken", "failure", "answer"),
     )
     for name in names:
         table.add_column(
@@ -89,6 +94,7 @@ def build_trajectory_table(found: Sequence[Found]) -> Table:
             str(s.num_tool_calls),
             str(s.num_completion_tokens),
             f"{s.seconds:.1f}",
+            format_broken(s.breaks),
             Text(s.failure_boundary.value if s.failure_boundary else "", style="red"),
             Text(one_line(s.final_answer or s.failure_message or "", 40)),
         )
@@ -105,6 +111,7 @@ def _summarize(source: Source, trajectories: Sequence[TrajectorySummary]) -> Ste
         num_failed=sum(t.failure_boundary is not None for t in trajectories),
         turns_mean=_mean([t.num_turns for t in trajectories]),
         tokens_mean=_mean([t.num_completion_tokens for t in trajectories]),
+        breaks=sum((t.breaks for t in trajectories), BreakSummary()),
     )
 
 

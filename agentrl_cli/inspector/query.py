@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from agentrl_cli.breaks import BreakSummary
 from agentrl_cli.errors import AgentrlError, UserInputError
 from agentrl_cli.records import Boundary, Trajectory
 from agentrl_cli.store.run_folder import RunFolder
@@ -25,6 +26,8 @@ class TrajectoryQuery:
     max_reward: float | None = None
     failure: str | None = None
     """A boundary, ``any`` or ``none``."""
+    broken: str | None = None
+    """The cause of a break, ``any`` or ``none``."""
     task_id: str | None = None
     agent_name: str | None = None
     sort: str | None = None
@@ -35,13 +38,9 @@ class TrajectoryQuery:
     @property
     def is_empty(self) -> bool:
         """True when nothing is asked for but the run itself."""
-        asked = (self.steps, self.min_reward, self.max_reward, self.failure, self.task_id)
-        return (
-            not self.evals
-            and self.agent_name is None
-            and self.sort is None
-            and all(value is None for value in asked)
-        )
+        rewards = (self.min_reward, self.max_reward)
+        asked = (self.steps, self.failure, self.broken, self.task_id, self.agent_name, self.sort)
+        return not self.evals and all(value is None for value in (*rewards, *asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +210,7 @@ def _matches(summary: TrajectorySummary, query: TrajectoryQuery) -> bool:
             return False
     return (
         _failure_matches(summary.failure_boundary, query.failure)
+        and _break_matches(summary.breaks, query.broken)
         and query.task_id in (None, summary.task_id)
         and query.agent_name in (None, summary.agent_name)
     )
@@ -222,6 +222,14 @@ def _failure_matches(boundary: Boundary | None, wanted: str | None) -> bool:
     if wanted in ("any", "none"):
         return (boundary is not None) == (wanted == "any")
     return boundary is not None and boundary.value == wanted
+
+
+def _break_matches(breaks: BreakSummary, wanted: str | None) -> bool:
+    if wanted is None:
+        return True
+    if wanted in ("any", "none"):
+        return bool(breaks.by_cause) == (wanted == "any")
+    return any(cause.value == wanted for cause in breaks.by_cause)
 
 
 _SORT_KEYS: dict[str, Callable[[TrajectorySummary], float | None]] = {

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from agentrl_cli.breaks import BreakSummary, summarize_breaks
 from agentrl_cli.inspector import json_view
+from agentrl_cli.inspector.breaks_view import build_break_table
 from agentrl_cli.inspector.list_view import (
     build_step_table,
     build_trajectory_table,
@@ -66,6 +68,8 @@ def _show_steps(folder: RunFolder, as_json: bool, console: Console) -> None:
     console.print(build_step_table(summaries))
     for problem in (s.problem for s in summaries if s.problem is not None):
         _hint(console, problem)
+    of_steps = (s.breaks for s in summaries if not s.source.is_eval)
+    _show_breaks(sum(of_steps, BreakSummary()), "breaks over all steps", console)
     last = next((s.source.step for s in reversed(summaries) if not s.source.is_eval), None)
     options = "--evals" if last is None else f"--step {last}"
     _hint(console, f"its trajectories:  agentrl inspect-trajectories {folder.path} {options}")
@@ -81,6 +85,8 @@ def _show_selection(
         _hint(console, "no trajectory matches")
     else:
         console.print(build_trajectory_table(selection.found))
+        shown = sum((f.summary.breaks for f in selection.found), BreakSummary())
+        _show_breaks(shown, "breaks in these trajectories", console)
     for problem in selection.problems:
         _hint(console, problem)
     if selection.num_matching > len(selection.found):
@@ -107,6 +113,7 @@ def _show_one(
         print(json_view.format_trajectory(source, trajectory, tokens=tokens))
         return
     console.print(build_tree(trajectory, source.name))
+    _show_breaks(summarize_breaks([trajectory]), "breaks in this trajectory", console)
     if not tokens:
         hint = f"agentrl inspect-trajectories {folder.path} {trajectory.id} --tokens"
         _hint(console, f"its tokens:  {hint}")
@@ -117,6 +124,13 @@ def _show_one(
         console.print(table)
     if spell is None:
         _hint(console, "to see the tokens as text, add --tokenizer MODEL_FOLDER")
+
+
+def _show_breaks(breaks: BreakSummary, title: str, console: Console) -> None:
+    table = build_break_table(breaks, title)
+    if table is not None:
+        console.print()
+        console.print(table)
 
 
 def _hint(console: Console, text: str) -> None:

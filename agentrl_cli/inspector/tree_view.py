@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.text import Text
 from rich.tree import Tree
 
+from agentrl_cli.breaks import Break, find_breaks, format_break_cost
 from agentrl_cli.inspector.text import (
     clean,
     format_message,
@@ -30,12 +31,13 @@ def build_tree(trajectory: Trajectory, title: str) -> Tree:
     for interaction in completed.values():
         parent = _find_parent(interaction, completed)
         children.setdefault(parent.id if parent else None, []).append(interaction)
+    costs = {one.interaction_id: one for one in find_breaks(trajectory.interactions)}
     roots = children.get(None, [])
     for number, root in enumerate(roots, start=1):
         branch = tree
         if len(roots) > 1:
             branch = tree.add(Text(f"conversation {number} of {len(roots)}", style="bold"))
-        _add_chain(branch, root, children, completed)
+        _add_chain(branch, root, children, completed, costs)
     failed = [i for i in trajectory.interactions if i.status is not InteractionStatus.COMPLETED]
     if failed:
         branch = tree.add(Text(f"{len(failed)} calls that did not complete", style="bold red"))
@@ -58,12 +60,13 @@ def _add_chain(
     interaction: Interaction,
     children: dict[str | None, list[Interaction]],
     completed: dict[str, Interaction],
+    costs: dict[str, Break],
 ) -> None:
     """A turn and those that follow; iterative, as agents may take thousands of turns."""
     pending = [(branch, interaction)]
     while pending:
         branch, interaction = pending.pop(0)
-        _add_turn(branch, interaction, _find_parent(interaction, completed))
+        _add_turn(branch, interaction, _find_parent(interaction, completed), costs)
         following = children.get(interaction.id, [])
         if len(following) == 1:
             # On the same level: only forks are indented.
@@ -76,14 +79,19 @@ def _add_chain(
         pending = forks + pending
 
 
-def _add_turn(branch: Tree, interaction: Interaction, parent: Interaction | None) -> None:
+def _add_turn(
+    branch: Tree,
+    interaction: Interaction,
+    parent: Interaction | None,
+    costs: dict[str, Break],
+) -> None:
     for message in find_new_messages(interaction, parent):
         branch.add(format_message(message))
     if interaction.reply is not None:
         reply = format_message(interaction.reply)
     else:
         reply = Text("assistant: (no reply is stored)", style="dim")
-    branch.add(reply.append("\n  ").append(_format_turn(interaction)))
+    branch.add(reply.append("\n  ").append(_format_turn(interaction, costs)))
 
 
 def find_new_messages(interaction: Interaction, parent: Interaction | None) -> Sequence[Message]:
@@ -98,7 +106,7 @@ def find_new_messages(interaction: Interaction, parent: Interaction | None) -> S
     return interaction.messages
 
 
-def _format_turn(interaction: Interaction) -> Text:
+def _format_turn(interaction: Interaction, costs: dict[str, Break]) -> Text:
     parts = [
         f"{interaction.num_completion_tokens} tokens",
         f"version {format_versions(interaction.versions)}",
@@ -109,8 +117,10 @@ def _format_turn(interaction: Interaction) -> Text:
     if interaction.turn_return is not None:
         parts.append(f"return {format_number(interaction.turn_return)}")
     text = Text("  ".join(parts) + f"  {interaction.id}", style="dim")
-    if interaction.break_cause is not None:
-        text.append(f"  broken: {interaction.break_cause.value}", style="yellow")
+    cost = costs.get(interaction.id)
+    if cost is not None:
+        tokens = format_break_cost(cost.num_recomputed_tokens, cost.num_departed_tokens)
+        text.append(f"\n  broken: {cost.cause.value}: {tokens}", style="yellow")
     return text
 
 

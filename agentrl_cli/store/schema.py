@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from agentrl_cli.breaks import BreakSummary, summarize_breaks
 from agentrl_cli.records import (
     Boundary,
     BreakCause,
@@ -72,6 +73,7 @@ SUMMARY_COLUMNS = (
     "num_prompt_tokens",
     "num_completion_tokens",
     "num_tool_calls",
+    "breaks_json",
 )
 
 SCHEMA = pa.schema(
@@ -95,6 +97,7 @@ SCHEMA = pa.schema(
         ("num_prompt_tokens", pa.int64()),
         ("num_completion_tokens", pa.int64()),
         ("num_tool_calls", pa.int64()),
+        ("breaks_json", pa.string()),
         ("task_json", pa.string()),
         ("interactions", pa.list_(_INTERACTION)),
     ],
@@ -125,6 +128,7 @@ def to_row(trajectory: Trajectory) -> dict[str, Any]:
         "num_prompt_tokens": sum(len(i.prompt_ids) for i in trajectory.interactions),
         "num_completion_tokens": trajectory.num_completion_tokens,
         "num_tool_calls": trajectory.num_tool_calls,
+        "breaks_json": _to_json(summarize_breaks([trajectory]).to_dict()),
         "task_json": _to_json(dict(trajectory.task)),
         "interactions": [_to_struct(i) for i in trajectory.interactions],
     }
@@ -156,6 +160,11 @@ def from_row(row: Mapping[str, Any]) -> Trajectory:
         seconds=row["seconds"],
         reward_seconds=row["reward_seconds"],
     )
+
+
+def parse_breaks(text: str) -> BreakSummary:
+    """From the column ``breaks_json``."""
+    return BreakSummary.from_dict(_from_json(text))
 
 
 def _to_struct(interaction: Interaction) -> dict[str, Any]:

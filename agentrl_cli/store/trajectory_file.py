@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from agentrl_cli.breaks import BreakSummary
 from agentrl_cli.errors import StoreError
 from agentrl_cli.records import Boundary, Trajectory
 from agentrl_cli.store import schema
@@ -39,6 +40,7 @@ class TrajectorySummary:
     num_prompt_tokens: int
     num_completion_tokens: int
     num_tool_calls: int
+    breaks: BreakSummary
 
 
 def write_trajectory_file(path: Path, trajectories: Sequence[Trajectory]) -> None:
@@ -75,6 +77,7 @@ def read_summaries(path: Path) -> list[TrajectorySummary]:
         for row in rows:
             boundary = row["failure_boundary"]
             row["failure_boundary"] = Boundary(boundary) if boundary is not None else None
+            row["breaks"] = schema.parse_breaks(row.pop("breaks_json"))
         return [TrajectorySummary(**row) for row in rows]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine
@@ -14,6 +14,8 @@ from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.train.break_alarm import BreakAlarm
+from agentrl_cli.train.engine_faults import EngineFaults
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.loggers import MetricsLogger
 from agentrl_cli.train.metrics import summarize_trajectories
@@ -48,7 +50,13 @@ class TrainingLoop:
     observer: Observer
     loggers: Sequence[MetricsLogger]
     stop: StopFlag
-    _step_started: float = 0.0
+    _step_started: float = field(default=0.0, init=False)
+    _faults: EngineFaults = field(init=False)
+    _break_alarm: BreakAlarm = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._faults = EngineFaults(self.engine)
+        self._break_alarm = BreakAlarm(self.observer, self.folder.path)
 
     def run(self) -> bool:
         """Trains until the last step or a request to stop; True when the last step is done."""
@@ -124,6 +132,7 @@ class TrainingLoop:
             "step": float(step),
             **summarize_trajectories(batch, policy_version=step - 1),
             **metrics,
+            **self._faults.take(),
             "reward_seconds": sum(t.reward_seconds for t in batch),
             "tokens_per_second": num_tokens / seconds,
             "train_tokens_per_second": metrics["train_tokens"] / metrics["train_seconds"],
@@ -134,6 +143,7 @@ class TrainingLoop:
         for logger in self.loggers:
             logger.log(step, line)
         self.observer.on_step(line)
+        self._break_alarm.check(step, batch)
 
     def evaluate_if_due(self, step: int) -> None:
         """Evaluates before the first step, after the last, and every ``eval_every_steps``."""

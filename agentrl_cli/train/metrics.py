@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 
+from agentrl_cli.breaks import BreakTotals, summarize_breaks
 from agentrl_cli.records import Boundary, BreakCause, Trajectory
 from agentrl_cli.train.advantages import compute_group_statistics, compute_score
 
@@ -20,7 +21,8 @@ def summarize_trajectories(
     missing when there are none, as 0 would be read as a reward. ``truncated_fraction`` is
     the share of trajectories with a reply cut by its length limit; ``staleness_*`` is
     ``policy_version`` minus the version of each sampled token. Lengths, turns and tool calls
-    are per trajectory.
+    are per trajectory. What counts as a break and what it costs is said in
+    :mod:`agentrl_cli.breaks`.
     """
     return {
         **_summarize_rewards(trajectories),
@@ -82,8 +84,14 @@ def _count_failures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _count_breaks(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    counts = Counter(i.break_cause for t in trajectories for i in t.interactions)
-    return {f"breaks_{cause}": float(counts[cause]) for cause in BreakCause}
+    summary = summarize_breaks(trajectories)
+    counts = {"broken_turns_fraction": summary.broken_fraction}
+    for cause in BreakCause:
+        totals = summary.by_cause.get(cause, BreakTotals())
+        counts[f"breaks_{cause}"] = float(totals.num_turns)
+        counts[f"recomputed_tokens_{cause}"] = float(totals.num_recomputed_tokens)
+        counts[f"departed_tokens_{cause}"] = float(totals.num_departed_tokens)
+    return counts
 
 
 def _mean(values: Sequence[float]) -> float:

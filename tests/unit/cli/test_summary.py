@@ -10,7 +10,7 @@ from agentrl_cli.cli.report_table import build_report_table
 from agentrl_cli.cli.summary import find_telling_pair, print_summary
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.evaluate.report import build_report
-from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
+from agentrl_cli.records import Boundary, BreakCause, Failure, Interaction, Trajectory
 from agentrl_cli.store.run_folder import RunFolder
 
 
@@ -96,6 +96,19 @@ def test_the_pair_that_tells_most() -> None:
     assert [t.task_id for t in pair] == ["3", "3"]
     assert find_telling_pair(before, []) is None
     assert find_telling_pair([attempt(2, None)], after) is None
+
+
+def test_a_report_shows_breaks_and_what_to_type() -> None:
+    broken = Interaction(id="c", break_cause=BreakCause.TEMPLATE_CHANGED)
+    report = build_report(
+        [Trajectory(id="0/0", group_id="0", task_id="0", interactions=(broken,), reward=1.0)]
+    )
+    console = Console(file=io.StringIO(), width=300, color_system=None)
+    console.print(build_report_table(report, "t"))
+    text = console.file.getvalue()
+    assert "broken turns: template_changed" in text
+    assert "1 turn, 0 prompt tokens computed anew" in text
+    assert "offer the same tools" in text
 
 
 def test_a_report_shows_what_went_wrong() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.evaluate.report import EvalReport, build_report, compare_reports
-from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
+from agentrl_cli.records import Boundary, BreakCause, Failure, Interaction, Trajectory
 
 
 def attempt(task: int, index: int, reward: float | None, **fields: Any) -> Trajectory:
@@ -60,6 +60,20 @@ def test_report_of_a_small_evaluation_by_hand() -> None:
 
 def test_report_survives_json() -> None:
     report = build_report([attempt(t, 0, 0.1 * t) for t in range(5)], k_values=(1,))
+    assert EvalReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+
+
+def test_report_counts_breaks_and_survives_json_with_them() -> None:
+    broken = call(
+        1, prompt_ids=(1, 2), parent_id="c0", break_cause=BreakCause.HISTORY_EDITED, started=3
+    )
+    first = Interaction(id="c0", prompt_ids=(1,), completion_ids=(5, 6), started=1, ended=2)
+    report = build_report([attempt(0, 0, 1.0, interactions=(first, broken))])
+    assert report.breaks.num_replaying_turns == 1
+    assert report.breaks.by_cause[BreakCause.HISTORY_EDITED].num_turns == 1
+    # The parent's sequence is 1 5 6, the request's prompt 1 2.
+    assert report.breaks.total.num_recomputed_tokens == 1
+    assert report.breaks.total.num_departed_tokens == 2
     assert EvalReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
 
 

@@ -13,7 +13,7 @@ from agentrl_cli.inspector.query import TrajectoryQuery
 from agentrl_cli.inspector.show import inspect_run
 from agentrl_cli.inspector.tokens_view import list_tokens
 from agentrl_cli.inspector.tree_view import build_tree, find_new_messages
-from agentrl_cli.records import Interaction, Trajectory
+from agentrl_cli.records import BreakCause, Interaction, Trajectory
 from agentrl_cli.store.run_folder import RunFolder
 
 
@@ -53,7 +53,8 @@ def test_a_tree_shows_each_message_once_and_its_branches(forked: Trajectory) -> 
     assert text.count("tool (call_1): 391") == 2
     assert "branch 1 of 2" in text
     assert "branch 2 of 2" in text
-    assert "broken: retokenized" in text
+    # Its prompt holds the first turn's five tokens and one more: nothing is computed anew.
+    assert "broken: retokenized: 0 prompt tokens computed anew, 0 sampled tokens left" in text
     assert "version 3-4" in text
     assert "reward 0.500  return 0.500" in text
     assert "1 calls that did not complete" in text
@@ -176,6 +177,58 @@ def test_a_tokenizer_that_is_none(folder: RunFolder, tmp_path: Path) -> None:
                 tokenizer_path=named,
                 console=Console(file=io.StringIO()),
             )
+
+
+def test_breaks_are_summed_over_the_run_with_their_remedy(folder: RunFolder, show) -> None:
+    folder.write_trajectories(3, [make_broken("000003.000/0"), make_broken("000003.000/1")])
+    text = show()
+    assert "breaks over all steps" in text
+    row = next(line.split() for line in text.splitlines() if "thinking_stripped" in line)
+    # Each of the two: one of one turn broke, 4 tokens computed anew, 3 sampled ones departed.
+    assert row[:5] == ["thinking_stripped", "2", "50%", "8", "6"]
+    assert "engine.keep_thinking=true" in text
+    assert "2 (100%)" in next(
+        line for line in text.splitlines() if line.strip().startswith("step 3")
+    )
+    listed = show(broken="thinking_stripped")
+    assert "breaks in these trajectories" in listed
+    assert "000003.000/1" in listed
+    assert "000001.000/0" not in listed
+    one = show("000003.000/0")
+    assert "broken: thinking_stripped: 4 prompt tokens computed anew, 3 sampled tokens" in one
+    assert "breaks in this trajectory" in one
+    assert "engine.keep_thinking=true" in one
+    assert "000003.000/0" not in show(broken="none")
+    assert "000001.000/0" in show(broken="any", steps="1")
+
+
+def test_breaks_in_json(folder: RunFolder, show_json) -> None:
+    folder.write_trajectories(3, [make_broken("000003.000/0")])
+    breaks = show_json()["breaks"]
+    assert breaks["by_cause"]["thinking_stripped"]["num_recomputed_tokens"] == 4
+    assert "keep_thinking" in breaks["by_cause"]["thinking_stripped"]["remedy"]
+    one = show_json("000003.000/0")
+    assert one["breaks"]["broken_fraction"] == 1.0
+    assert [i["num_departed_tokens"] for i in one["interactions"]] == [0, 3]
+    listed = show_json(steps="3")["trajectories"][0]
+    assert listed["breaks"]["by_cause"]["thinking_stripped"]["num_turns"] == 1
+
+
+def make_broken(name: str) -> Trajectory:
+    first = Interaction(
+        id="c1", prompt_ids=(1, 2), completion_ids=(3, 4, 5), versions=(0,) * 3, started=1, ended=2
+    )
+    second = Interaction(
+        id="c2",
+        parent_id="c1",
+        break_cause=BreakCause.THINKING_STRIPPED,
+        prompt_ids=(1, 8, 8, 8, 8, 8),
+        completion_ids=(6,),
+        versions=(0,),
+        started=3,
+        ended=4,
+    )
+    return Trajectory(id=name, group_id="g", task_id="0", step=3, interactions=(first, second))
 
 
 def test_json_is_strict_and_complete(show_json, forked: Trajectory) -> None:

@@ -68,6 +68,10 @@ def test_a_batch_by_hand():
     assert sum(metrics[f"failures_{boundary}"] for boundary in Boundary) == 1
     assert metrics["breaks_history_edited"] == 1
     assert sum(metrics[f"breaks_{cause}"] for cause in BreakCause) == 1
+    # It is the only turn that goes back to another.
+    assert metrics["broken_turns_fraction"] == 1.0
+    assert all(metrics[f"recomputed_tokens_{cause}"] == 0 for cause in BreakCause)
+    assert all(metrics[f"departed_tokens_{cause}"] == 0 for cause in BreakCause)
 
 
 @pytest.mark.parametrize("reward", [None, math.nan])

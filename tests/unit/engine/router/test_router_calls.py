@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_cli.engine.protocol import Sampling
+from agentrl_cli.engine.protocol import Sampling, ServerFaultCounter
 from agentrl_cli.errors import (
     ContextLengthError,
     EngineError,
@@ -36,6 +36,10 @@ def test_a_call_goes_on_elsewhere_from_the_tokens_that_are_certain(world: Any) -
         assert sampling.seed not in (None, 5)
         assert w.router.num_failovers == 1
         assert w.router.num_servers_out == 1
+        assert isinstance(w.router, ServerFaultCounter)
+        assert w.router.fault_counts == {
+            "failovers": 1, "server_outages": 1, "server_returns": 0
+        }  # fmt: skip
 
     world.run(story)
 
