@@ -45,7 +45,6 @@ def require_xgrammar() -> Any:
     return xgrammar
 
 
-@functools.lru_cache(maxsize=1024)
 def check_structural_tag(tag: str) -> None:
     """Refuses a tag of which no grammar can be made, whatever the vocabulary.
 

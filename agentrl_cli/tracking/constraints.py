@@ -9,14 +9,20 @@ https://xgrammar.mlc.ai/docs/tutorials/structural_tag
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from agentrl_cli.tracking.model_request import ReplyRules, RequestError
+from agentrl_cli.engine.grammar import GrammarError, check_structural_tag
+from agentrl_cli.engine.protocol import Sampling
+from agentrl_cli.errors import MissingExtraError
+from agentrl_cli.tracking.model_request import ModelRequest, ReplyRules, RequestError
 from agentrl_cli.tracking.parsers.formats import ReasoningFormat, ReplyFormats, ToolCallFormat
 from agentrl_cli.tracking.parsers.syntax import CallSyntax
+from agentrl_cli.tracking.parsers.table import TOOL_CALL_FORMATS
 from agentrl_cli.tracking.schemas import SchemaError, check_schema
 
 #: A part of a structural tag.
@@ -34,12 +40,63 @@ _TRIGGER = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 _ANY_OBJECT = {"type": "object"}
 
 
+#: Tags that were found to be good; a run has a few.
+_KNOWN: dict[str, None] = {}
+_MAX_KNOWN = 4096
+#: A grammar that takes longer would hold up an engine as well.
+_CHECK_SECONDS = 20.0
+
+
+async def constrain(request: ModelRequest, formats: ReplyFormats, prompt_end: str) -> Sampling:
+    """The request's sampling, held to the request's rules.
+
+    Args:
+        request: checked, but for its rules.
+        formats: how the model writes.
+        prompt_end: the last part of the prompt's text, special tokens included.
+
+    Raises:
+        RequestError: see :func:`build_structural_tag`; or no grammar can be made of the rules, or
+            xgrammar is not installed.
+    """
+    rules, tools = request.rules, request.inputs.tools
+    tag = build_structural_tag(rules, tools, formats, prompt_end=prompt_end)
+    if tag is not None:
+        await _check_tag(tag, "tool_choice" if rules.response_format is None else "response_format")
+        return replace(request.sampling, structural_tag=tag)
+    end_of_call = formats.tool_calls.end_of_call if formats.tool_calls is not None else None
+    if rules.parallel_tool_calls or not tools or not end_of_call:
+        return request.sampling
+    # One call a turn: sampling ends where the first one does, so that the message says all that
+    # was sampled.
+    return replace(request.sampling, stop=(*request.sampling.stop, end_of_call))
+
+
+async def _check_tag(tag: str, param: str) -> None:
+    if tag in _KNOWN:
+        return
+    try:
+        async with asyncio.timeout(_CHECK_SECONDS):
+            await asyncio.to_thread(check_structural_tag, tag)
+    except TimeoutError:
+        raise RequestError(
+            f"{param}: no grammar was made of its schemas within {_CHECK_SECONDS:g} s: they, or "
+            "patterns in them, are too large",
+            param,
+        ) from None
+    except (GrammarError, MissingExtraError) as error:
+        raise RequestError(f"{param}: {error}", param) from None
+    if len(_KNOWN) >= _MAX_KNOWN:
+        _KNOWN.clear()
+    _KNOWN[tag] = None
+
+
 def build_structural_tag(
     rules: ReplyRules,
     tools: Sequence[dict[str, Any]],
     formats: ReplyFormats,
     *,
-    begins_inside_thought: bool = False,
+    prompt_end: str = "",
 ) -> str | None:
     """The structural tag that ``rules`` ask for, as JSON; None: the reply is free.
 
@@ -50,7 +107,7 @@ def build_structural_tag(
         rules: what the request asks for.
         tools: the request's, as chat completions write them.
         formats: how the model writes.
-        begins_inside_thought: the prompt ends inside of a thought.
+        prompt_end: the last part of the prompt's text, which may open a thought.
 
     Raises:
         RequestError: a schema that sampling cannot be held to, a tool that is not there, or a
@@ -58,6 +115,13 @@ def build_structural_tag(
     """
     tools = _select_tools(rules, tools)
     answer = _build_answer(rules)
+    if answer is not None and formats.tool_calls is not None and formats.tool_calls.reads_thoughts:
+        raise RequestError(
+            "a response_format cannot be asked of a model that writes its replies as "
+            f"{formats.tool_calls.name!r} reads them (engine.tool_call_parser). Type "
+            "response_format={'type': 'text'}",
+            "response_format",
+        )
     if rules.tool_choice == "required":
         content = _build_calls(rules, tools, formats.tool_calls)
     elif answer is not None and tools:
@@ -68,7 +132,8 @@ def build_structural_tag(
         content = _build_free_calls(rules, tools, formats.tool_calls)
     else:
         return None
-    content = _after_thought(content, formats.reasoning, begins_inside_thought)
+    if formats.reasoning is not None:
+        content = _after_thought(content, formats.reasoning, prompt_end)
     return json.dumps({"type": "structural_tag", "format": content}, ensure_ascii=False)
 
 
@@ -161,11 +226,16 @@ def _find_syntax(tool_format: ToolCallFormat | None) -> CallSyntax:
             "a call is asked for, but the engine reads no calls: set engine.tool_call_parser",
             "tool_choice",
         )
-    if tool_format.syntax is None:
+    if tool_format.syntax is None or tool_format.reads_thoughts:
+        able = [
+            one.name
+            for one in TOOL_CALL_FORMATS.values()
+            if one.syntax is not None and not one.reads_thoughts
+        ]
         raise RequestError(
             f"sampling cannot be held to calls as {tool_format.name!r} reads them "
-            "(engine.tool_call_parser). Type tool_choice='auto', and no response_format beside "
-            "tools",
+            f"(engine.tool_call_parser); it can with {', '.join(able)}. Type tool_choice='auto', "
+            "and no response_format beside tools",
             "tool_choice",
         )
     return tool_format.syntax
@@ -214,19 +284,15 @@ def _find_parameters(function: dict[str, Any]) -> Any:
     return parameters
 
 
-def _after_thought(content: Format, reasoning: ReasoningFormat | None, is_inside: bool) -> Format:
-    if reasoning is None:
-        return content
-    syntax = reasoning.syntax
-    rest = {"type": "regex", "pattern": _AFTER_THOUGHT}
-    begin = "" if is_inside else syntax.begin
+def _after_thought(content: Format, reasoning: ReasoningFormat, prompt_end: str) -> Format:
+    is_inside = reasoning.is_inside(prompt_end)
     thought: Format = {
         "type": "tag",
-        "begin": begin,
+        "begin": "" if is_inside else reasoning.syntax.begin,
         "content": {"type": "any_text"},
-        "end": syntax.end,
+        "end": reasoning.syntax.end,
     }
-    thought = _join(thought, rest)
+    thought = _join(thought, {"type": "regex", "pattern": _AFTER_THOUGHT})
     return _join(thought if is_inside else {"type": "optional", "content": thought}, content)
 
 
