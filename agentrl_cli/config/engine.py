@@ -39,8 +39,15 @@ class EngineConfig(StrictConfig):
     computes on too."""
     cpu_kv_cache_gib: float = Field(1.0, gt=0.0)
     """Memory for keys and values of one server on CPU, in GiB."""
-    tool_call_parser: str = "hermes"
-    """How tool calls are written by the model."""
+    tool_call_parser: str = "auto"
+    """How tool calls are written by the model: a name from docs/parsers.md, ``auto`` (told by its
+    chat template), or ``none``."""
+    reasoning_parser: str = "auto"
+    """How thoughts are written by the model: a name from docs/parsers.md, ``auto`` (told by its
+    chat template), or ``none``, which leaves them in the content."""
+    keep_thinking: bool = False
+    """True: the history keeps the thoughts that were sampled, whatever the chat template strips;
+    false: a turn whose thoughts are stripped ends a sample (``thinking_stripped``)."""
     max_model_len: int = Field(8192, ge=2)
     """Most tokens of prompt and completion together."""
     max_num_seqs: int = Field(64, ge=1)

@@ -17,7 +17,10 @@ from agentrl_cli.launch.server_commands import (
     build_sglang_plan,
     build_vllm_command,
 )
-from agentrl_cli.tracking.tool_calls import check_parser_name
+from agentrl_cli.tracking.parsers.choosing import (
+    check_reasoning_parser,
+    check_tool_call_parser,
+)
 
 EngineKind = Literal["embedded", "vllm", "sglang"]
 
@@ -147,10 +150,14 @@ def check_supported(config: ExperimentConfig, *, num_gpus: int = 0) -> None:
             "engine.kind=vllm (vLLM for CPU: make vllm) or engine.kind=embedded"
         )
     problems += _find_own_flags(config.engine.server_args)
-    try:
-        check_parser_name(config.engine.tool_call_parser)
-    except UserInputError as error:
-        problems.append(str(error))
+    for check, name in (
+        (check_tool_call_parser, config.engine.tool_call_parser),
+        (check_reasoning_parser, config.engine.reasoning_parser),
+    ):
+        try:
+            check(name)
+        except UserInputError as error:
+            problems.append(str(error))
     if problems:
         raise UserInputError("\n".join(problems))
     if kind != "embedded":

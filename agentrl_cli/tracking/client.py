@@ -22,7 +22,9 @@ class TrackingClient(AsyncOpenAI):
     Args:
         engine: what samples.
         tokenizer: the model's tokenizer, or the path of one.
-        tool_call_parser: how the model writes tool calls.
+        tool_call_parser: how the model writes tool calls; ``auto``: as its chat template does.
+        reasoning_parser: how it writes thoughts; likewise.
+        keep_thinking: True: thoughts stay in the history though the chat template strips them.
         sampling: holds where a request does not say otherwise.
         budget: limits of the trajectory.
         gateway: an open gateway, instead of engine and tokenizer.
@@ -35,7 +37,9 @@ class TrackingClient(AsyncOpenAI):
         *,
         engine: InferenceEngine | None = None,
         tokenizer: Any = None,
-        tool_call_parser: str = "hermes",
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        keep_thinking: bool = False,
         sampling: Sampling | None = None,
         budget: Budget | None = None,
         gateway: BaseGateway | None = None,
@@ -45,7 +49,13 @@ class TrackingClient(AsyncOpenAI):
         if gateway is None:
             if engine is None or tokenizer is None:
                 raise TypeError("TrackingClient needs engine and tokenizer (or a gateway)")
-            gateway = get_gateway(engine, _load_tokenizer(tokenizer), tool_call_parser)
+            gateway = get_gateway(
+                engine,
+                _load_tokenizer(tokenizer),
+                tool_call_parser,
+                reasoning_parser,
+                keep_thinking,
+            )
         self.gateway = gateway
         self.session = session or gateway.open_session(sampling=sampling, budget=budget)
         options: dict[str, Any] = {"base_url": _IN_PROCESS_URL, "max_retries": 0}

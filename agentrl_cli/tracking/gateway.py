@@ -27,11 +27,11 @@ from agentrl_cli.tracking.chat_protocol import ChatProtocol
 from agentrl_cli.tracking.messages_protocol import CountTokensProtocol, MessagesProtocol
 from agentrl_cli.tracking.model_calls import ModelCalls
 from agentrl_cli.tracking.model_request import RequestError
+from agentrl_cli.tracking.parsers.choosing import choose_formats
 from agentrl_cli.tracking.responses_protocol import ResponsesProtocol
 from agentrl_cli.tracking.server import LoopbackServer
 from agentrl_cli.tracking.session import Budget, Session
 from agentrl_cli.tracking.template import ChatTemplate
-from agentrl_cli.tracking.tool_calls import check_parser_name
 from agentrl_cli.tracking.transport import InProcessTransport
 from agentrl_cli.tracking.tree import ConversationTree
 from agentrl_cli.tracking.wire import (
@@ -181,20 +181,30 @@ class Gateway(BaseGateway):
     Args:
         engine: what samples.
         tokenizer: the model's Hugging Face tokenizer, with its chat template.
-        tool_call_parser: how the model writes tool calls.
+        tool_call_parser: how the model writes tool calls; ``auto``: as its chat template does.
+        reasoning_parser: how it writes thoughts; likewise.
+        keep_thinking: True: a turn is continued with its thoughts, also where the chat template
+            strips them from the history.
     """
 
     def __init__(
-        self, engine: InferenceEngine, tokenizer: Any, *, tool_call_parser: str = "hermes"
+        self,
+        engine: InferenceEngine,
+        tokenizer: Any,
+        *,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        keep_thinking: bool = False,
     ) -> None:
-        check_parser_name(tool_call_parser)
         super().__init__(engine.model_name, _PROTOCOLS)
         self.engine = engine
-        self.template = ChatTemplate(tokenizer)
+        formats = choose_formats(tokenizer, tool_call_parser, reasoning_parser)
+        self.template = ChatTemplate(tokenizer, formats)
+        self._keep_thinking = keep_thinking
 
     def build_tree(self) -> ConversationTree:
         """A tree whose prompts the model's chat template makes."""
-        return ConversationTree(self.template)
+        return ConversationTree(self.template, keep_thinking=self._keep_thinking)
 
     async def answer(
         self, protocol: WireProtocol, body: dict[str, Any], session: Session
@@ -223,19 +233,27 @@ class Gateway(BaseGateway):
         return Response(json.dumps(reply, ensure_ascii=False), media_type="application/json")
 
 
-_GATEWAYS: weakref.WeakValueDictionary[tuple[int, int, str], Gateway] = (
-    weakref.WeakValueDictionary()
-)
+_GATEWAYS: weakref.WeakValueDictionary[tuple[Any, ...], Gateway] = weakref.WeakValueDictionary()
 
 
 def get_gateway(
-    engine: InferenceEngine, tokenizer: Any, tool_call_parser: str = "hermes"
+    engine: InferenceEngine,
+    tokenizer: Any,
+    tool_call_parser: str = "auto",
+    reasoning_parser: str = "auto",
+    keep_thinking: bool = False,
 ) -> Gateway:
     """The gateway of an engine, shared by all who hold it: building one takes tens of ms."""
-    key = (id(engine), id(tokenizer), tool_call_parser)
+    key = (id(engine), id(tokenizer), tool_call_parser, reasoning_parser, keep_thinking)
     gateway = _GATEWAYS.get(key)
     if gateway is None:
-        gateway = Gateway(engine, tokenizer, tool_call_parser=tool_call_parser)
+        gateway = Gateway(
+            engine,
+            tokenizer,
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            keep_thinking=keep_thinking,
+        )
         _GATEWAYS[key] = gateway
     return gateway
 

@@ -11,7 +11,7 @@ from typing import Any
 from agentrl_cli.engine.protocol import Generation, InferenceEngine
 from agentrl_cli.records import Interaction, Message
 from agentrl_cli.tracking.model_request import ModelRequest
-from agentrl_cli.tracking.reply_text import ReplyReader, read_reply
+from agentrl_cli.tracking.reply_text import ReplyReader
 from agentrl_cli.tracking.session import Call, Session
 from agentrl_cli.tracking.template import ChatTemplate
 from agentrl_cli.tracking.tool_calls import ParsedText
@@ -91,11 +91,20 @@ class ModelCalls:
         except BaseException as error:
             self.session.fail_call(call, error)
             raise
-        parsed = read_reply(self.template, generation, call.sampling.stop, self.request.parse_tools)
+        parsed = self._open_reader(call).read(generation.completion_ids)
         return self._record(index, call, generation, parsed)
 
+    def _open_reader(self, call: Call) -> ReplyReader:
+        return ReplyReader(
+            self.template,
+            call.sampling.stop,
+            self.request.parse_tools,
+            tools=self.request.inputs.tools,
+            prompt_ids=call.plan.prompt_ids,
+        )
+
     async def _stream(self, index: int, call: Call) -> AsyncGenerator[Piece | Choice]:
-        reader = ReplyReader(self.template, call.sampling.stop, self.request.parse_tools)
+        reader = self._open_reader(call)
         whole = ParsedText()
         pieces: list[Generation] = []
         try:

@@ -15,6 +15,8 @@ from typing import Any
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.records import Message
 from agentrl_cli.tracking.matching import extract_text, parse_arguments
+from agentrl_cli.tracking.parsers.choosing import choose_formats
+from agentrl_cli.tracking.parsers.formats import ReplyFormats
 
 #: Stands for a sampled turn while rendering. Plain letters: no template escapes them.
 PLACEHOLDER = "AGENTRLSAMPLEDTURN"
@@ -37,9 +39,10 @@ class ChatTemplate:
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
+        formats: how the model writes calls and thoughts; None: chosen by the template.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, formats: ReplyFormats | None = None) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise UserInputError(
                 f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template, "
@@ -47,7 +50,9 @@ class ChatTemplate:
                 "(tokenizer_path=...), or add chat_template.jinja to the model's folder"
             )
         self.tokenizer = tokenizer
+        self.formats = formats if formats is not None else choose_formats(tokenizer)
         self._special_ids = frozenset(tokenizer.all_special_ids)
+        self._hidden_ids = _find_hidden_ids(tokenizer, self.formats)
 
     def render(self, messages: Sequence[Message], inputs: TemplateInputs) -> str:
         """The prompt text, ending where the assistant's turn begins.
@@ -72,10 +77,18 @@ class ChatTemplate:
         """Token ids of template text; special tokens in it become special ids."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
+    def select_shown(self, completion_ids: Sequence[int]) -> list[int]:
+        """Sampled tokens without the special ones that mean nothing to the formats."""
+        return [token_id for token_id in completion_ids if token_id not in self._hidden_ids]
+
     def decode_reply(self, completion_ids: Sequence[int]) -> str:
         """The text of a completion, without its end token."""
+        return self.decode_all(self.select_shown(completion_ids))
+
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
         return self.tokenizer.decode(
-            completion_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
 
     def split_at_last_turn(
@@ -113,6 +126,21 @@ class ChatTemplate:
             ):
                 after_ids = after_ids[1:]
         return prompt_ids + completion_ids + after_ids
+
+
+def _find_hidden_ids(tokenizer: Any, formats: ReplyFormats) -> frozenset[int]:
+    """Special tokens that are not part of a reply's text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {i: str(token) for i, token in added.items() if token.special}
+    special |= {i: tokenizer.convert_ids_to_tokens(i) for i in tokenizer.all_special_ids}
+    shown: set[str] = set()
+    if formats.tool_calls is not None:
+        if formats.tool_calls.special_texts is None:
+            return frozenset()
+        shown.update(formats.tool_calls.special_texts)
+    if formats.reasoning is not None:
+        shown.update((formats.reasoning.syntax.begin, formats.reasoning.syntax.end))
+    return frozenset(i for i, text in special.items() if text not in shown)
 
 
 def make_placeholder() -> Message:

@@ -87,8 +87,9 @@ class ConversationTree:
     parent.
     """
 
-    def __init__(self, template: TurnTemplate) -> None:
+    def __init__(self, template: TurnTemplate, *, keep_thinking: bool = False) -> None:
         self._template = template
+        self._keep_thinking = keep_thinking
         self._by_conversation: dict[bytes, list[_Node]] = {}
         self._by_request: dict[bytes, list[_Node]] = {}
         self._replies: set[tuple[bytes, bytes]] = set()
@@ -215,7 +216,7 @@ class ConversationTree:
         """What keeps the sampled ids from standing in this prompt; None: nothing."""
         if inputs != parent.plan.inputs:
             return BreakCause.TEMPLATE_CHANGED
-        if parent.thoughts:
+        if parent.thoughts and not self._keep_thinking:
             rendered = self._template.render(messages, inputs)
             if not all(thought in rendered for thought in parent.thoughts):
                 return BreakCause.THINKING_STRIPPED

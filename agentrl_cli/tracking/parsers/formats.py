@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentrl_cli.tracking.parsers.syntax import CallSyntax, ThinkingSyntax
@@ -26,20 +26,33 @@ class TextParser(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyContext:
+    """What a parser may have to know of the request it reads the reply of."""
+
+    tools: Sequence[dict[str, Any]] = field(default_factory=tuple)
+    """Those that were offered."""
+    prompt_end: str = ""
+    """The last part of the prompt's text, special tokens included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallFormat:
     """How a family of models writes tool calls."""
 
     name: str
     """What it is called here, and mostly in vLLM."""
-    build_parser: Callable[[Sequence[dict[str, Any]]], TextParser]
-    """A parser for one reply, for the tools that were offered."""
-    syntax: CallSyntax | None
+    build_parser: Callable[[ReplyContext], TextParser]
+    """A parser for one reply."""
+    syntax: CallSyntax | None = None
     """How a call is written; None: sampling cannot be held to this format."""
-    special_texts: tuple[str, ...] = ()
-    """Special tokens that mean something to the parser; others are left out of the text."""
+    special_texts: tuple[str, ...] | None = ()
+    """Special tokens that mean something to the parser, others are left out of the text; None:
+    all do."""
     end_of_call: str | None = None
     """The text that ends a call: where sampling stops when one call is wanted; None: a call has
     no end of its own."""
+    reads_thoughts: bool = False
+    """True: thoughts are part of this format, and its parser reads every reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +63,16 @@ class ReasoningFormat:
     syntax: ThinkingSyntax
     begins_inside: bool = False
     """True: a reply is a thought from its first token, unless the prompt closed the thought."""
+
+    def is_inside(self, prompt_end: str) -> bool:
+        """Whether a reply to a prompt that ends so begins inside a thought."""
+        opened = prompt_end.rfind(self.syntax.begin)
+        closed = prompt_end.rfind(self.syntax.end)
+        # An earlier turn's thought may be shown too: what counts is what the prompt ends with.
+        tail = prompt_end.rstrip()
+        if tail.endswith(self.syntax.end):
+            return False
+        return (tail.endswith(self.syntax.begin) and opened > closed) or self.begins_inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,322 @@
+"""The formats of tool calls and thoughts, by the names that users know from vLLM and SGLang."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from agentrl_cli.tracking.parsers.formats import ReasoningFormat, ReplyContext, ToolCallFormat
+from agentrl_cli.tracking.parsers.harmony import SPECIAL_TEXTS, HarmonyParser
+from agentrl_cli.tracking.parsers.json_calls import BareJsonCalls, JsonCalls, build_call_of_pair
+from agentrl_cli.tracking.parsers.named_calls import MistralCalls, NamedCalls
+from agentrl_cli.tracking.parsers.python_calls import PythonCalls
+from agentrl_cli.tracking.parsers.scanning import CallReader, CallScanner
+from agentrl_cli.tracking.parsers.syntax import CallSyntax, ThinkingSyntax
+from agentrl_cli.tracking.parsers.values import ArgumentTypes
+from agentrl_cli.tracking.parsers.xml_calls import GlmCalls, XmlCalls
+
+_DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>"
+_DEEPSEEK_SECTION_END = "<｜tool▁calls▁end｜>"
+_DEEPSEEK_BEGIN = "<｜tool▁call▁begin｜>"
+_DEEPSEEK_END = "<｜tool▁call▁end｜>"
+_DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+_DSML = "｜DSML｜"
+_KIMI_SECTION, _KIMI_SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_KIMI_BEGIN, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+_KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+
+
+def _scan(reader: CallReader) -> Callable[[ReplyContext], CallScanner]:
+    return lambda _: CallScanner(reader)
+
+
+def _json_format(
+    name: str, begin: str, end: str, *, is_list: bool = False, **options: Any
+) -> ToolCallFormat:
+    """A format of objects (or a list of them) with ``name`` and ``arguments`` between marks."""
+    starts = (begin, *options.pop("other_starts", ()))
+    line = "\n" if end and not is_list else ""
+    opening, closing = ("[", "]") if is_list else ("", "")
+    return ToolCallFormat(
+        name=name,
+        build_parser=_scan(JsonCalls(starts=starts, end=end)),
+        syntax=CallSyntax(
+            section_begin=f"{begin}{opening}" if is_list else "",
+            before_name=('{"name": "' if is_list else f'{begin}{line}{{"name": "'),
+            before_arguments='", "arguments": ',
+            end="}" if is_list else f"}}{line}{end}",
+            section_end=f"{closing}{end}" if is_list else "",
+            separator=", " if is_list else "\n",
+        ),
+        special_texts=tuple(mark for mark in (*starts, end) if mark),
+        end_of_call=end if end and not is_list else None,
+    )
+
+
+def _xml_format(
+    name: str, section: str, section_end: str, *, invoke: bool, mark: str = ""
+) -> ToolCallFormat:
+    """A format of tags: ``<function=NAME>``, or ``<invoke name="NAME">`` with ``invoke``."""
+    call_end = f"</{mark}invoke>" if invoke else "</function>"
+    key_pattern = re.compile(r"([^\n]+)" if not invoke else r'"([^"\n]+)"')
+    if mark:
+        key_pattern = re.compile(r'"(?P<key>[^"\n]+)"(?:\s+string="(?P<is_text>true|false)")?')
+    elif invoke:
+        key_pattern = re.compile(r'"(?P<key>[^"\n]+)"')
+    else:
+        key_pattern = re.compile(r"(?P<key>[^\n]+)")
+
+    def build_parser(context: ReplyContext) -> CallScanner:
+        return CallScanner(
+            XmlCalls(
+                types=ArgumentTypes(context.tools),
+                section=section,
+                call_begin=f'<{mark}invoke name="' if invoke else "<function=",
+                call_header_end='">' if invoke else ">",
+                key_begin=f"<{mark}parameter name=" if invoke else "<parameter=",
+                key_pattern=key_pattern,
+                value_end=f"</{mark}parameter>",
+                call_end=call_end,
+                closers=(section_end,),
+            )
+        )
+
+    style = ("deepseek_xml" if mark else "minimax_xml") if invoke else "qwen_xml"
+    inside = f"{section}\n" if not invoke else ""
+    return ToolCallFormat(
+        name=name,
+        build_parser=build_parser,
+        syntax=CallSyntax(
+            section_begin=f"{section}\n" if invoke else "",
+            before_name=f'<{mark}invoke name="' if invoke else f"{inside}<function=",
+            before_arguments='">\n' if invoke else ">\n",
+            arguments_style=style,  # type: ignore[arg-type]
+            end=f"\n{call_end}" if invoke else f"\n{call_end}\n{section_end}",
+            section_end=f"\n{section_end}" if invoke else "",
+        ),
+        special_texts=(section, section_end),
+        end_of_call=section_end,
+    )
+
+
+def _deepseek_format(name: str, *, is_fenced: bool) -> ToolCallFormat:
+    """DeepSeek's calls; V3 and R1 name a type and fence the JSON, V3.1 does neither."""
+    type_mark = f"function{_DEEPSEEK_SEPARATOR}"
+    before_name = (_DEEPSEEK_BEGIN, type_mark) if is_fenced else (_DEEPSEEK_BEGIN,)
+    reader = NamedCalls(
+        section=_DEEPSEEK_SECTION,
+        before_name=before_name,
+        before_arguments=("```json",) if is_fenced else (_DEEPSEEK_SEPARATOR,),
+        end=("```", _DEEPSEEK_END) if is_fenced else (_DEEPSEEK_END,),
+        closers=(_DEEPSEEK_SECTION_END,),
+    )
+    return ToolCallFormat(
+        name=name,
+        build_parser=_scan(reader),
+        syntax=CallSyntax(
+            section_begin=_DEEPSEEK_SECTION,
+            before_name="".join(before_name),
+            before_arguments="\n```json\n" if is_fenced else _DEEPSEEK_SEPARATOR,
+            end=f"\n```{_DEEPSEEK_END}" if is_fenced else _DEEPSEEK_END,
+            section_end=_DEEPSEEK_SECTION_END,
+            separator="\n" if is_fenced else "",
+        ),
+        special_texts=(
+            _DEEPSEEK_SECTION, _DEEPSEEK_SECTION_END, _DEEPSEEK_BEGIN, _DEEPSEEK_END,
+            _DEEPSEEK_SEPARATOR,
+        ),
+        end_of_call=_DEEPSEEK_END,
+    )  # fmt: skip
+
+
+def _kimi_format() -> ToolCallFormat:
+    reader = NamedCalls(
+        section=_KIMI_SECTION,
+        before_name=(_KIMI_BEGIN,),
+        before_arguments=(_KIMI_ARGUMENTS,),
+        end=(_KIMI_END,),
+        closers=(_KIMI_SECTION_END,),
+        is_numbered=True,
+    )
+    return ToolCallFormat(
+        name="kimi_k2",
+        build_parser=_scan(reader),
+        syntax=CallSyntax(
+            section_begin=_KIMI_SECTION,
+            before_name=f"{_KIMI_BEGIN}functions.",
+            after_name_pattern=r":[0-9]+",
+            before_arguments=_KIMI_ARGUMENTS,
+            end=_KIMI_END,
+            section_end=_KIMI_SECTION_END,
+            separator="",
+        ),
+        special_texts=(_KIMI_SECTION, _KIMI_SECTION_END, _KIMI_BEGIN, _KIMI_END, _KIMI_ARGUMENTS),
+        end_of_call=_KIMI_END,
+    )
+
+
+def _python_format(name: str, start: str = "", end: str = "", **options: Any) -> ToolCallFormat:
+    return ToolCallFormat(
+        name=name,
+        build_parser=_scan(PythonCalls(start=start, end=end, **options)),
+        special_texts=tuple(mark for mark in (start, end) if mark),
+    )
+
+
+_HERMES = _json_format("hermes", "<tool_call>", "</tool_call>")
+_LLAMA = ToolCallFormat(
+    name="llama3_json",
+    build_parser=_scan(BareJsonCalls()),
+    syntax=CallSyntax(
+        before_name='{"name": "', before_arguments='", "parameters": ', end="}", separator="; "
+    ),
+    special_texts=("<|python_tag|>",),
+)
+_MISTRAL = ToolCallFormat(
+    name="mistral",
+    build_parser=_scan(MistralCalls()),
+    syntax=CallSyntax(before_name="[TOOL_CALLS]", before_arguments="[ARGS]", end="", separator=""),
+    special_texts=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+)
+_GLM = ToolCallFormat(
+    name="glm45",
+    build_parser=lambda context: CallScanner(GlmCalls(ArgumentTypes(context.tools))),
+    syntax=CallSyntax(
+        before_name="<tool_call>", before_arguments="\n", arguments_style="glm_xml",
+        end="\n</tool_call>",
+    ),
+    special_texts=(
+        "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+    ),
+    end_of_call="</tool_call>",
+)  # fmt: skip
+_HARMONY = ToolCallFormat(
+    name="openai",
+    build_parser=lambda context: HarmonyParser(context.tools),
+    syntax=CallSyntax(
+        before_name="<|channel|>commentary to=functions.",
+        before_arguments=" <|constrain|>json<|message|>",
+        end="<|call|>",
+        separator="<|start|>assistant",
+    ),
+    special_texts=SPECIAL_TEXTS,
+    end_of_call="<|call|>",
+    reads_thoughts=True,
+)
+_APERTUS = ToolCallFormat(
+    name="apertus",
+    build_parser=_scan(
+        JsonCalls(starts=("<|tools_prefix|>",), end="<|tools_suffix|>", build=build_call_of_pair)
+    ),
+    special_texts=("<|tools_prefix|>", "<|tools_suffix|>"),
+)
+_LFM2 = _python_format("lfm2", "<|tool_call_start|>", "<|tool_call_end|>")
+_QWEN3_CODER = _xml_format("qwen3_coder", "<tool_call>", "</tool_call>", invoke=False)
+
+TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
+    one.name: one
+    for one in (
+        _HERMES,
+        _QWEN3_CODER,
+        _xml_format("seed_oss", "<seed:tool_call>", "</seed:tool_call>", invoke=False),
+        _xml_format("minimax_m2", "<minimax:tool_call>", "</minimax:tool_call>", invoke=True),
+        _xml_format(
+            "deepseek_v32",
+            f"<{_DSML}function_calls>",
+            f"</{_DSML}function_calls>",
+            invoke=True,
+            mark=_DSML,
+        ),
+        _deepseek_format("deepseek_v3", is_fenced=True),
+        _deepseek_format("deepseek_v31", is_fenced=False),
+        _kimi_format(),
+        _GLM,
+        _HARMONY,
+        _LLAMA,
+        _MISTRAL,
+        _json_format("longcat", "<longcat_tool_call>", "</longcat_tool_call>"),
+        _json_format(
+            "granite", "<|tool_call|>", "", is_list=True, other_starts=("<tool_call>",)
+        ),
+        _json_format("granite-20b-fc", "<function_call>", ""),
+        _json_format(
+            "phi4_mini_json", "functools", "", is_list=True, other_starts=("<|tool_call|>",)
+        ),
+        _json_format("jamba", "<tool_calls>", "</tool_calls>", is_list=True),
+        _json_format("internlm", "<|action_start|><|plugin|>", "<|action_end|>"),
+        _APERTUS,
+        _python_format("pythonic"),
+        _python_format("llama4_pythonic", "<|python_start|>", "<|python_end|>"),
+        _python_format("olmo3", "<function_calls>", "</function_calls>", is_listed=False),
+        _LFM2,
+    )
+}  # fmt: skip
+
+#: Other names of vLLM and SGLang for the same formats.
+TOOL_CALL_ALIASES: dict[str, str] = {
+    "qwen": "hermes",
+    "qwen25": "hermes",
+    "qwen3_json": "hermes",
+    "granite4": "hermes",
+    "mimo": "qwen3_coder",
+    "qwen3_xml": "qwen3_coder",
+    "step3p5": "qwen3_coder",
+    "nanbeige": "qwen3_coder",
+    "deepseekv3": "deepseek_v3",
+    "deepseekv31": "deepseek_v31",
+    "deepseekv32": "deepseek_v32",
+    "gpt-oss": "openai",
+    "glm": "glm45",
+    "glm47": "glm45",
+    "llama3": "llama3_json",
+    "llama4_json": "llama3_json",
+    "minimax-m2": "minimax_m2",
+    "hunyuan_a13b": "jamba",
+    "hunyuan": "jamba",
+    "interns1": "internlm",
+    "apertus2509": "apertus",
+}
+
+_THINK = ThinkingSyntax(begin="<think>", end="</think>")
+REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    one.name: one
+    for one in (
+        ReasoningFormat(name="qwen3", syntax=_THINK),
+        ReasoningFormat(name="deepseek_r1", syntax=_THINK, begins_inside=True),
+        ReasoningFormat(
+            name="seed_oss", syntax=ThinkingSyntax(begin="<seed:think>", end="</seed:think>")
+        ),
+        ReasoningFormat(
+            name="mistral", syntax=ThinkingSyntax(begin="[THINK]", end="[/THINK]")
+        ),
+        ReasoningFormat(name="kimi", syntax=ThinkingSyntax(begin="◁think▷", end="◁/think▷")),
+        ReasoningFormat(
+            name="granite",
+            syntax=ThinkingSyntax(
+                begin="Here is my thought process:", end="Here is my response:"
+            ),
+        ),
+    )
+}  # fmt: skip
+#: Served by the parser of the tool calls, which reads thoughts as well.
+REASONING_BY_TOOL_CALLS: dict[str, str] = {"gpt-oss": "openai", "openai_gptoss": "openai"}
+REASONING_ALIASES: dict[str, str] = {
+    "deepseek-r1": "deepseek_r1",
+    "qwen3-thinking": "deepseek_r1",
+    "deepseek_v3": "qwen3",
+    "deepseek-v3": "qwen3",
+    "glm45": "qwen3",
+    "glm47": "qwen3",
+    "kimi_k2": "qwen3",
+    "nemotron_v3": "qwen3",
+    "nemotron_3": "qwen3",
+    "mimo": "qwen3",
+    "olmo3": "qwen3",
+    "step3": "deepseek_r1",
+    "step3p5": "qwen3",
+    "minimax_m2": "deepseek_r1",
+    "minimax": "deepseek_r1",
+    "interns1": "qwen3",
+    "holo2": "qwen3",
+}
