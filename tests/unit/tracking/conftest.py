@@ -118,7 +118,8 @@ class ScriptedEngine:
                     await self.gate.wait()
                 await asyncio.sleep(0)
                 # The sampled token and its neighbours, each a nat less probable.
-                top = [(token_id + n, -0.25 * (position + 1) - n) for n in range(20)]
+                size = len(self.tokenizer)
+                top = [((token_id + n) % size, -0.25 * (position + 1) - n) for n in range(20)]
                 yield Generation(
                     completion_ids=(token_id,),
                     rollout_logprobs=(-0.25 * (position + 1),),
