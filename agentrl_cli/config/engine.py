@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -69,6 +69,14 @@ class EngineConfig(StrictConfig):
     max_restarts: int = Field(3, ge=0)
     """Times that a process which died is started again, counted over one hour; the next death
     stops the run."""
+
+    def list_reading_options(self) -> dict[str, Any]:
+        """How replies are read and continued, as the gateway takes it."""
+        return {
+            "tool_call_parser": self.tool_call_parser,
+            "reasoning_parser": self.reasoning_parser,
+            "keep_thinking": self.keep_thinking,
+        }
 
     def compute_release_deadline(self) -> float:
         """Seconds after which servers have ended their calls and given up, or taken, memory."""

@@ -57,7 +57,7 @@ def serve_model(
         background = stack.enter_context(BackgroundLoop())
         observer.on_stage("load model")
         engine = source.start(background, folder.log_dir("serve"), stack)
-        gateway = get_gateway(engine, source.tokenizer, config.engine.tool_call_parser)
+        gateway = get_gateway(engine, source.tokenizer, **config.engine.list_reading_options())
         base_url = background.run(gateway.serve(port or 0), _OPEN_SECONDS)
         gconfig = config.gconfig
         session = gateway.open_session(

@@ -117,7 +117,7 @@ class EngineSource:
         if fleet is not None:
             fleet.end_with_servers(engine)
         stack.callback(lambda: background.run(engine.close(), _CLOSE_SECONDS))
-        gateway = get_gateway(engine, self.tokenizer, self._config.engine.tool_call_parser)
+        gateway = get_gateway(engine, self.tokenizer, **self._config.engine.list_reading_options())
         stack.callback(lambda: background.run(gateway.close(), _CLOSE_SECONDS))
         return engine
 
@@ -128,9 +128,9 @@ class EngineSource:
         return TrackingClient(
             engine=engine,
             tokenizer=self.tokenizer,
-            tool_call_parser=self._config.engine.tool_call_parser,
             sampling=sampling,
             budget=budget,
+            **self._config.engine.list_reading_options(),
         )
 
 

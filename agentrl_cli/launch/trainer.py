@@ -249,7 +249,7 @@ class PPOTrainer:
         if own_fleet is not None:
             own_fleet.end_with_servers(engine)
         stack.callback(lambda: background.run(engine.close(), _CLOSE_SECONDS))
-        gateway = get_gateway(engine, self.tokenizer, self.config.engine.tool_call_parser)
+        gateway = get_gateway(engine, self.tokenizer, **self.config.engine.list_reading_options())
         stack.callback(lambda: background.run(gateway.close(), _CLOSE_SECONDS))
         return engine
 

@@ -26,9 +26,9 @@ def build_workflows(trainer: PPOTrainer, stack: ExitStack) -> list[RolloutWorkfl
         return TrackingClient(
             engine=engine,
             tokenizer=trainer.tokenizer,
-            tool_call_parser=config.engine.tool_call_parser,
             sampling=sampling,
             budget=budget,
+            **config.engine.list_reading_options(),
         )
 
     tokenizer = trainer.tokenizer if config.workflow_path is not None else None

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from agentrl_cli.agents.building import AgentSource, import_agent
+from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.config.experiment import ExperimentConfig, GenerationConfig
 from agentrl_cli.config.imports import import_object
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
@@ -50,21 +51,21 @@ def build_workflow(
         reward=reward,
         gconfig=gconfig,
         rollout=config.rollout,
-        open_client=open_client or _make_client_factory(tokenizer, config.engine.tool_call_parser),
+        open_client=open_client or _make_client_factory(tokenizer, config.engine),
         seed=seed,
     )
 
 
-def _make_client_factory(tokenizer: Any, tool_call_parser: str) -> ClientFactory:
+def _make_client_factory(tokenizer: Any, config: EngineConfig) -> ClientFactory:
     held: list[Any] = []
 
     def open_client(engine: InferenceEngine, sampling: Sampling, budget: Budget) -> TrackingClient:
         client = TrackingClient(
             engine=engine,
             tokenizer=tokenizer,
-            tool_call_parser=tool_call_parser,
             sampling=sampling,
             budget=budget,
+            **config.list_reading_options(),
         )
         # An engine's gateway lives as long as somebody holds it; between two trajectories
         # that is us.
