@@ -223,8 +223,11 @@ def _parse_rules(body: Mapping[str, Any], tools: Sequence[Tool]) -> tuple[ReplyR
         raise RequestError(
             f"tool_choice is {kind!r}, but no tools are given; pass tools", "tool_choice"
         )
-    if kind == "none" or not tools:
+    if not tools:
         return ReplyRules(response_format=response_format), False
+    if kind == "none":
+        # They stay in the prompt, so that the conversation's tokens go on.
+        return ReplyRules(response_format=response_format, callable_tools=()), False
     callable_tools = None
     if kind == "tool":
         known = [tool["function"]["name"] for tool in tools]
