@@ -15,20 +15,34 @@ _PUBLIC = {
     "AgentWorkflow": "agentrl_cli.rollout.workflow",
     "AsyncRewardWrapper": "agentrl_cli.rollout.rewards",
     "PPOTrainer": "agentrl_cli.launch.trainer",
+    "AgentRun": "agentrl_cli.agents.openai_agents",
+    "GraphRun": "agentrl_cli.agents.langgraph",
     "RolloutWorkflow": "agentrl_cli.rollout.workflow",
+    "TrackedCamelModel": "agentrl_cli.agents.camel",
     "TrackingClient": "agentrl_cli.tracking.client",
+    "build_chat_model": "agentrl_cli.agents.langgraph",
+    "build_run_config": "agentrl_cli.agents.openai_provider",
     "load_config": "agentrl_cli.config.loading",
 }
 __all__ = [
+    "AgentRun",
     "AgentWorkflow",
     "AsyncRewardWrapper",
+    "GraphRun",
     "PPOTrainer",
     "RolloutWorkflow",
+    "TrackedCamelModel",
     "TrackingClient",
+    "build_chat_model",
+    "build_run_config",
     "load_config",
 ]
 
 if TYPE_CHECKING:
+    from agentrl_cli.agents.camel import TrackedCamelModel
+    from agentrl_cli.agents.langgraph import GraphRun, build_chat_model
+    from agentrl_cli.agents.openai_agents import AgentRun
+    from agentrl_cli.agents.openai_provider import build_run_config
     from agentrl_cli.config.loading import load_config
     from agentrl_cli.launch.trainer import PPOTrainer
     from agentrl_cli.rollout.rewards import AsyncRewardWrapper

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 from openai import AsyncOpenAI
 
@@ -31,26 +32,51 @@ class AgentSource:
         builder: the user's function.
         kwargs: ``agent_builder_kwargs``.
         key: the config key, for messages.
+        trial: ``now``: it is found out at once whether the builder works; ``never``: that was
+            found out elsewhere.
 
     Raises:
         BuilderError: the builder cannot be called with these arguments, raises, or returns
             something unknown (found out by building once with a client that leads nowhere).
     """
 
-    def __init__(self, builder: Callable[..., Any], kwargs: Mapping[str, Any], key: str) -> None:
+    def __init__(
+        self,
+        builder: Callable[..., Any],
+        kwargs: Mapping[str, Any],
+        key: str,
+        *,
+        trial: Literal["now", "never"] = "now",
+    ) -> None:
         self._builder = builder
         self._kwargs = dict(kwargs)
         self._key = key
         self._supplied = self._check_signature()
         self.per_trajectory = "client" in self._supplied
         self._by_model: dict[str, AgentRunner] = {}
+        if trial == "now":
+            _ = self.runner
+
+    @cached_property
+    def runner(self) -> AgentRunner:
+        """The agent as built on trial: tells what it is; run where it can be shared.
+
+        Raises:
+            BuilderError: the builder raises, or returns something unknown.
+        """
         stand_in = AsyncOpenAI(base_url="http://agentrl.invalid/v1", api_key="opens-nothing")
         try:
             built = self._build(stand_in, "model")
         except Exception as error:
             raise BuilderError(self._describe_raised(error)) from error
-        self.runner: AgentRunner = adapt_agent(built, key)
-        """The agent as built on trial: tells what it is; run where it can be shared."""
+        runner = adapt_agent(built, self._key)
+        if runner.needs_client and not self.per_trajectory:
+            raise BuilderError(
+                f"{self._key}: the builder does not take 'client', so nothing that this agent "
+                f"({runner.framework}) says could be recorded. Write def build(client, "
+                "model), and give its model the client: docs/agents.md shows how"
+            )
+        return runner
 
     def get_runner(self, client: AsyncOpenAI, model: str) -> AgentRunner:
         """The agent for one trajectory. Raises what the builder raises."""

@@ -1,15 +1,18 @@
-"""Agents in plain Python: an async function of the row, or an object with ``async run``."""
+"""Agents in plain Python: a function of the row, or an object with ``run``; async or not."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from openai import AsyncOpenAI
 
 from agentrl_cli.agents.runner import AgentOutcome
+from agentrl_cli.agents.threads import run_in_thread
 from agentrl_cli.errors import BuilderError
+from agentrl_cli.tracking.blocking_client import BlockingTrackingClient, build_blocking_client
 
 #: What is passed, by keyword, besides the row: all of it to ``**kwargs``, else what is named.
 SUPPLIED = ("base_url", "api_key", "http_client", "client", "model", "max_turns")
@@ -18,8 +21,9 @@ SUPPLIED = ("base_url", "api_key", "http_client", "client", "model", "max_turns"
 class CallableRunner:
     """Runs ``function(data, **what its signature names)``.
 
-    The returned text is the final answer; anything else is a reward, a dict of rewards,
-    or None for "use the reward function".
+    A function that is not async runs in a thread of its own, with a ``client`` and an
+    ``http_client`` that block. The returned text is the final answer; anything else is a
+    reward, a dict of rewards, or None for "use the reward function".
 
     Raises:
         BuilderError: the signature asks for what nothing supplies.
@@ -27,10 +31,13 @@ class CallableRunner:
 
     framework = "plain Python"
     gives_rewards = True
+    needs_client = False
     input_fields = ()
 
-    def __init__(self, function: Callable[..., Awaitable[Any]], name: str, key: str) -> None:
+    def __init__(self, function: Callable[..., Any], name: str, key: str) -> None:
         self._function = function
+        self._name = name
+        self._is_async = is_async(function)
         parameters = list(inspect.signature(function).parameters.values())
         first = parameters[0] if parameters else None
         if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
@@ -56,7 +63,7 @@ class CallableRunner:
     @property
     def needs_base_url(self) -> bool:
         """True when the function may connect by itself."""
-        return self._takes_all or "base_url" in self._named
+        return self._takes("base_url")
 
     async def run(
         self,
@@ -78,9 +85,38 @@ class CallableRunner:
             "model": model,
             "max_turns": max_turns,
         }
-        chosen = {k: v for k, v in supplied.items() if self._takes_all or k in self._named}
+        if not self._is_async and (self._takes("client") or self._takes("http_client")):
+            blocking = build_blocking_client(client)
+            supplied["client"] = blocking
+            if isinstance(blocking, BlockingTrackingClient):
+                supplied["http_client"] = blocking.http_client
+        chosen = {k: v for k, v in supplied.items() if self._takes(k)}
         # A copy: an agent that writes into its row must not change its siblings' row.
-        returned = await self._function(dict(data), **chosen)
+        returned = await self._call(dict(data), chosen)
         if isinstance(returned, str):
             return AgentOutcome(final_answer=returned)
         return AgentOutcome(returned=returned)
+
+    async def _call(self, row: dict[str, Any], supplied: dict[str, Any]) -> Any:
+        if self._is_async:
+            return await self._function(row, **supplied)
+        call = functools.partial(self._function, row, **supplied)
+        returned = await run_in_thread(call, f"agent {self._name}")
+        if inspect.isawaitable(returned):
+            if inspect.iscoroutine(returned):
+                returned.close()
+            raise TypeError(
+                f"{self._name} is a plain function that returned {type(returned).__name__}, so "
+                "nothing awaited it: write async def (if a decorator hides that it is async, use "
+                "functools.wraps in the decorator)"
+            )
+        return returned
+
+    def _takes(self, name: str) -> bool:
+        return self._takes_all or name in self._named
+
+
+def is_async(function: Any) -> bool:
+    """Whether calling ``function`` gives something to await, also behind a decorator."""
+    candidates = (function, getattr(function, "__call__", None))  # noqa: B004 - its method, if any
+    return any(inspect.iscoroutinefunction(inspect.unwrap(c)) for c in candidates if c is not None)

@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from openai import AsyncOpenAI
 
+from agentrl_cli.agents.openai_provider import AgentApi, build_run_config
 from agentrl_cli.agents.runner import AgentOutcome, BoundaryError
 from agentrl_cli.agents.task_input import INPUT_FIELDS, find_input
+from agentrl_cli.log import get_logger
 from agentrl_cli.records import Boundary
 
 if TYPE_CHECKING:
-    from agents import Agent, ModelProvider, ModelSettings
+    from agents import Agent
+
+_log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRun:
+    """An agent with how it is run; a builder may return one instead of the bare agent."""
+
+    agent: Agent[Any]
+    api: AgentApi = "chat"
+    """OpenAI's API that its calls go through."""
+    delivery: Literal["whole", "streamed"] = "whole"
+    """``streamed``: by ``Runner.run_streamed``, its events read to the end."""
+    build_context: Callable[[Mapping[str, Any]], Any] | None = None
+    """Makes the run's ``context``, for tools and instructions, from the dataset row."""
+
+    def __post_init__(self) -> None:
+        """Refuses values that the type forbids: they often come from a YAML file."""
+        for name, allowed in (("api", ("chat", "responses")), ("delivery", ("whole", "streamed"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"AgentRun({name}={getattr(self, name)!r}): allowed are {' and '.join(allowed)}"
+                )
 
 
 class OpenAIAgentRunner:
@@ -24,15 +49,19 @@ class OpenAIAgentRunner:
     Agents whose model is a name, or none, are served by the tracked model; an agent that
     holds a ``Model`` object keeps it (a judge on another API, say), and is tracked only if
     that object was made with the tracking client.
+
+    A guardrail that trips is an end of the agent's own: it then has said nothing, and the
+    reward function judges an empty answer.
     """
 
     framework = "OpenAI Agents SDK"
     gives_rewards = False
+    needs_client = False
     needs_base_url = False
     input_fields = INPUT_FIELDS
 
-    def __init__(self, agent: Agent[Any]) -> None:
-        self._agent = agent
+    def __init__(self, described: AgentRun) -> None:
+        self._described = described
 
     async def run(
         self,
@@ -49,17 +78,17 @@ class OpenAIAgentRunner:
         del base_url, api_key, http_client
         import agents
 
-        config = agents.RunConfig(
-            model_provider=_provider_class()(client, model),
-            # The SDK would send traces to OpenAI whenever a key is set.
-            tracing_disabled=True,
+        tripwires = (
+            agents.InputGuardrailTripwireTriggered,
+            agents.OutputGuardrailTripwireTriggered,
+            agents.ToolInputGuardrailTripwireTriggered,
+            agents.ToolOutputGuardrailTripwireTriggered,
         )
-        # The SDK's input type names every kind of item that it knows; rows hold plain messages.
-        asked: Any = find_input(data)
         try:
-            result = await agents.Runner.run(
-                self._agent, asked, max_turns=max_turns, run_config=config
-            )
+            output = await self._run(data, client, model, max_turns)
+        except tripwires as error:
+            _log.info("an agent ended by its guardrail: %s", error)
+            return AgentOutcome(final_answer="")
         except agents.MaxTurnsExceeded as error:
             raise BoundaryError(Boundary.BUDGET, error) from error
         except (agents.ToolTimeoutError, agents.MCPToolCancellationError) as error:
@@ -70,64 +99,35 @@ class OpenAIAgentRunner:
             if error.__cause__ is None or not str(error).startswith("Error running tool"):
                 raise
             raise BoundaryError(Boundary.TOOL, error.__cause__) from error
-        return AgentOutcome(final_answer=_format_output(result.final_output))
+        return AgentOutcome(final_answer=_format_output(output))
 
+    async def _run(
+        self, data: Mapping[str, Any], client: AsyncOpenAI, model: str, max_turns: int
+    ) -> Any:
+        from agents import Runner
 
-@cache
-def _provider_class() -> Any:
-    """The provider's class, made on first use: the SDK is an optional package."""
-    from agents import Model, OpenAIChatCompletionsModel, OpenAIProvider
-
-    class TrackedModel(OpenAIChatCompletionsModel):
-        """The served model, without settings that the SDK added for another model."""
-
-        async def get_response(self, *args: Any, **kwargs: Any) -> Any:
-            args, kwargs = _replace_settings(args, kwargs)
-            return await super().get_response(*args, **kwargs)
-
-        def stream_response(self, *args: Any, **kwargs: Any) -> Any:
-            args, kwargs = _replace_settings(args, kwargs)
-            return super().stream_response(*args, **kwargs)
-
-    class TrackedProvider(OpenAIProvider):
-        """Serves every name with the tracked model."""
-
-        def __init__(self, client: AsyncOpenAI, served_name: str) -> None:
-            super().__init__(openai_client=client, use_responses=False)
-            self._tracked = TrackedModel(model=served_name, openai_client=client)
-
-        def get_model(self, model_name: str | None) -> Model:
-            del model_name
-            return self._tracked
-
-    provider: type[ModelProvider] = TrackedProvider
-    return provider
-
-
-def _replace_settings(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a model call with its settings (third, or by name) made neutral."""
-    if "model_settings" in kwargs:
-        return args, {**kwargs, "model_settings": _drop_implicit(kwargs["model_settings"])}
-    return (*args[:2], _drop_implicit(args[2]), *args[3:]), kwargs
-
-
-def _drop_implicit(settings: ModelSettings) -> ModelSettings:
-    """Settings without the reasoning effort and verbosity that the SDK gives by default.
-
-    An agent without a model gets those of OpenAI's current default model; sent on, they
-    would be refused by any other server. What differs from them was chosen by the user.
-    """
-    from agents.models import get_default_model_settings
-
-    implicit = get_default_model_settings()
-    changes: dict[str, Any] = {}
-    if settings.reasoning is not None and settings.reasoning == implicit.reasoning:
-        changes["reasoning"] = None
-    if settings.verbosity is not None and settings.verbosity == implicit.verbosity:
-        changes["verbosity"] = None
-    return dataclasses.replace(settings, **changes) if changes else settings
+        described = self._described
+        # The SDK's input type names every kind of item that it knows; rows hold plain messages.
+        asked: Any = find_input(data)
+        options: dict[str, Any] = {
+            "max_turns": max_turns,
+            "run_config": build_run_config(client, model, api=described.api),
+        }
+        if described.build_context is not None:
+            # A copy: an agent that writes into its row must not change its siblings' row.
+            options["context"] = described.build_context(dict(data))
+        if described.delivery == "whole":
+            return (await Runner.run(described.agent, asked, **options)).final_output
+        result = Runner.run_streamed(described.agent, asked, **options)
+        try:
+            async for _ in result.stream_events():
+                """Nobody watches: what counts is what is recorded meanwhile."""
+        finally:
+            # A run that is left in its midst would go on in tasks of its own.
+            result.cancel()
+        if result.run_loop_exception is not None:
+            raise result.run_loop_exception
+        return result.final_output
 
 
 def _format_output(output: Any) -> str | None:

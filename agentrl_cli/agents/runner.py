@@ -35,6 +35,11 @@ class AgentRunner(Protocol):
         ...
 
     @property
+    def needs_client(self) -> bool:
+        """True: it holds the model it speaks to, so its builder must have taken ``client``."""
+        ...
+
+    @property
     def needs_base_url(self) -> bool:
         """True: it may open connections of its own, so the gateway must listen on a socket."""
         ...

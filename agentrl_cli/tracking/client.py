@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -58,6 +59,7 @@ class TrackingClient(AsyncOpenAI):
             )
         self.gateway = gateway
         self.session = session or gateway.open_session(sampling=sampling, budget=budget)
+        self._on_close: list[Callable[[], None]] = []
         options: dict[str, Any] = {"base_url": _IN_PROCESS_URL, "max_retries": 0}
         options |= openai_options
         options |= {"api_key": self.session.key, "http_client": gateway.http_client}
@@ -105,9 +107,15 @@ class TrackingClient(AsyncOpenAI):
 
     with_options = copy
 
+    def call_on_close(self, callback: Callable[[], None]) -> None:
+        """Has ``callback`` called when the session ends."""
+        self._on_close.append(callback)
+
     async def close(self) -> None:
         """Ends the session: its key opens nothing any more. Records stay readable."""
         self.gateway.close_session(self.session)
+        for callback in self._on_close:
+            callback()
 
 
 def _load_tokenizer(tokenizer: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 
 import pytest
 
@@ -57,6 +58,56 @@ async def test_functions_and_objects_get_what_they_name():
     assert (await run(adapt_agent(partial, "k"))).returned[-1] == 5
 
 
+async def test_blocking_functions_run_in_a_thread_of_their_own():
+    def solve(data, model, *, max_turns):
+        return (threading.current_thread().name, data, model, max_turns)
+
+    class Solver:
+        def run(self, data):
+            return "from run"
+
+        async def __call__(self, data):
+            return "what is async goes first"
+
+    returned = (await run(adapt_agent(solve, "k"))).returned
+    assert returned[0].startswith("agent ")
+    assert returned[1:] == ({"q": 1}, "m", 4)
+    assert (await run(adapt_agent(Solver(), "k"))).final_answer == "what is async goes first"
+    assert (await run(adapt_agent(Solver().run, "k"))).final_answer == "from run"
+
+
+async def test_what_a_thread_raises_is_what_the_agent_raised():
+    def fails(data):
+        raise KeyError("no such thing")
+
+    def stops(data):
+        return next(iter(()))
+
+    with pytest.raises(KeyError, match="no such thing"):
+        await run(adapt_agent(fails, "k"))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await run(adapt_agent(stops, "k"))
+
+
+async def test_a_decorated_async_function_is_awaited_and_a_hidden_one_is_explained():
+    def wrapped(function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        return call
+
+    def hidden(function):
+        return lambda data: function(data)
+
+    async def solve(data):
+        return "awaited"
+
+    assert (await run(adapt_agent(wrapped(solve), "k"))).final_answer == "awaited"
+    with pytest.raises(TypeError, match=r"that returned coroutine.*functools\.wraps"):
+        await run(adapt_agent(hidden(solve), "k"))
+
+
 def test_the_socket_is_opened_for_those_who_can_use_it():
     async def no(data, client): ...
     async def named(data, base_url): ...
@@ -74,16 +125,11 @@ class Agent:
 async def coroutine_agent(data): ...
 
 
-def sync_agent(data): ...
-
-
 @pytest.mark.parametrize(
     ("built", "message"),
     [
         (None, r"returned None: is there a return\?"),
         (Agent, r"the class Agent, not an object of it: return Agent\(\.\.\.\)"),
-        (Agent(), r"Agent\.run, which is not async: write async def"),
-        (sync_agent, r"sync_agent, which is not async: write async def"),
         (42, r"type builtins\.int: 42"),
         ("text", r"type builtins\.str"),
     ],
