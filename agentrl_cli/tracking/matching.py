@@ -78,8 +78,9 @@ def diagnose_edit(sampled: Message, replayed: Message) -> BreakCause:
         stripped = strip_thinking(text).strip() == strip_thinking(other_text).strip()
         if stripped and not has_thinking(replayed):
             return BreakCause.THINKING_STRIPPED
-    names, other_names = ([c[1] for c in side] for side in (calls, other_calls))
-    if same_text and extras == other_extras and calls != other_calls and names == other_names:
+    # All of a call but its arguments: by another id or name it is another call.
+    heads, other_heads = ([(c[0], c[1], c[3]) for c in side] for side in (calls, other_calls))
+    if same_text and extras == other_extras and calls != other_calls and heads == other_heads:
         return BreakCause.TOOL_ARGUMENTS_CHANGED
     return BreakCause.HISTORY_EDITED
 
@@ -91,15 +92,26 @@ def _carries_meaning(value: Any) -> bool:
 def _normalize_call(call: dict[str, Any]) -> list[Any]:
     function = call.get("function") or {}
     extras = {k: v for k, v in call.items() if k not in _KNOWN_CALL_KEYS and _carries_meaning(v)}
-    arguments = function.get("arguments")
-    return [call.get("id"), function.get("name"), parse_arguments(arguments), extras]
+    arguments = _parse_json(function.get("arguments"), parse_float=_parse_number)
+    return [call.get("id"), function.get("name"), arguments, extras]
 
 
 def parse_arguments(arguments: Any) -> Any:
     """Tool arguments as JSON data; text that is not JSON stays text."""
-    if not isinstance(arguments, str):
-        return arguments
+    return _parse_json(arguments)
+
+
+def _parse_json(text: Any, **options: Any) -> Any:
+    if not isinstance(text, str):
+        return text
     try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
+        return json.loads(text, **options)
+    except (ValueError, RecursionError):
+        # Brackets nested without end are no arguments either.
+        return text
+
+
+def _parse_number(text: str) -> float:
+    """A number with a fraction or an exponent; 1.0 is 1, as programs in JavaScript send it back."""
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number

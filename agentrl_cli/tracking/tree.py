@@ -93,6 +93,15 @@ class ConversationTree:
         self._by_conversation: dict[bytes, list[_Node]] = {}
         self._by_request: dict[bytes, list[_Node]] = {}
         self._replies: set[tuple[bytes, bytes]] = set()
+        #: Conversations up to an assistant's turn that an agent gave unasked: examples.
+        self._given: set[bytes] = set()
+
+    def clear(self) -> None:
+        """Forgets every turn: what continues one of them is tokenized anew."""
+        self._by_conversation.clear()
+        self._by_request.clear()
+        self._replies.clear()
+        self._given.clear()
 
     def plan(self, messages: Sequence[Message], inputs: TemplateInputs) -> PromptPlan:
         """The prompt of a request, spliced to the turn that it continues, if it does.
@@ -126,6 +135,9 @@ class ConversationTree:
         self._by_conversation.setdefault(fingerprint(reply, request), []).append(node)
         self._by_request.setdefault(request, []).append(node)
         self._replies.add((_fingerprint_system(interaction.messages), fingerprint(reply)))
+        if plan.break_cause is None:
+            turns = zip(interaction.messages, plan.prefix_digests[1:], strict=True)
+            self._given.update(digest for m, digest in turns if m["role"] == "assistant")
 
     def _find_parent(
         self, messages: Sequence[Message], digests: list[bytes]
@@ -156,7 +168,9 @@ class ConversationTree:
                 causes = [diagnose_edit(n.interaction.reply or {}, message) for n in siblings]
                 named = [c for c in causes if c is not BreakCause.HISTORY_EDITED]
                 return named[-1] if named else BreakCause.HISTORY_EDITED
-            if (system, fingerprint(message)) in self._replies:
+            # What stood in an unbroken request before is given, though a reply may equal it.
+            is_given = digests[position + 1] in self._given
+            if not is_given and (system, fingerprint(message)) in self._replies:
                 return BreakCause.HISTORY_EDITED
         return None
 
