@@ -24,10 +24,12 @@ from starlette.routing import Route, Router
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.tracking.chat_protocol import ChatProtocol
+from agentrl_cli.tracking.constraints import constrain
 from agentrl_cli.tracking.messages_protocol import CountTokensProtocol, MessagesProtocol
 from agentrl_cli.tracking.model_calls import ModelCalls
-from agentrl_cli.tracking.model_request import RequestError
+from agentrl_cli.tracking.model_request import ModelRequest, ReplyRules, RequestError
 from agentrl_cli.tracking.parsers.choosing import choose_formats
+from agentrl_cli.tracking.reply_text import PROMPT_END_TOKENS
 from agentrl_cli.tracking.responses_protocol import ResponsesProtocol
 from agentrl_cli.tracking.server import LoopbackServer
 from agentrl_cli.tracking.session import Budget, Session
@@ -223,7 +225,7 @@ class Gateway(BaseGateway):
                 f"{protocol.id_prefix}{uuid.uuid4().hex}",
                 request.messages,
                 request.inputs,
-                request.sampling,
+                await self._hold_to_rules(request, session),
                 request.num_choices,
             ),
         )
@@ -231,6 +233,15 @@ class Gateway(BaseGateway):
             return await _stream(protocol, calls)
         reply = protocol.format_reply(calls, await calls.complete())
         return Response(json.dumps(reply, ensure_ascii=False), media_type="application/json")
+
+    async def _hold_to_rules(self, request: ModelRequest, session: Session) -> Sampling:
+        """The request's sampling, under what it asks of the reply's form."""
+        if request.rules == ReplyRules():
+            return request.sampling
+        # Whether the prompt ends inside a thought decides what may come first.
+        prompt_ids = session.plan_prompt(request.messages, request.inputs).prompt_ids
+        prompt_end = self.template.decode_all(prompt_ids[-PROMPT_END_TOKENS:])
+        return await constrain(request, self.template.formats, prompt_end)
 
 
 _GATEWAYS: weakref.WeakValueDictionary[tuple[Any, ...], Gateway] = weakref.WeakValueDictionary()

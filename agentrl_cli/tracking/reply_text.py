@@ -15,7 +15,7 @@ from agentrl_cli.tracking.tool_calls import ParsedText
 
 _log = get_logger(__name__)
 #: Enough of a prompt's end to see whether it opens a thought.
-_PROMPT_END_TOKENS = 64
+PROMPT_END_TOKENS = 64
 
 
 class ReplyReader:
@@ -40,7 +40,7 @@ class ReplyReader:
     ) -> None:
         self._template = template
         self._stop = tuple(stop)
-        prompt_end = template.decode_all(prompt_ids[-_PROMPT_END_TOKENS:])
+        prompt_end = template.decode_all(prompt_ids[-PROMPT_END_TOKENS:])
         context = ReplyContext(tools=tools if parse_tools else (), prompt_end=prompt_end)
         self._parser = _build_parser(template, context, parse_tools)
         self._decoder: DecodeStream | None = DecodeStream(skip_special_tokens=False)
