@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ def open_conversation(
 
 
 @pytest.fixture
-async def read_stream() -> AsyncIterator[Callable[..., Any]]:
+def read_stream() -> Callable[..., Any]:
     """Sends a raw streamed request: ``await read_stream(conversation, body)`` gives its events."""
 
     async def read(conversation: Conversation, body: dict[str, Any]) -> list[tuple[str, str]]:
@@ -78,4 +78,4 @@ async def read_stream() -> AsyncIterator[Callable[..., Any]]:
             events.append((name.removeprefix("event: "), data.removeprefix("data: ")))
         return events
 
-    yield read
+    return read

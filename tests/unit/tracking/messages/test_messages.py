@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,7 +40,7 @@ def read_calls(message: Any) -> list[tuple[str, Any]]:
 
 def check_continued(interactions: tuple[Interaction, ...]) -> None:
     """Every turn goes on from the one before with the very tokens that were sampled."""
-    for parent, child in zip(interactions, interactions[1:], strict=False):
+    for parent, child in itertools.pairwise(interactions):
         known = parent.prompt_ids + parent.completion_ids
         assert child.parent_id == parent.id
         assert child.prompt_ids[: len(known)] == known
@@ -243,8 +245,6 @@ async def test_a_stop_sequence_is_named_only_if_the_request_named_it(
 
 def let_engine_stop_at(engine: Any, stop_text: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the scripted engine say which text ended the completion, as real ones do."""
-    from dataclasses import replace
-
     stream = engine.stream
 
     async def stop(*args: Any, **options: Any) -> Any:
