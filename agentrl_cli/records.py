@@ -38,6 +38,14 @@ class Boundary(StrEnum):
     BUDGET = "budget"
 
 
+class StopReason(StrEnum):
+    """The budget that a trajectory ran into."""
+
+    MAX_TURNS = "max_turns"
+    MAX_TOKENS = "max_tokens"
+    MAX_SECONDS = "max_seconds"
+
+
 class InteractionStatus(StrEnum):
     """How a model call ended."""
 
@@ -139,6 +147,8 @@ class Trajectory:
     """The trajectory's reward; None: unscored, kept but never trained on."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     final_answer: str | None = None
+    stop_reason: StopReason | None = None
+    """The budget that it ran into; None: the agent ended by itself, or failed otherwise."""
     failure: Failure | None = None
     seconds: float = 0.0
     reward_seconds: float = 0.0

@@ -13,7 +13,7 @@ import json
 import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -23,13 +23,15 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
+from agentrl_cli.tracking.answers import Answer, AnswerBook, CallKey, wait_cancelled
 from agentrl_cli.tracking.chat_protocol import ChatProtocol
 from agentrl_cli.tracking.constraints import constrain
 from agentrl_cli.tracking.messages_protocol import CountTokensProtocol, MessagesProtocol
 from agentrl_cli.tracking.model_calls import ModelCalls
-from agentrl_cli.tracking.model_request import ModelRequest, ReplyRules, RequestError
+from agentrl_cli.tracking.model_request import BusyError, ModelRequest, ReplyRules
 from agentrl_cli.tracking.parsers.choosing import choose_formats
 from agentrl_cli.tracking.reply_text import PROMPT_END_TOKENS
+from agentrl_cli.tracking.request_body import Limits, check_size, is_retry, parse_json, read_body
 from agentrl_cli.tracking.responses_protocol import ResponsesProtocol
 from agentrl_cli.tracking.server import LoopbackServer
 from agentrl_cli.tracking.session import Budget, Session
@@ -55,7 +57,7 @@ _DEFAULT_PROTOCOL = _PROTOCOLS[0]
 _ANTHROPIC_PROTOCOL = _PROTOCOLS[2]
 #: Sampling twice what failed once would hide the failure and cost a turn.
 _NO_RETRY = {"x-should-retry": "false"}
-_MAX_BODY_BYTES = 64 * 2**20
+_BUSY_SECONDS = 1
 
 
 class BaseGateway(ABC):
@@ -64,10 +66,15 @@ class BaseGateway(ABC):
     Args:
         model_name: the model that is named to clients.
         protocols: what agents may speak.
+        limits: what it takes at once.
     """
 
-    def __init__(self, model_name: str, protocols: Sequence[WireProtocol]) -> None:
+    def __init__(
+        self, model_name: str, protocols: Sequence[WireProtocol], limits: Limits | None = None
+    ) -> None:
         self.model_name = model_name
+        self.limits = limits or Limits()
+        self._answers = AnswerBook()
         self._protocols = {protocol.path: protocol for protocol in protocols}
         # Not Starlette around it: its middlewares answer exceptions, of which none come this far.
         self.app = Router(
@@ -94,21 +101,40 @@ class BaseGateway(ABC):
         """The response to a call of the session; exceptions become errors."""
 
     def open_session(
-        self, *, sampling: Sampling | None = None, budget: Budget | None = None
+        self,
+        *,
+        sampling: Sampling | None = None,
+        budget: Budget | None = None,
+        key: str | None = None,
+        max_kept: int | None = None,
     ) -> Session:
-        """A new session; ``sampling`` holds where a request does not say otherwise."""
+        """A new session; ``sampling`` holds where a request does not say otherwise.
+
+        ``key`` and ``max_kept``: see :class:`~agentrl_cli.tracking.session.Session`.
+        """
         session = Session(
             uuid.uuid4().hex,
             self.build_tree(),
             sampling or Sampling(),
             budget or Budget(),
+            key=key,
+            max_kept=max_kept,
         )
         self._sessions[_digest(session.key)] = session
         return session
 
     def close_session(self, session: Session) -> None:
-        """Forgets the session's key; its records stay with whoever holds the session."""
+        """Forgets the session's key and cancels its calls; records stay with whoever holds it."""
+        session.is_closed = True
         self._sessions.pop(_digest(session.key), None)
+        for answer in self._answers.drop_session(session.id):
+            answer.cancel()
+
+    async def end_session(self, session: Session) -> None:
+        """As :meth:`close_session`; returns when the calls are on record as cancelled."""
+        running = self._answers.list_running(session.id)
+        self.close_session(session)
+        await wait_cancelled(running)
 
     @property
     def num_open_sessions(self) -> int:
@@ -160,12 +186,51 @@ class BaseGateway(ABC):
         if session is None:
             return refuse(protocol, unknown_key_problem())
         try:
-            body = await _read_json(request)
-            return await _until_disconnect(request, self.answer(protocol, body, session))
+            data = await read_body(request, self.limits)
+            key = CallKey(session.id, protocol.path, hashlib.sha256(data).digest())
+            repeated = self._answers.find(key) if is_retry(request) else None
+            if repeated is not None:
+                return repeated
+            body = parse_json(data)
+            self._check_load(session)
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
             return refuse(protocol, describe_error(error))
+        answer = self._answers.begin(key)
+        answer.start(self._make_answer(answer, protocol, body, session))
+        return answer
+
+    async def _make_answer(
+        self, answer: Answer, protocol: WireProtocol, body: dict[str, Any], session: Session
+    ) -> None:
+        """Makes a call's answer, for as long as the session may last and anybody reads."""
+        is_whole = False
+        try:
+            async with asyncio.timeout(session.seconds_left) as scope:
+                response = await self.answer(protocol, body, session)
+                await answer.take(response)
+            is_whole = response.status_code < 400
+        except asyncio.CancelledError:
+            if session.is_closed:
+                await _fail(answer, protocol, unknown_key_problem())
+            raise
+        except Exception as error:
+            cause = session.end_for_time() if scope.expired() else error
+            await _fail(answer, protocol, describe_error(cause))
+        finally:
+            self._answers.end(answer, is_whole=is_whole)
+
+    def _check_load(self, session: Session) -> None:
+        """Raises BusyError when so many calls are in flight that one more is too many."""
+        limits = self.limits
+        if len(self._answers.list_running(session.id)) >= limits.max_session_calls:
+            raise BusyError(
+                f"this session has {limits.max_session_calls} calls in flight, and may have no "
+                "more: wait for one of them"
+            )
+        if self._answers.num_running >= limits.max_calls:
+            raise BusyError(f"{limits.max_calls} calls are in flight: ask again in a moment")
 
     def _find_session(self, request: Request) -> Session | None:
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
@@ -213,6 +278,7 @@ class Gateway(BaseGateway):
     ) -> Response:
         """The engine's answer."""
         request = protocol.parse(body, session)
+        check_size(request, self.limits)
         if isinstance(protocol, CountTokensProtocol):
             plan = session.plan_prompt(request.messages, request.inputs)
             return JSONResponse(protocol.format_count(len(plan.prompt_ids)))
@@ -277,73 +343,18 @@ async def _stream(protocol: WireProtocol, calls: ModelCalls) -> Response:
     except BaseException:
         await events.aclose()
         raise
-    return StreamingResponse(
-        _continue_events(protocol, first, events), media_type="text/event-stream"
-    )
+    return StreamingResponse(_continue_events(first, events), media_type="text/event-stream")
 
 
-async def _continue_events(
-    protocol: WireProtocol, first: bytes, events: AsyncGenerator[bytes]
-) -> AsyncIterator[bytes]:
+async def _continue_events(first: bytes, events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
     async with aclosing(events):
         yield first
-        try:
-            async for event in events:
-                yield event
-        except Exception as error:
-            yield protocol.format_stream_error(describe_error(error))
+        async for event in events:
+            yield event
 
 
-async def _until_disconnect(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
-    """The response, unless the client hangs up first: then the work is cancelled.
-
-    The work stays in this task, and what watches the client cancels it from another: a task
-    for each of the two, and one for a single choice, cost 30 microseconds more.
-
-    Raises:
-        ClientDisconnect: nobody waits for the response any more.
-    """
-    working = asyncio.current_task()
-    assert working is not None
-    has_hung_up = False
-
-    async def watch() -> None:
-        nonlocal has_hung_up
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        has_hung_up = True
-        working.cancel()
-
-    watching = asyncio.create_task(watch())
-    try:
-        return await work
-    except asyncio.CancelledError:
-        # Cancelled from elsewhere too, it has to stay cancelled.
-        if not has_hung_up or working.uncancel() > 0:
-            raise
-        raise ClientDisconnect from None
-    finally:
-        watching.cancel()
-
-
-async def _read_json(request: Request) -> dict[str, Any]:
-    """The JSON object in a request's body.
-
-    Raises:
-        RequestError: too large, no JSON, or no object.
-    """
-    body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > _MAX_BODY_BYTES:
-            raise RequestError(f"the body is larger than {_MAX_BODY_BYTES} bytes")
-    try:
-        data = json.loads(body)
-    except ValueError as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise RequestError("the body must be a JSON object")
-    return data
+async def _fail(answer: Answer, protocol: WireProtocol, problem: Problem) -> None:
+    await answer.fail(refuse(protocol, problem), protocol.format_stream_error(problem))
 
 
 def _guess_protocol(request: Request) -> WireProtocol:
@@ -358,6 +369,5 @@ def _digest(key: str) -> bytes:
 
 def refuse(protocol: WireProtocol, problem: Problem) -> Response:
     """The error response that says what went wrong, in the protocol's shape."""
-    return JSONResponse(
-        protocol.format_error(problem), status_code=problem.status, headers=_NO_RETRY
-    )
+    headers = {"retry-after": str(_BUSY_SECONDS)} if problem.status == 429 else _NO_RETRY
+    return JSONResponse(protocol.format_error(problem), status_code=problem.status, headers=headers)

@@ -63,14 +63,26 @@ class ModelCalls:
         return len(self.calls[0].plan.prompt_ids)
 
     async def complete(self) -> list[Choice]:
-        """All choices, recorded.
+        """All choices, recorded together: of a reply that is never given, none is.
 
         Raises:
             EngineError: a choice failed; the others are cancelled.
         """
-        works = [self._complete(index, call) for index, call in enumerate(self.calls)]
-        # Nearly every request asks for one choice, which needs no task of its own.
-        return [await works[0]] if len(works) == 1 else await _gather(works)
+        works = [self._generate(call) for call in self.calls]
+        try:
+            # Nearly every request asks for one choice, which needs no task of its own.
+            generations = [await works[0]] if len(works) == 1 else await _gather(works)
+            parsed = [
+                self._open_reader(call).read(generation.completion_ids)
+                for call, generation in zip(self.calls, generations, strict=True)
+            ]
+        except BaseException as error:
+            self._fail_rest(error)
+            raise
+        return [
+            self._record(index, call, generations[index], parsed[index])
+            for index, call in enumerate(self.calls)
+        ]
 
     async def stream(self) -> AsyncGenerator[Piece | Choice]:
         """Text as soon as it is certain; each choice ends with its record.
@@ -79,20 +91,27 @@ class ModelCalls:
         """
         streams = [self._stream(index, call) for index, call in enumerate(self.calls)]
         merged = streams[0] if len(streams) == 1 else _merge(streams)
-        async with aclosing(merged):
-            async for item in merged:
-                yield item
-
-    async def _complete(self, index: int, call: Call) -> Choice:
         try:
-            generation = await self.engine.generate(
+            async with aclosing(merged):
+                async for item in merged:
+                    yield item
+        except BaseException as error:
+            self._fail_rest(error)
+            raise
+
+    async def _generate(self, call: Call) -> Generation:
+        try:
+            return await self.engine.generate(
                 call.plan.prompt_ids, call.sampling, session_id=self.session.id
             )
         except BaseException as error:
             self.session.fail_call(call, error)
             raise
-        parsed = self._open_reader(call).read(generation.completion_ids)
-        return self._record(index, call, generation, parsed)
+
+    def _fail_rest(self, error: BaseException) -> None:
+        """Puts on record what no reply will hold, and what never got to run."""
+        for call in self.calls:
+            self.session.fail_call(call, error)
 
     def _open_reader(self, call: Call) -> ReplyReader:
         return ReplyReader(
@@ -158,7 +177,7 @@ def _join(pieces: list[Generation]) -> Generation:
     )
 
 
-async def _gather(works: list[Coroutine[Any, Any, Choice]]) -> list[Choice]:
+async def _gather(works: list[Coroutine[Any, Any, Generation]]) -> list[Generation]:
     """What all return; when one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

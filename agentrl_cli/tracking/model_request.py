@@ -44,6 +44,14 @@ class ReplyRules:
     """False: a reply holds one call at most."""
 
 
+class TooLargeError(RequestError):
+    """A request that is refused with status 413."""
+
+
+class BusyError(Exception):
+    """A request that comes while too much else is going on: status 429, to be repeated later."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest:
     """A checked request, its conversation as chat messages in OpenAI's form.

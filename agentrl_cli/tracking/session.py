@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.errors import EngineError
-from agentrl_cli.records import Interaction, InteractionStatus, Message
+from agentrl_cli.records import Interaction, InteractionStatus, Message, StopReason
 from agentrl_cli.tracking.credit import compute_turn_returns, parse_reward
 from agentrl_cli.tracking.export import ExportedInteraction, export_interactions
 from agentrl_cli.tracking.sequences import ExportStyle
@@ -30,6 +30,8 @@ class Budget:
     """Most model calls, failed ones included."""
     max_tokens: int | None = None
     """Most sampled tokens over all calls."""
+    max_seconds: float | None = None
+    """Most seconds from the session's start to the end of its last call."""
 
 
 _COLLECTED: ContextVar[list[Session] | None] = ContextVar("collected sessions", default=None)
@@ -50,7 +52,7 @@ def collect_sessions() -> Iterator[list[Session]]:
 
 
 class BudgetExceededError(Exception):
-    """A call came after its session's budget was used up."""
+    """A call came after its session's budget was used up, or was in flight at that time."""
 
 
 @dataclass(slots=True)
@@ -67,17 +69,38 @@ class Call:
 
 
 class Session:
-    """Records the calls of one trajectory; every method is for the gateway's event loop."""
+    """Records the calls of one trajectory; every method is for the gateway's event loop.
+
+    Args:
+        session_id: names it to engines.
+        tree: an empty one.
+        sampling: holds where a request does not say otherwise.
+        budget: its limits.
+        key: its secret; None: a random one.
+        max_kept: most calls on record: then all of them are forgotten, for a session that serves
+            for ever. None: every call is kept.
+    """
 
     def __init__(
-        self, session_id: str, tree: ConversationTree, sampling: Sampling, budget: Budget
+        self,
+        session_id: str,
+        tree: ConversationTree,
+        sampling: Sampling,
+        budget: Budget,
+        *,
+        key: str | None = None,
+        max_kept: int | None = None,
     ) -> None:
         self.id = session_id
-        self.key = f"sk-agentrl-{secrets.token_urlsafe(24)}"
+        self.key = key or f"sk-agentrl-{secrets.token_urlsafe(24)}"
         self.sampling = sampling
         self.budget = budget
         self.budget_exceeded: str | None = None
         """Which limit refused a call, in words; None: none did."""
+        self.stop_reason: StopReason | None = None
+        """The same as a name."""
+        self.is_closed = False
+        """True: its key opens nothing any more."""
         self.engine_error: EngineError | None = None
         """The last engine error that a call of this session crossed."""
         self._tree = tree
@@ -85,6 +108,9 @@ class Session:
         self._num_calls = 0
         self._num_tokens = 0
         self._clock = 0
+        self._opened = time.monotonic()
+        self._max_kept = max_kept
+        self._open_calls: dict[int, Call] = {}
         collected = _COLLECTED.get()
         if collected is not None:
             collected.append(self)
@@ -130,6 +156,7 @@ class Session:
                     started, now, time.perf_counter(),
                 )
             )  # fmt: skip
+        self._open_calls.update((id(call), call) for call in calls)
         return calls
 
     def complete_call(
@@ -153,21 +180,27 @@ class Session:
             ended=self._tick(),
         )
         self._num_tokens += interaction.num_completion_tokens
-        self._interactions[call.id] = interaction
+        self._keep(call, interaction)
         self._tree.add(call.plan, interaction)
         return interaction
 
     def fail_call(self, call: Call, error: BaseException) -> None:
-        """Records a call that ended without a reply: it is no parent and earns nothing."""
+        """Records a call that ended without a reply: it is no parent and earns nothing.
+
+        A call that was recorded before stays as it is.
+        """
+        if id(call) not in self._open_calls:
+            return
         cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
         if isinstance(error, EngineError):
             self.engine_error = error
-        self._interactions[call.id] = replace(
+        failed = replace(
             self._describe(call),
             status=InteractionStatus.CANCELLED if cancelled else InteractionStatus.FAILED,
-            error=f"{type(error).__name__}: {error}",
+            error=f"{type(error).__name__}: {error}".removesuffix(": "),
             ended=self._tick(),
         )
+        self._keep(call, failed)
 
     def set_reward(self, interaction_id: str, reward: Any) -> None:
         """Gives one interaction its own reward; None or NaN: unscored.
@@ -206,19 +239,43 @@ class Session:
         """Completed interactions as training material, by id."""
         return export_interactions(self._interactions.values(), style)
 
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the budget is used up, 0 or more; None: it has no end."""
+        if self.budget.max_seconds is None:
+            return None
+        return max(0.0, self._opened + self.budget.max_seconds - time.monotonic())
+
+    def end_for_time(self) -> BudgetExceededError:
+        """The error of a call that came, or was in flight, when the time was over."""
+        limit = f"rollout.timeout_seconds = {self.budget.max_seconds:g}"
+        return self._exceed(StopReason.MAX_SECONDS, limit)
+
+    def _exceed(self, reason: StopReason, limit: str) -> BudgetExceededError:
+        self.stop_reason, self.budget_exceeded = reason, limit
+        return BudgetExceededError(limit)
+
     def _apply_budget(self, sampling: Sampling, num_choices: int) -> Sampling:
         budget = self.budget
+        if self.seconds_left == 0.0:
+            raise self.end_for_time()
         if budget.max_turns is not None and self._num_calls + num_choices > budget.max_turns:
-            self.budget_exceeded = f"rollout.max_turns = {budget.max_turns}"
-            raise BudgetExceededError(self.budget_exceeded)
+            raise self._exceed(StopReason.MAX_TURNS, f"rollout.max_turns = {budget.max_turns}")
         if budget.max_tokens is None:
             return sampling
         left = (budget.max_tokens - self._num_tokens) // num_choices
         if left < 1:
-            self.budget_exceeded = f"rollout.max_tokens_per_trajectory = {budget.max_tokens}"
-            raise BudgetExceededError(self.budget_exceeded)
+            limit = f"rollout.max_tokens_per_trajectory = {budget.max_tokens}"
+            raise self._exceed(StopReason.MAX_TOKENS, limit)
         wanted = left if sampling.max_tokens is None else min(sampling.max_tokens, left)
         return replace(sampling, max_tokens=wanted)
+
+    def _keep(self, call: Call, interaction: Interaction) -> None:
+        self._open_calls.pop(id(call), None)
+        if self._max_kept is not None and len(self._interactions) >= self._max_kept:
+            self._interactions.clear()
+            self._tree.clear()
+        self._interactions[call.id] = interaction
 
     def _describe(self, call: Call) -> Interaction:
         return Interaction(

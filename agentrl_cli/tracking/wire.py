@@ -9,7 +9,12 @@ from typing import Any, Protocol
 from agentrl_cli.errors import ContextLengthError, EngineError, EngineTimeoutError
 from agentrl_cli.log import get_logger
 from agentrl_cli.tracking.model_calls import Choice, ModelCalls
-from agentrl_cli.tracking.model_request import ModelRequest, RequestError
+from agentrl_cli.tracking.model_request import (
+    BusyError,
+    ModelRequest,
+    RequestError,
+    TooLargeError,
+)
 from agentrl_cli.tracking.session import BudgetExceededError, Session
 from agentrl_cli.tracking.template import TemplateError
 
@@ -73,6 +78,10 @@ class WireProtocol(Protocol):
 
 def describe_error(error: Exception) -> Problem:
     """The problem that an exception stands for."""
+    if isinstance(error, TooLargeError):
+        return Problem(413, str(error), param=error.param, code="request_too_large")
+    if isinstance(error, BusyError):
+        return Problem(429, str(error), "rate_limit_error", code="too_many_calls")
     if isinstance(error, RequestError):
         return Problem(400, str(error), param=error.param, code=error.code)
     if isinstance(error, TemplateError):
