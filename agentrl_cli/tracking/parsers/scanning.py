@@ -64,8 +64,8 @@ class CallScanner:
     """Turns text, fed in any pieces, into content and tool calls.
 
     The result does not depend on how the text was cut. Text that may be the beginning of a
-    call is held back until it is known; leading white space until something follows it, so
-    that a reply of calls alone has no content.
+    call is held back until it is known; white space at the beginning and after a call until
+    text follows it, so that a reply of calls alone has no content.
     """
 
     def __init__(self, reader: CallReader) -> None:
@@ -117,6 +117,8 @@ class CallScanner:
             return
         self._num_calls += len(reading.calls)
         parsed.tool_calls.extend(reading.calls)
+        # White space between calls, and after the last, is no text either.
+        self._leading_space = ""
         self._buffer = reading.text + self._buffer[reading.length :]
         self._emit(parsed, len(reading.text))
         self._after_call = bool(self._reader.closers)

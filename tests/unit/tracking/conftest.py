@@ -118,14 +118,16 @@ class ScriptedEngine:
                     await self.gate.wait()
                 await asyncio.sleep(0)
                 # The sampled token and its neighbours, each a nat less probable.
-                size = len(self.tokenizer)
-                top = [((token_id + n) % size, -0.25 * (position + 1) - n) for n in range(20)]
+                top = [
+                    ((token_id + n) % len(self.tokenizer), -0.25 * (position + 1) - n)
+                    for n in range(num_top)
+                ]
                 yield Generation(
                     completion_ids=(token_id,),
                     rollout_logprobs=(-0.25 * (position + 1),),
                     versions=(self.version,),
                     finish_reason=finish if position == len(ids) - 1 else None,
-                    top_logprobs=(tuple(top[:num_top]),) if num_top else (),
+                    top_logprobs=(tuple(top),) if num_top else (),
                 )
         except (asyncio.CancelledError, GeneratorExit):
             self.num_aborted += 1

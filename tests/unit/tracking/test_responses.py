@@ -138,7 +138,7 @@ async def test_events_of_text_come_in_the_official_order(open_client: Open) -> N
 
 
 async def test_events_of_calls_come_in_the_official_order(open_client: Open) -> None:
-    client = open_client("Hm" + CALL + CALL)
+    client = open_client("Hm" + CALL + "\n" + CALL)
     events = await read_events(client, tools=[TOOL])
     of_call = [
         "response.output_item.added",
