@@ -41,7 +41,7 @@ class _NoTemplate:
     def encode(self, text: str) -> tuple[int, ...]:
         return ()
 
-    def split_at_last_turn(self, skeleton: Any, inputs: TemplateInputs) -> tuple[str, str] | None:
+    def split_at_last_turn(self, skeleton: Any, inputs: TemplateInputs) -> None:
         return None
 
     def join(

@@ -1,7 +1,8 @@
 """When are two messages the same message? Equality by meaning, as a fingerprint.
 
 Frameworks send an assistant's turn back in many spellings: ``content`` null, missing
-or empty, arguments with other key order, keys added with null. Those are the same turn.
+or empty, arguments with other key order, keys added with null, its chain of thought as a key
+of its own, inside the content, or left out. Those are the same turn.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 from agentrl_cli.records import BreakCause, Message
 
 _THINKING = re.compile(r"<think>.*?</think>\s*|^.*?</think>\s*", re.DOTALL)
+#: Keys under which thoughts come back; canonical is the first.
+_THOUGHT_KEYS = ("reasoning_content", "reasoning")
 #: Keys whose meaning is covered below, or that only number the pieces of a stream.
 _KNOWN_KEYS = frozenset({"role", "content", "tool_calls"})
 _KNOWN_CALL_KEYS = frozenset({"id", "type", "function", "index"})
@@ -35,24 +38,55 @@ def strip_thinking(text: str) -> str:
 
 
 def extract_thought(message: Message) -> str:
-    """The text inside the ``<think>`` block of an assistant message; empty: none."""
+    """The chain of thought of an assistant message, as a key of its own or inside the content.
+
+    Empty: it has none, or came back without it.
+    """
+    for key in _THOUGHT_KEYS:
+        thought = message.get(key)
+        if isinstance(thought, str) and thought.strip():
+            return thought.strip()
     head, found, _ = extract_text(message.get("content")).partition("</think>")
-    return head.removeprefix("<think>").strip() if found else ""
+    return head.strip().removeprefix("<think>").strip() if found else ""
 
 
-def has_thinking(message: Message) -> bool:
-    """Whether an assistant message carries a chain of thought."""
-    return "</think>" in extract_text(message.get("content")) or bool(
-        message.get("reasoning_content") or message.get("reasoning")
-    )
+def holds_thought_in_content(message: Message) -> bool:
+    """Whether an assistant message has its chain of thought between tags in its content."""
+    return "</think>" in extract_text(message.get("content"))
+
+
+def extract_answer(message: Message) -> str:
+    """The text of an assistant message without its chain of thought."""
+    text = extract_text(message.get("content"))
+    if "</think>" in text and not any(message.get(key) for key in _THOUGHT_KEYS):
+        return strip_thinking(text).strip()
+    return text.lstrip()
+
+
+def replays_thought(message: Message, thought: str) -> bool:
+    """Whether a message has the thought that was sampled; frameworks may leave it out."""
+    return extract_thought(message) in ("", thought)
+
+
+def write_thought(message: Message, thought: str) -> Message:
+    """The assistant message with ``thought`` as its chain of thought, in the canonical form."""
+    bare = {key: value for key, value in message.items() if key not in _THOUGHT_KEYS}
+    bare["content"] = extract_answer(message)
+    return {**bare, _THOUGHT_KEYS[0]: thought} if thought else bare
 
 
 def normalize_message(message: Message) -> list[Any]:
-    """The meaning of a message as plain JSON data; equal meaning gives equal data."""
+    """The meaning of a message as plain JSON data; equal meaning gives equal data.
+
+    A chain of thought is no part of it: whether it came back is another question.
+    """
     role = "system" if message["role"] == "developer" else message["role"]
-    extras = {k: v for k, v in message.items() if k not in _KNOWN_KEYS and _carries_meaning(v)}
+    is_reply = role == "assistant"
+    text = extract_answer(message) if is_reply else extract_text(message.get("content"))
+    known = _KNOWN_KEYS.union(_THOUGHT_KEYS) if is_reply else _KNOWN_KEYS
+    extras = {k: v for k, v in message.items() if k not in known and _carries_meaning(v)}
     calls = [_normalize_call(call) for call in message.get("tool_calls") or ()]
-    return [role, extract_text(message.get("content")), calls, extras]
+    return [role, text, calls, extras]
 
 
 def fingerprint(message: Message, previous: bytes = b"") -> bytes:
@@ -73,15 +107,16 @@ def diagnose_edit(sampled: Message, replayed: Message) -> BreakCause:
     """Why ``replayed`` is not the turn that was ``sampled`` at its place."""
     _, text, calls, extras = normalize_message(sampled)
     _, other_text, other_calls, other_extras = normalize_message(replayed)
-    same_text = text == other_text
-    if has_thinking(sampled) and calls == other_calls:
-        stripped = strip_thinking(text).strip() == strip_thinking(other_text).strip()
-        if stripped and not has_thinking(replayed):
-            return BreakCause.THINKING_STRIPPED
-    # All of a call but its arguments: by another id or name it is another call.
-    heads, other_heads = ([(c[0], c[1], c[3]) for c in side] for side in (calls, other_calls))
-    if same_text and extras == other_extras and calls != other_calls and heads == other_heads:
+    # All of a call but its arguments.
+    rests, other_rests = ([[*c[:2], c[3]] for c in side] for side in (calls, other_calls))
+    same_thought = replays_thought(replayed, extract_thought(sampled))
+    same_rest = text == other_text and extras == other_extras and same_thought
+    if same_rest and calls != other_calls and rests == other_rests:
         return BreakCause.TOOL_ARGUMENTS_CHANGED
+    # Who takes the thought away takes white space along.
+    has_lost_thought = extract_thought(sampled) and not extract_thought(replayed)
+    if has_lost_thought and calls == other_calls and text.strip() == other_text.strip():
+        return BreakCause.THINKING_STRIPPED
     return BreakCause.HISTORY_EDITED
 
 

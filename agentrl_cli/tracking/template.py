@@ -8,22 +8,42 @@ placeholder in the sampled turn's place: what follows the placeholder is what is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.records import Message
-from agentrl_cli.tracking.matching import extract_text, parse_arguments
-from agentrl_cli.tracking.parsers.choosing import choose_formats
+from agentrl_cli.tracking.matching import (
+    extract_answer,
+    extract_text,
+    extract_thought,
+    parse_arguments,
+    write_thought,
+)
+from agentrl_cli.tracking.parsers.choosing import choose_formats, collect_template_text
 from agentrl_cli.tracking.parsers.formats import ReplyFormats
 
 #: Stands for a sampled turn while rendering. Plain letters: no template escapes them.
 PLACEHOLDER = "AGENTRLSAMPLEDTURN"
+#: Under which a placeholder keeps the reply that it stands for.
+_SAMPLED_KEY = "agentrl_sampled"
 
 
 class TemplateError(UserInputError):
     """The model's chat template refuses these messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPrompt:
+    """A rendered prompt, parted around its last sampled turn."""
+
+    before: str
+    after: str
+    """Begins with the template's end of turn."""
+    text: str
+    """The whole, as later prompts are compared with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +73,7 @@ class ChatTemplate:
         self.formats = formats if formats is not None else choose_formats(tokenizer)
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._hidden_ids = _find_hidden_ids(tokenizer, self.formats)
+        self._thought_key = _find_thought_key(collect_template_text(tokenizer.chat_template))
 
     def render(self, messages: Sequence[Message], inputs: TemplateInputs) -> str:
         """The prompt text, ending where the assistant's turn begins.
@@ -60,11 +81,16 @@ class ChatTemplate:
         Raises:
             TemplateError: the template's own complaint.
         """
+        return self._render(messages, inputs, is_prompt=True)
+
+    def _render(
+        self, messages: Sequence[Message], inputs: TemplateInputs, *, is_prompt: bool
+    ) -> str:
         try:
             return self.tokenizer.apply_chat_template(
-                [_to_template_message(m) for m in messages],
+                [_to_template_message(m, self._thought_key) for m in messages],
                 tools=list(inputs.tools) or None,
-                add_generation_prompt=True,
+                add_generation_prompt=is_prompt,
                 tokenize=False,
                 **dict(inputs.template_kwargs),
             )
@@ -93,17 +119,36 @@ class ChatTemplate:
 
     def split_at_last_turn(
         self, skeleton: Sequence[Message], inputs: TemplateInputs
-    ) -> tuple[str, str] | None:
+    ) -> SplitPrompt | None:
         """The texts before and after the last placeholder of a rendered skeleton.
 
-        None when the template does not keep the placeholder, or refuses it.
+        None when the template keeps no placeholder and no turn's own text, or refuses both.
         """
         try:
             text = self.render(skeleton, inputs)
         except TemplateError:
-            return None
+            # Some want to see the calls that tool messages answer.
+            return self._split_at_last_reply(skeleton, inputs)
         before, found, after = text.rpartition(PLACEHOLDER)
-        return (before, after) if found else None
+        return SplitPrompt(before, after, text) if found else None
+
+    def _split_at_last_reply(
+        self, skeleton: Sequence[Message], inputs: TemplateInputs
+    ) -> SplitPrompt | None:
+        """As :meth:`split_at_last_turn`, with the replies in the placeholders' places."""
+        last = max(i for i, message in enumerate(skeleton) if _SAMPLED_KEY in message)
+        messages = [message.get(_SAMPLED_KEY, message) for message in skeleton]
+        try:
+            before = self.render(messages[:last], inputs)
+            closed = self._render(messages[: last + 1], inputs, is_prompt=False)
+            text = self.render(messages, inputs)
+        except TemplateError:
+            return None
+        if not text.startswith(closed):
+            return None
+        ends = [closed.rfind(token) for token in self.tokenizer.all_special_tokens]
+        end = max((at for at in ends if at >= len(before)), default=len(closed))
+        return SplitPrompt(before, text[end:], text)
 
     def join(
         self,
@@ -143,15 +188,28 @@ def _find_hidden_ids(tokenizer: Any, formats: ReplyFormats) -> frozenset[int]:
     return frozenset(i for i, text in special.items() if text not in shown)
 
 
-def make_placeholder() -> Message:
-    """The message that stands for a sampled turn while rendering."""
-    return {"role": "assistant", "content": PLACEHOLDER}
+def make_placeholder(reply: Message | None) -> Message:
+    """The message that stands for a sampled turn while rendering, and what was sampled."""
+    bare = write_thought(reply or {"role": "assistant", "content": ""}, "")
+    return {"role": "assistant", "content": PLACEHOLDER, _SAMPLED_KEY: bare}
 
 
-def _to_template_message(message: Message) -> Message:
+def _find_thought_key(template: str) -> str | None:
+    """Where a template looks for a chain of thought; None: in the content."""
+    if "reasoning_content" in template:
+        return "reasoning_content"
+    for key in ("thinking", "reasoning"):
+        if re.search(rf"\.{key}\b|\[['\"]{key}['\"]\]", template):
+            return key
+    return None
+
+
+def _to_template_message(message: Message, thought_key: str | None) -> Message:
     """A message as templates expect it: text content, arguments as objects, no nulls."""
-    rendered = {k: v for k, v in message.items() if v is not None}
+    rendered = {k: v for k, v in message.items() if v is not None and k != _SAMPLED_KEY}
     rendered["content"] = extract_text(message.get("content"))
+    if message["role"] == "assistant":
+        rendered = _place_thought(rendered, thought_key)
     if message["role"] == "developer":
         rendered["role"] = "system"
     if message.get("tool_calls"):
@@ -168,6 +226,18 @@ def _to_template_message(message: Message) -> Message:
     else:
         rendered.pop("tool_calls", None)
     return rendered
+
+
+def _place_thought(message: Message, key: str | None) -> Message:
+    """The assistant message with its chain of thought where the template looks for it."""
+    thought = extract_thought(message)
+    # Inside the content every template that knows of thoughts finds it itself.
+    if not thought or "</think>" in message["content"]:
+        return message
+    placed = write_thought(message, "")
+    if key is not None:
+        return {**placed, key: thought}
+    return {**placed, "content": f"<think>\n{thought}\n</think>\n\n{extract_answer(message)}"}
 
 
 def make_template_inputs(

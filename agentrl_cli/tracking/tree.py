@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Protocol
@@ -13,9 +13,13 @@ from agentrl_cli.tracking.matching import (
     extract_thought,
     fingerprint,
     fingerprint_prefixes,
+    holds_thought_in_content,
+    replays_thought,
+    write_thought,
 )
 from agentrl_cli.tracking.template import (
     PLACEHOLDER,
+    SplitPrompt,
     TemplateInputs,
     make_placeholder,
 )
@@ -36,20 +40,39 @@ class PromptPlan:
     skeleton_text: str
     """``skeleton`` as the template renders it."""
     prefix_digests: list[bytes]
-    thoughts: tuple[str, ...] = ()
-    """Chains of thought that were sampled on the path to this request."""
+    thoughts: frozenset[str] = frozenset()
+    """The sampled turns whose chains of thought stand in ``prompt_ids``, by id."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
     interaction: Interaction
     plan: PromptPlan
+    thought: str
+    """The chain of thought that was sampled; empty: none."""
+    parent: _Node | None
 
     @property
-    def thoughts(self) -> tuple[str, ...]:
-        """Chains of thought sampled on the path to here, this turn included."""
-        thought = extract_thought(self.interaction.reply or {})
-        return (*self.plan.thoughts, thought) if thought else self.plan.thoughts
+    def position(self) -> int:
+        """Where the reply stands among the messages of a request that continues it."""
+        return len(self.plan.prefix_digests) - 1
+
+    @property
+    def thoughts(self) -> frozenset[str]:
+        """The turns whose chains of thought stand in the tokens up to here."""
+        return self.plan.thoughts | {self.interaction.id} if self.thought else self.plan.thoughts
+
+    @property
+    def path(self) -> Iterator[_Node]:
+        """This turn, and those that it continues."""
+        node: _Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def is_replayed_in(self, messages: Sequence[Message]) -> bool:
+        """Whether no turn of the path came back with another thought than it was sampled with."""
+        return all(replays_thought(messages[n.position], n.thought) for n in self.path)
 
 
 class TurnTemplate(Protocol):
@@ -65,7 +88,7 @@ class TurnTemplate(Protocol):
 
     def split_at_last_turn(
         self, skeleton: Sequence[Message], inputs: TemplateInputs
-    ) -> tuple[str, str] | None:
+    ) -> SplitPrompt | None:
         """The texts around the last sampled turn; None where a splice is impossible."""
         ...
 
@@ -92,6 +115,7 @@ class ConversationTree:
         self._keep_thinking = keep_thinking
         self._by_conversation: dict[bytes, list[_Node]] = {}
         self._by_request: dict[bytes, list[_Node]] = {}
+        self._by_id: dict[str, _Node] = {}
         self._replies: set[tuple[bytes, bytes]] = set()
         #: Conversations up to an assistant's turn that an agent gave unasked: examples.
         self._given: set[bytes] = set()
@@ -100,6 +124,7 @@ class ConversationTree:
         """Forgets every turn: what continues one of them is tokenized anew."""
         self._by_conversation.clear()
         self._by_request.clear()
+        self._by_id.clear()
         self._replies.clear()
         self._given.clear()
 
@@ -130,7 +155,9 @@ class ConversationTree:
     def add(self, plan: PromptPlan, interaction: Interaction) -> None:
         """Makes a completed interaction available as a parent."""
         reply = interaction.reply or {"role": "assistant", "content": ""}
-        node = _Node(interaction, plan)
+        parent = self._by_id.get(plan.parent_id or "")
+        node = _Node(interaction, plan, extract_thought(reply), parent)
+        self._by_id[interaction.id] = node
         request = plan.prefix_digests[-1]
         self._by_conversation.setdefault(fingerprint(reply, request), []).append(node)
         self._by_request.setdefault(request, []).append(node)
@@ -145,13 +172,17 @@ class ConversationTree:
         """The deepest sampled turn that the messages replay, and how many they replay.
 
         Of equal replies to an equal prompt, the latest: replies that differ in a tool
-        call's id are not equal.
+        call's id are not equal. Which of several thoughts led to an equal reply is told by
+        the thought, where it came back.
         """
         for length in range(len(messages), 0, -1):
             if messages[length - 1]["role"] == "assistant":
-                nodes = self._by_conversation.get(digests[length])
+                known = self._by_conversation.get(digests[length], ())
+                nodes = [node for node in known if node.is_replayed_in(messages)]
                 if nodes:
-                    return nodes[-1], length
+                    thought = extract_thought(messages[length - 1])
+                    exact = [node for node in nodes if node.thought == thought]
+                    return (exact or nodes)[-1], length
         return None, 0
 
     def _find_edit(
@@ -185,26 +216,28 @@ class ConversationTree:
     ) -> PromptPlan:
         turn = parent.interaction
         new_messages = messages[num_known:]
-        skeleton = (*parent.plan.skeleton, make_placeholder(), *new_messages)
-        texts = self._template.split_at_last_turn(skeleton, inputs)
-        cause = self._find_obstacle(parent, messages, inputs, texts)
-        if texts is not None and cause is None:
+        skeleton = (*parent.plan.skeleton, make_placeholder(turn.reply), *new_messages)
+        split = self._template.split_at_last_turn(skeleton, inputs)
+        shown = self._find_shown_thoughts(parent, messages, inputs)
+        cause = self._find_obstacle(parent, inputs, split, shown)
+        if split is not None and cause is None:
             return PromptPlan(
                 prompt_ids=self._template.join(
-                    turn.prompt_ids, turn.completion_ids, texts[1], turn.finish_reason
+                    turn.prompt_ids, turn.completion_ids, split.after, turn.finish_reason
                 ),
                 parent_id=turn.id,
                 extends_parent=True,
                 break_cause=edit,
                 inputs=inputs,
                 skeleton=skeleton,
-                skeleton_text=PLACEHOLDER.join(texts),
+                skeleton_text=split.text,
                 prefix_digests=digests,
                 thoughts=parent.thoughts,
             )
 
         # No splice: tokenize the whole. Often the tokens agree all the same.
-        text = self._template.render(messages, inputs)
+        restored = _restore_thoughts(parent, messages, shown)
+        text = self._template.render(restored, inputs)
         ids = self._template.encode(text)
         known_ids = turn.prompt_ids + turn.completion_ids
         extends = ids[: len(known_ids)] == known_ids
@@ -214,33 +247,68 @@ class ConversationTree:
             extends_parent=extends,
             break_cause=edit if extends else cause,
             inputs=inputs,
-            skeleton=tuple(messages),
+            skeleton=restored,
             skeleton_text=text,
             prefix_digests=digests,
-            thoughts=parent.thoughts,
+            thoughts=shown,
         )
+
+    def _find_shown_thoughts(
+        self, parent: _Node, messages: Sequence[Message], inputs: TemplateInputs
+    ) -> frozenset[str]:
+        """The turns whose thoughts the template shows in this prompt.
+
+        Marks take the thoughts' places, for a thought may be a word that stands elsewhere too.
+        """
+        nodes = {n.interaction.id: n for n in parent.path if n.interaction.id in parent.thoughts}
+        if not nodes:
+            return frozenset()
+        marked = list(messages)
+        marks = {}
+        for number, node in enumerate(nodes.values()):
+            marks[node.interaction.id] = mark = f"{PLACEHOLDER}THOUGHT{number}X"
+            marked[node.position] = write_thought(messages[node.position], mark)
+        text = self._template.render(marked, inputs)
+        return frozenset(turn for turn, mark in marks.items() if mark in text)
 
     def _find_obstacle(
         self,
         parent: _Node,
-        messages: Sequence[Message],
         inputs: TemplateInputs,
-        texts: tuple[str, str] | None,
+        split: SplitPrompt | None,
+        shown: frozenset[str],
     ) -> BreakCause | None:
         """What keeps the sampled ids from standing in this prompt; None: nothing."""
         if inputs != parent.plan.inputs:
             return BreakCause.TEMPLATE_CHANGED
-        if parent.thoughts and not self._keep_thinking:
-            rendered = self._template.render(messages, inputs)
-            if not all(thought in rendered for thought in parent.thoughts):
-                return BreakCause.THINKING_STRIPPED
-        if texts is None:
+        is_stripped = shown != parent.thoughts
+        if is_stripped and not self._keep_thinking:
+            return BreakCause.THINKING_STRIPPED
+        if split is None:
             return BreakCause.RETOKENIZED
-        # The template must show the past as it did when the turn was sampled. The text
-        # before the turn may lack what only a generation prompt has.
-        if not parent.plan.skeleton_text.startswith(texts[0]):
-            return BreakCause.TEMPLATE_CHANGED
+        # The template must show the past as it did when the turn was sampled. Before the turn
+        # there may be less than what only a generation prompt has, or more: what the model
+        # wrote itself, such as an empty thought.
+        past = parent.plan.skeleton_text
+        if not past.startswith(split.before) and not split.before.startswith(past):
+            return BreakCause.THINKING_STRIPPED if is_stripped else BreakCause.TEMPLATE_CHANGED
         return None
+
+
+def _restore_thoughts(
+    parent: _Node, messages: Sequence[Message], shown: frozenset[str]
+) -> tuple[Message, ...]:
+    """The messages with the sampled thoughts that the template shows, and without the others.
+
+    A thought that came back inside the content is left to the template.
+    """
+    restored = list(messages)
+    for node in parent.path:
+        message = messages[node.position]
+        if node.thought and not holds_thought_in_content(message):
+            thought = node.thought if node.interaction.id in shown else ""
+            restored[node.position] = write_thought(message, thought)
+    return tuple(restored)
 
 
 def _fingerprint_system(messages: Sequence[Message]) -> bytes:

@@ -216,11 +216,13 @@ async def test_thinking_that_the_template_keeps_is_spliced(open_client: Open) ->
     assert_continues(two, one)
 
 
-async def test_thinking_that_the_framework_strips_is_named(open_client: Open) -> None:
+async def test_thinking_that_the_framework_strips_is_still_the_turn(open_client: Open) -> None:
     client = open_client("<think>\nhm\n</think>\n\nParis", "yes")
     first = await ask(client, [USER])
     await ask(client, [USER, dump(first, content="Paris"), USER])
-    assert client.interactions[1].break_cause is BreakCause.THINKING_STRIPPED
+    one, two = client.interactions
+    assert_continues(two, one)
+    assert two.break_cause is None
 
 
 async def test_other_system_prompt_is_another_conversation(open_client: Open) -> None:
