@@ -23,6 +23,7 @@ from agentrl_cli.tracking.model_request import ModelRequest, ReplyRules, Request
 from agentrl_cli.tracking.parsers.formats import ReasoningFormat, ReplyFormats, ToolCallFormat
 from agentrl_cli.tracking.parsers.syntax import CallSyntax
 from agentrl_cli.tracking.parsers.table import TOOL_CALL_FORMATS
+from agentrl_cli.tracking.schema_lengths import write_lengths
 from agentrl_cli.tracking.schemas import SchemaError, check_schema
 
 #: A part of a structural tag.
@@ -175,7 +176,7 @@ def _build_answer(rules: ReplyRules) -> Format | None:
 def _format_json(schema: Any, style: str = "json") -> Format:
     return {
         "type": "json_schema",
-        "json_schema": schema,
+        "json_schema": write_lengths(schema),
         "style": style,
         "max_whitespace_cnt": _MAX_WHITESPACE,
     }

@@ -25,6 +25,7 @@ _KEYWORDS_OF_TYPE: Mapping[str, tuple[str, ...]] = {
     ),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
 }
+#: In pairs.
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 #: Of these one stands alone: xgrammar reads the first it finds and nothing beside it.
 _HEADS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
@@ -179,6 +180,9 @@ class _SchemaReader:
             count = schema.get(keyword, 0)
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise SchemaError(at, f"{keyword!r} must be 0 or more, found {count!r:.40}")
+        for least, most in zip(_COUNTS[::2], _COUNTS[1::2], strict=True):
+            if most in schema and schema[most] < schema.get(least, 0):
+                raise SchemaError(at, f"{most!r} is below {least!r}")
         if "string" in types:
             _check_string(schema, at)
         if {"number", "integer"}.intersection(types) and "multipleOf" in schema:

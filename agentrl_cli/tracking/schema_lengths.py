@@ -1,0 +1,38 @@
+"""Lengths of strings as patterns, which xgrammar holds to without breaking JSON.
+
+xgrammar 0.2.8 lets control characters into a string that has ``minLength`` or ``maxLength``, and
+no JSON reader takes those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: One character of a string as JSON writes it: as it is, or with a backslash.
+_CHARACTER = r'(?:[ !#-\[\]-\U0010ffff]|\\"|\\\\|\\/|\\b|\\f|\\n|\\r|\\t)'.replace(
+    r"\U0010ffff", "\U0010ffff"
+)
+_BOUNDS = ("minLength", "maxLength")
+_PARTS = ("items", "additionalProperties", "propertyNames")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+
+
+def write_lengths(schema: Any) -> Any:
+    """A copy of a checked schema whose bounds of length are patterns."""
+    if not isinstance(schema, dict):
+        return schema
+    copy = dict(schema)
+    for key in _PARTS:
+        if key in copy:
+            copy[key] = write_lengths(copy[key])
+    for key in _LISTS:
+        if isinstance(copy.get(key), list):
+            copy[key] = [write_lengths(part) for part in copy[key]]
+    for key in _MAPS:
+        if isinstance(copy.get(key), dict):
+            copy[key] = {name: write_lengths(part) for name, part in copy[key].items()}
+    if "pattern" in copy or not any(bound in copy for bound in _BOUNDS):
+        return copy
+    least, most = copy.pop("minLength", 0), copy.pop("maxLength", "")
+    return copy | {"pattern": f"^{_CHARACTER}{{{least},{most}}}$"}
