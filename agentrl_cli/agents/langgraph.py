@@ -86,7 +86,10 @@ class GraphRunner:
     input_fields = INPUT_FIELDS
 
     def __init__(self, described: GraphRun, key: str) -> None:
-        channels = sorted(name for name in described.graph.channels if not name.startswith("_"))
+        # Besides the state, LangGraph keeps channels of its own: __start__, branch:to:answer.
+        channels = sorted(
+            name for name in described.graph.channels if ":" not in name and name[:2] != "__"
+        )
         if "messages" not in channels:
             raise BuilderError(
                 f"{key}: the graph's state has no 'messages' (it has {', '.join(channels)}), so "

@@ -1,12 +1,23 @@
-"""A model folder, as a user has one."""
+"""A model folder, as a user has one; and engines that remember what they sampled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from agentrl_cli.agents.building import AgentSource
+from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
+from agentrl_cli.engine.protocol import Generation, Sampling
+from agentrl_cli.records import Trajectory
+from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow
+from agentrl_cli.rollout.dataset import Task
+from agentrl_cli.rollout.rewards import AsyncRewardWrapper
+from agentrl_cli.rollout.workflow import Attempt
+from agentrl_cli.tracking.export import export_interactions
 
 
 @pytest.fixture(scope="session")
@@ -19,3 +30,131 @@ def model_folder(
     build_qwen2(chat_tokenizer, **shape).save_pretrained(folder)
     chat_tokenizer.save_pretrained(folder)
     return folder
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One completion as the engine made it."""
+
+    prompt_ids: tuple[int, ...]
+    generation: Generation
+
+
+class RecordingEngine:
+    """Any engine, and every completion that it made to the end."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.sampled: list[Sampled] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
+    ) -> Generation:
+        generation = await self._engine.generate(prompt_ids, sampling, session_id=session_id)
+        self.sampled.append(Sampled(tuple(prompt_ids), generation))
+        return generation
+
+    async def stream(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
+    ) -> AsyncIterator[Generation]:
+        ids: tuple[int, ...] = ()
+        logprobs: tuple[float, ...] = ()
+        versions: tuple[int, ...] = ()
+        async for piece in self._engine.stream(prompt_ids, sampling, session_id=session_id):
+            ids += piece.completion_ids
+            logprobs += piece.rollout_logprobs
+            versions += piece.versions
+            if piece.finish_reason is not None:
+                whole = replace(
+                    piece, completion_ids=ids, rollout_logprobs=logprobs, versions=versions
+                )
+                self.sampled.append(Sampled(tuple(prompt_ids), whole))
+            yield piece
+
+
+def check_exported_tensors(trajectories: Sequence[Trajectory], engine: RecordingEngine) -> None:
+    """Every token that the engine sampled is in one tensor, trained there, and no other is."""
+    import torch
+
+    for style in ("concat", "individual"):
+        tensors = [
+            exported.to_tensor_dict()
+            for trajectory in trajectories
+            for exported in export_interactions(trajectory.interactions, style).values()
+        ]
+        num_masked = sum(int(t["loss_mask"].sum()) for t in tensors)
+        assert num_masked == sum(len(s.generation.completion_ids) for s in engine.sampled)
+        for tensor in tensors:
+            unsampled = ~tensor["loss_mask"][0]
+            assert (tensor["versions"][0][unsampled] == -1).all()
+            assert (tensor["logprobs"][0][unsampled] == 0).all()
+        waiting = list(tensors)
+        used: dict[int, set[int]] = {id(t): set() for t in waiting}
+        for sampled in engine.sampled:
+            expected = sampled.generation
+            start, num_new = len(sampled.prompt_ids), len(expected.completion_ids)
+            seen = [*sampled.prompt_ids, *expected.completion_ids]
+            homes = [
+                t
+                for t in waiting
+                if t["input_ids"][0, : start + num_new].tolist() == seen
+                and t["loss_mask"][0, start : start + num_new].all()
+                and start not in used[id(t)]
+            ]
+            assert homes, f"the {num_new} tokens after a prompt of {start} are nowhere ({style})"
+            home = homes[0]
+            used[id(home)].add(start)
+            span = slice(start, start + num_new)
+            assert home["versions"][0, span].tolist() == list(expected.versions)
+            logprobs = torch.tensor(expected.rollout_logprobs, dtype=torch.float32)
+            assert torch.equal(home["logprobs"][0, span], logprobs)
+
+
+@dataclass(frozen=True)
+class Play:
+    """What one trajectory was, and the engine that it was made on."""
+
+    trajectory: Trajectory
+    engine: RecordingEngine
+    prompts: list[str]
+    """Texts that the engine was asked to continue."""
+
+    @property
+    def breaks(self) -> list[str]:
+        """The causes of all breaks, in the order of the calls."""
+        causes = (i.break_cause for i in self.trajectory.interactions)
+        return [cause.value for cause in causes if cause is not None]
+
+
+ROW = {"question": "What is 20 + 22?", "answer": "42"}
+
+
+@pytest.fixture
+def play_agent(open_client: Any, scripted_engine: Any) -> Callable[..., Any]:
+    """Runs one trajectory of a builder's agent, whose model replies as given, and checks that
+    what it exports is what the engine sampled."""
+
+    async def reward_fn(completions: str, answer: str) -> float:
+        return float(answer in completions)
+
+    async def play(
+        builder: Any, *replies: Any, row: dict[str, Any] = ROW, kwargs: Any = None, **rollout: Any
+    ) -> Play:
+        scripted = scripted_engine(replies)
+        engine = RecordingEngine(scripted)
+        workflow = AgentRolloutWorkflow(
+            {None: AgentSource(builder, kwargs or {}, "agent_builder_path")},
+            reward=AsyncRewardWrapper(reward_fn),
+            gconfig=GenerationConfig(),
+            rollout=RolloutConfig(**rollout),
+            open_client=open_client,
+        )
+        task = Task(task_id="0", row=row, group_id="000001.000")
+        trajectory = await workflow.arun_trajectory(engine, Attempt(task=task, step=1))
+        check_exported_tensors([trajectory], engine)
+        return Play(trajectory, engine, scripted.prompts)
+
+    return play

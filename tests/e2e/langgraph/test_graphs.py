@@ -1,0 +1,163 @@
+"""Graphs of the real LangGraph on exact conversations: every token accounted for."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("langgraph")
+pytest.importorskip("langchain_openai")
+
+from langchain_core.tools import tool
+from langgraph.checkpoint.memory import InMemorySaver
+from langgraph.graph import START, MessagesState, StateGraph
+from typing_extensions import TypedDict
+
+from agentrl_cli import GraphRun, build_chat_model
+from agentrl_cli.agents.building import AgentSource
+from agentrl_cli.errors import BuilderError, EngineError
+from agentrl_cli.records import Boundary
+from builders.langgraph_agent import build_calculator_graph
+
+pytestmark = [
+    pytest.mark.langgraph,
+    # LangGraph 1 points to LangChain's agents, which are another package.
+    pytest.mark.filterwarnings("ignore:create_react_agent has been moved"),
+]
+
+EXPRESSIONS = ('{"expression": "20 + 22"}', '{"expression": "21 * 2"}')
+
+
+@tool
+def divide() -> str:
+    """Divides."""
+    raise ZeroDivisionError("by nought")
+
+
+def do_nothing(state):
+    return {}
+
+
+def build_react(tools, **options):
+    from langgraph.prebuilt import create_react_agent
+
+    def build(client, model):
+        return create_react_agent(build_chat_model(client, model), tools, **options)
+
+    return build
+
+
+@pytest.mark.parametrize("delivery", ["whole", "streamed"])
+@pytest.mark.parametrize("api", ["chat", "responses"])
+async def test_tool_turns_and_the_answer_are_one_sequence(play_agent, tool_call, api, delivery):
+    first, second = (tool_call("calculate", e) for e in EXPRESSIONS)
+    played = await play_agent(
+        build_calculator_graph,
+        f"Let me see.\n{first}",
+        first,
+        f"{first}\n{second}",
+        "It is 42.",
+        kwargs={"delivery": delivery, "api": api},
+    )
+    trajectory = played.trajectory
+    assert trajectory.failure is None
+    assert (trajectory.reward, trajectory.final_answer) == (1.0, "It is 42.")
+    assert (trajectory.num_turns, trajectory.num_tool_calls) == (4, 4)
+    assert all(i.extends_parent for i in trajectory.interactions[1:])
+    assert played.breaks == []
+    assert played.prompts[-1].count("<tool_response>\n42\n</tool_response>") == 4
+    prefix = "chatcmpl-" if api == "chat" else "resp_"
+    assert all(i.id.startswith(prefix) for i in trajectory.interactions)
+
+
+async def test_the_ready_made_agent_runs_as_it_is(play_agent, tool_call):
+    @tool
+    def look_up(word: str) -> str:
+        """The meaning of a word."""
+        return f"{word} is 42"
+
+    call = tool_call("look_up", '{"word": "answer"}')
+    played = await play_agent(build_react([look_up], prompt="Be brief."), call, "42")
+    assert (played.trajectory.failure, played.trajectory.reward) == (None, 1.0)
+    assert "Be brief." in played.prompts[0]
+    assert "answer is 42" in played.prompts[1]
+    assert played.breaks == []
+
+
+async def test_a_raising_tool_ends_the_trajectory_at_the_tool(play_agent, tool_call):
+    played = await play_agent(build_react([divide]), tool_call("divide", "{}"))
+    failure = played.trajectory.failure
+    assert (failure.boundary, failure.kind) == (Boundary.TOOL, "ZeroDivisionError")
+    assert (played.trajectory.num_turns, played.trajectory.reward) == (1, None)
+
+
+async def test_an_engine_error_is_the_engines_failure(play_agent):
+    played = await play_agent(build_react([divide]), EngineError("out of memory"))
+    failure = played.trajectory.failure
+    assert (failure.boundary, failure.kind) == (Boundary.ENGINE, "EngineError")
+
+
+async def test_turns_are_limited_by_the_budget(play_agent, tool_call):
+    @tool
+    def again() -> str:
+        """Once more."""
+        return "more"
+
+    played = await play_agent(build_react([again]), *[tool_call("again", "{}")] * 4, max_turns=3)
+    assert played.trajectory.failure.boundary is Boundary.BUDGET
+    assert played.trajectory.num_turns == 3
+
+
+async def test_a_graph_without_end_is_a_budget_too(play_agent):
+    def build(client, model):
+        graph = StateGraph(MessagesState)
+        graph.add_node("idle", do_nothing)
+        graph.add_edge(START, "idle")
+        graph.add_edge("idle", "idle")
+        return graph.compile().with_config(recursion_limit=5)
+
+    played = await play_agent(build)
+    failure = played.trajectory.failure
+    assert (failure.boundary, failure.kind) == (Boundary.BUDGET, "GraphRecursionError")
+
+
+async def test_blocking_nodes_and_checkpoints_work(play_agent):
+    def build(client, model):
+        chat_model = build_chat_model(client, model)
+
+        def ask(state: MessagesState):
+            return {"messages": [chat_model.invoke(state["messages"])]}
+
+        graph = StateGraph(MessagesState)
+        graph.add_node("ask", ask)
+        graph.add_node("ask_again", ask)
+        graph.add_edge(START, "ask")
+        graph.add_edge("ask", "ask_again")
+        return graph.compile(checkpointer=InMemorySaver())
+
+    played = await play_agent(build, "41", "42")
+    trajectory = played.trajectory
+    assert (trajectory.failure, trajectory.final_answer, trajectory.num_turns) == (None, "42", 2)
+
+
+def test_graphs_that_cannot_be_asked_or_recorded_are_refused():
+    class State(TypedDict):
+        question: str
+
+    def without_messages(client):
+        graph = StateGraph(State)
+        graph.add_node("n", do_nothing)
+        graph.add_edge(START, "n")
+        return graph.compile()
+
+    def without_client():
+        graph = StateGraph(MessagesState)
+        graph.add_node("n", do_nothing)
+        graph.add_edge(START, "n")
+        return GraphRun(graph.compile())
+
+    with pytest.raises(BuilderError, match=r"state has no 'messages' \(it has question\)"):
+        AgentSource(without_messages, {}, "k")
+    with pytest.raises(BuilderError, match=r"does not take 'client'.*\(LangGraph\)"):
+        AgentSource(without_client, {}, "k")
+    with pytest.raises(BuilderError, match=r"delivery='slow'.*allowed are whole and streamed"):
+        AgentSource(build_calculator_graph, {"delivery": "slow"}, "k")
