@@ -13,7 +13,14 @@ from agentrl_cli.agents.task_input import find_prompt_text
 from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import DatasetError, RewardError, UserInputError, format_nearest
-from agentrl_cli.records import Boundary, Interaction, InteractionStatus, Trajectory
+from agentrl_cli.records import (
+    Boundary,
+    Failure,
+    Interaction,
+    InteractionStatus,
+    StopReason,
+    Trajectory,
+)
 from agentrl_cli.rollout.deadline import run_with_deadline
 from agentrl_cli.rollout.failures import describe_failure
 from agentrl_cli.rollout.reward_results import parse_reward_result
@@ -27,6 +34,9 @@ from agentrl_cli.rollout.workflow import (
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.export import ExportedInteraction
 from agentrl_cli.tracking.session import Budget
+
+#: After the deadline calls are refused; an agent may return with what it has.
+_WIND_DOWN_SECONDS = 5.0
 
 #: Opens the client of one trajectory; anything with TrackingClient's methods will do.
 ClientFactory = Callable[[InferenceEngine, Sampling, Budget], TrackingClient]
@@ -102,22 +112,13 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         client = self._open(engine, None if self._seed is None else f"{self._seed}/{attempt.id}")
         score, answer, failure, scoring = Score(reward=None), None, None, False
         try:
-            outcome = await run_with_deadline(
-                self._run_agent(engine, client, row),
-                self.timeout_seconds,
-                f"trajectory {attempt.id}",
-            )
+            outcome = await self._run_to_its_end(engine, client, attempt)
             answer, scoring = _find_answer(outcome, client), True
             score = await self._score(client, row, outcome, answer)
         except UserInputError:
             raise
         except Exception as error:
-            failure = describe_failure(
-                error,
-                boundary=Boundary.REWARD if scoring else None,
-                budget_exceeded=client.session.budget_exceeded,
-                engine_error=client.session.engine_error,
-            )
+            failure = _describe(error, client, Boundary.REWARD if scoring else None)
         finally:
             await client.close()
         client.apply_reward_discount(self._rollout.turn_discount)
@@ -128,6 +129,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
             reward=find_last_reward(interactions) if failure else score.reward,
             reward_parts=score.parts,
             final_answer=answer,
+            stop_reason=_find_stop_reason(client, failure),
             failure=failure,
             seconds=time.perf_counter() - started,
             reward_seconds=score.seconds,
@@ -146,7 +148,9 @@ class AgentRolloutWorkflow(RolloutWorkflow):
             seed=None if seed is None else _derive_seed(seed),
         )
         budget = Budget(
-            max_turns=self._rollout.max_turns, max_tokens=self._rollout.max_tokens_per_trajectory
+            max_turns=self._rollout.max_turns,
+            max_tokens=self._rollout.max_tokens_per_trajectory,
+            max_seconds=self._rollout.timeout_seconds,
         )
         return self._open_client(engine, sampling, budget)
 
@@ -161,6 +165,35 @@ class AgentRolloutWorkflow(RolloutWorkflow):
             )
             raise DatasetError(f"{place} {problem}; {format_nearest(str(name), names)}")
         return self._agents[name]
+
+    async def _run_to_its_end(
+        self, engine: InferenceEngine, client: TrackingClient, attempt: Attempt
+    ) -> AgentOutcome:
+        """What the agent ended with. Raises what it raised.
+
+        An agent that its turns or tokens ended, and that had no answer to that, is judged by
+        what it has said: left unscored, trajectories that are too long would never be learned
+        from. One that ran out of time is not: the machine may have been slow, not the agent.
+        """
+        try:
+            return await run_with_deadline(
+                self._run_agent(engine, client, attempt.task.row),
+                self.timeout_seconds,
+                f"trajectory {attempt.id}",
+                grace=min(_WIND_DOWN_SECONDS, self.timeout_seconds / 10),
+            )
+        except UserInputError:
+            raise
+        except Exception as error:
+            if _describe(error, client).boundary is not Boundary.BUDGET:
+                raise
+            if client.session.stop_reason is None:
+                # The framework counted the turns itself.
+                client.session.stop_reason = StopReason.MAX_TURNS
+            is_rewarded = any(i.reward is not None for i in client.interactions)
+            if _find_last(client) is None or (self._reward is None and not is_rewarded):
+                raise
+            return AgentOutcome()
 
     async def _run_agent(
         self, engine: InferenceEngine, client: TrackingClient, row: Mapping[str, Any]
@@ -210,6 +243,24 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         if last is not None:
             client.set_final_reward(score.reward)
         return score
+
+
+def _describe(
+    error: Exception, client: TrackingClient, boundary: Boundary | None = None
+) -> Failure:
+    return describe_failure(
+        error,
+        boundary=boundary,
+        budget_exceeded=client.session.budget_exceeded,
+        stop_reason=client.session.stop_reason,
+        engine_error=client.session.engine_error,
+    )
+
+
+def _find_stop_reason(client: TrackingClient, failure: Failure | None) -> StopReason | None:
+    if failure is not None and failure.boundary is Boundary.TIMEOUT:
+        return StopReason.MAX_SECONDS
+    return client.session.stop_reason
 
 
 def _find_answer(outcome: AgentOutcome, client: TrackingClient) -> str | None:

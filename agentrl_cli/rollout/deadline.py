@@ -21,19 +21,20 @@ class DeadlineError(Exception):
 
 
 async def run_with_deadline(
-    coroutine: Coroutine[Any, Any, ResultT], seconds: float, what: str
+    coroutine: Coroutine[Any, Any, ResultT], seconds: float, what: str, *, grace: float = 0.0
 ) -> ResultT:
     """The coroutine's result, or a DeadlineError when it takes longer.
 
     ``asyncio.timeout`` waits until the cancelled code has ended, which is never when an
     agent catches CancelledError and goes on; here such code is cancelled again and then left.
+    ``grace`` are seconds after the deadline in which it may still end by itself.
 
     Raises:
         DeadlineError: the deadline passed.
     """
     task = asyncio.ensure_future(_contain_exit(coroutine, what))
     try:
-        await asyncio.wait({task}, timeout=seconds)
+        await asyncio.wait({task}, timeout=seconds + grace)
     except asyncio.CancelledError:
         await _end(task, what)
         raise

@@ -9,7 +9,7 @@ from openai import APIError
 
 from agentrl_cli.agents.runner import BoundaryError
 from agentrl_cli.errors import EngineError, RolloutFailedError
-from agentrl_cli.records import Boundary, Failure, Trajectory
+from agentrl_cli.records import Boundary, Failure, StopReason, Trajectory
 from agentrl_cli.rollout.deadline import DeadlineError
 
 _MAX_TRACEBACK_CHARS = 8_000
@@ -35,6 +35,7 @@ def describe_failure(
     *,
     boundary: Boundary | None = None,
     budget_exceeded: str | None = None,
+    stop_reason: StopReason | None = None,
     engine_error: BaseException | None = None,
 ) -> Failure:
     """The failure that ``error`` was, attributed once.
@@ -42,11 +43,12 @@ def describe_failure(
     Args:
         error: what ended the rollout.
         boundary: the boundary, where the place of the exception tells (the reward).
-        budget_exceeded: the budget that the session ran out of, if it did.
+        budget_exceeded: the budget that the session ran out of, if it did, in words.
+        stop_reason: the same as a name.
         engine_error: the last engine error that a call of the session crossed.
     """
     chain = list(_walk_causes(error))
-    api_error = any(isinstance(e, APIError) for e in chain)
+    api_error = any(_is_api_error(e) for e in chain)
     shown = error
     if boundary is None:
         carrier = next((e for e in chain if isinstance(e, BoundaryError)), None)
@@ -56,13 +58,15 @@ def describe_failure(
         elif isinstance(error, DeadlineError):
             boundary = Boundary.TIMEOUT
         elif budget_exceeded is not None and api_error:
-            boundary = Boundary.BUDGET
+            is_time = stop_reason is StopReason.MAX_SECONDS
+            boundary = Boundary.TIMEOUT if is_time else Boundary.BUDGET
         elif engine is not None or (engine_error is not None and api_error):
             boundary, shown = Boundary.ENGINE, engine or engine_error or error
         else:
             boundary = Boundary.GATEWAY if api_error else Boundary.AGENT
     message = str(shown)
-    if boundary is Boundary.BUDGET and budget_exceeded is not None:
+    out_of_time = boundary is Boundary.TIMEOUT and stop_reason is StopReason.MAX_SECONDS
+    if budget_exceeded is not None and (boundary is Boundary.BUDGET or out_of_time):
         message = f"{budget_exceeded} was reached: {message}"
     text = "".join(traceback.format_exception(error))
     return Failure(
@@ -70,6 +74,14 @@ def describe_failure(
         kind=type(shown).__name__,
         message=message,
         traceback=text[-_MAX_TRACEBACK_CHARS:],
+    )
+
+
+def _is_api_error(error: BaseException) -> bool:
+    """True for what the SDKs of OpenAI and of Anthropic (an optional package) raise for calls."""
+    return isinstance(error, APIError) or any(
+        kind.__name__ == "APIError" and kind.__module__.partition(".")[0] == "anthropic"
+        for kind in type(error).__mro__
     )
 
 

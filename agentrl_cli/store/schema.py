@@ -21,6 +21,7 @@ from agentrl_cli.records import (
     Failure,
     Interaction,
     InteractionStatus,
+    StopReason,
     Trajectory,
 )
 
@@ -87,6 +88,7 @@ SCHEMA = pa.schema(
         ("reward", pa.float64()),
         ("reward_parts_json", pa.string()),
         ("final_answer", pa.string()),
+        ("stop_reason", pa.string()),
         ("failure_boundary", pa.string()),
         ("failure_kind", pa.string()),
         ("failure_message", pa.string()),
@@ -118,6 +120,7 @@ def to_row(trajectory: Trajectory) -> dict[str, Any]:
         "reward": _number(trajectory.reward),
         "reward_parts_json": _to_json(dict(trajectory.reward_parts)),
         "final_answer": _text(trajectory.final_answer),
+        "stop_reason": trajectory.stop_reason.value if trajectory.stop_reason else None,
         "failure_boundary": failure.boundary.value if failure else None,
         "failure_kind": _text(failure.kind) if failure else None,
         "failure_message": _text(failure.message) if failure else None,
@@ -156,6 +159,8 @@ def from_row(row: Mapping[str, Any]) -> Trajectory:
         reward=row["reward"],
         reward_parts=_from_json(row["reward_parts_json"]),
         final_answer=row["final_answer"],
+        # Files of the first versions have no such column.
+        stop_reason=StopReason(row["stop_reason"]) if row.get("stop_reason") else None,
         failure=failure,
         seconds=row["seconds"],
         reward_seconds=row["reward_seconds"],

@@ -112,8 +112,11 @@ class TrackingClient(AsyncOpenAI):
         self._on_close.append(callback)
 
     async def close(self) -> None:
-        """Ends the session: its key opens nothing any more. Records stay readable."""
-        self.gateway.close_session(self.session)
+        """Ends the session: its key opens nothing any more, its calls in flight are cancelled.
+
+        Records stay readable.
+        """
+        await self.gateway.end_session(self.session)
         for callback in self._on_close:
             callback()
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from agentrl_cli.breaks import BreakTotals, summarize_breaks
-from agentrl_cli.records import Boundary, BreakCause, Trajectory
+from agentrl_cli.records import Boundary, BreakCause, StopReason, Trajectory
 from agentrl_cli.train.advantages import compute_group_statistics, compute_score
 
 
@@ -29,6 +29,7 @@ def summarize_trajectories(
         **_summarize_lengths(trajectories),
         **_summarize_staleness(trajectories, policy_version),
         **_count_failures(trajectories),
+        **_count_stops(trajectories),
         **_count_breaks(trajectories),
     }
 
@@ -75,6 +76,11 @@ def _summarize_staleness(
         "staleness_mean": _mean(staleness),
         "staleness_max": float(max(staleness, default=0)),
     }
+
+
+def _count_stops(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    counts = Counter(t.stop_reason for t in trajectories)
+    return {f"stops_{reason}": float(counts[reason]) for reason in StopReason}
 
 
 def _count_failures(trajectories: Sequence[Trajectory]) -> dict[str, float]:

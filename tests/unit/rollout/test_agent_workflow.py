@@ -20,7 +20,7 @@ from agentrl_cli.errors import (
     EngineError,
     RewardSignatureError,
 )
-from agentrl_cli.records import Boundary, InteractionStatus
+from agentrl_cli.records import Boundary, InteractionStatus, StopReason
 from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow
 from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.rewards import AsyncRewardWrapper
@@ -272,6 +272,57 @@ async def test_budgets_end_trajectories(make_workflow, scripted_engine, limits, 
     assert trajectory.num_turns == num_turns
 
 
+@pytest.mark.parametrize("catches", [False, True], ids=["raises", "returns"])
+@pytest.mark.parametrize(
+    ("limits", "num_turns", "stop_reason"),
+    [
+        ({"max_turns": 2}, 2, StopReason.MAX_TURNS),
+        ({"max_tokens_per_trajectory": 2}, 1, StopReason.MAX_TOKENS),
+    ],
+)
+async def test_what_a_budget_ended_is_judged_by_what_it_said(
+    make_workflow, scripted_engine, limits, num_turns, stop_reason, catches
+):
+    async def agent(data, client):
+        try:
+            await _ask(client, *"abcdefg")
+        except openai.BadRequestError:
+            if not catches:
+                raise
+
+    async def reward_fn(completions):
+        return 0.5 if completions == "4" else 0.0
+
+    workflow = make_workflow(agent, reward_fn, **limits)
+    trajectory = await workflow.arun_trajectory(scripted_engine(lambda _: "4"), _attempt())
+    assert (trajectory.failure, trajectory.stop_reason) == (None, stop_reason)
+    assert (trajectory.reward, trajectory.num_turns) == (0.5, num_turns)
+    assert trajectory.interactions[-1].turn_return == 0.5
+
+
+async def test_an_agent_may_return_what_it_has_when_its_time_is_over(
+    make_workflow, scripted_engine
+):
+    async def slow(prompt):
+        await asyncio.sleep(60)
+
+    calls = iter([lambda _: "a", slow])
+
+    async def agent(data, client):
+        try:
+            await _ask(client, "one", "two")
+        except openai.BadRequestError as error:
+            return 0.25 if error.code == "budget_exceeded" else 0.0
+
+    workflow = make_workflow(agent, timeout_seconds=0.5)
+    trajectory = await workflow.arun_trajectory(
+        scripted_engine(lambda prompt: next(calls)(prompt)), _attempt()
+    )
+    assert (trajectory.failure, trajectory.reward) == (None, 0.25)
+    assert trajectory.stop_reason is StopReason.MAX_SECONDS
+    assert trajectory.interactions[1].status is InteractionStatus.CANCELLED
+
+
 async def test_the_deadline_ends_a_trajectory_and_its_call(make_workflow, scripted_engine):
     async def slow(prompt):
         await asyncio.sleep(60)
@@ -284,7 +335,8 @@ async def test_the_deadline_ends_a_trajectory_and_its_call(make_workflow, script
 
     trajectory = await make_workflow(agent, timeout_seconds=0.3).arun_trajectory(engine, _attempt())
     assert trajectory.failure.boundary is Boundary.TIMEOUT
-    assert "0.3 seconds" in trajectory.failure.message
+    assert "rollout.timeout_seconds = 0.3 was reached" in trajectory.failure.message
+    assert trajectory.stop_reason is StopReason.MAX_SECONDS
     statuses = [i.status for i in trajectory.interactions]
     assert statuses == [InteractionStatus.COMPLETED, InteractionStatus.CANCELLED]
     assert engine.num_cancelled == 1

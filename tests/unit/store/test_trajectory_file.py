@@ -19,6 +19,7 @@ from agentrl_cli.records import (
     Failure,
     Interaction,
     InteractionStatus,
+    StopReason,
     Trajectory,
 )
 from agentrl_cli.store.trajectory_file import (
@@ -71,6 +72,7 @@ FULL = Trajectory(
     ),
     reward=0.1 + 0.2,
     reward_parts={"format": 0.1, "answer": math.inf},
+    stop_reason=StopReason.MAX_TURNS,
     final_answer="4",
     failure=Failure(boundary=Boundary.TOOL, kind="KeyError", message="'x'", traceback="Trace\n  x"),
     seconds=3.5,
