@@ -5,8 +5,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Sequence
 
-from openai import APIError
-
 from agentrl_cli.agents.runner import BoundaryError
 from agentrl_cli.errors import EngineError, RolloutFailedError
 from agentrl_cli.records import Boundary, Failure, StopReason, Trajectory
@@ -78,10 +76,10 @@ def describe_failure(
 
 
 def _is_api_error(error: BaseException) -> bool:
-    """True for what the SDKs of OpenAI and of Anthropic (an optional package) raise for calls."""
-    return isinstance(error, APIError) or any(
-        kind.__name__ == "APIError" and kind.__module__.partition(".")[0] == "anthropic"
-        for kind in type(error).__mro__
+    """Whether an SDK raised it for a call's sake; known by name, not to load what nobody uses."""
+    return any(
+        t.__name__ == "APIError" and t.__module__.partition(".")[0] in ("openai", "anthropic")
+        for t in type(error).__mro__
     )
 
 
