@@ -18,9 +18,11 @@ from agentrl_cli.engine.embedded_calls import Call, StopTextFinder
 from agentrl_cli.engine.embedded_delivery import Command, fail_call
 from agentrl_cli.engine.embedded_manager import EmbeddedManager
 from agentrl_cli.engine.embedded_weights import copy_weights
+from agentrl_cli.engine.end_tokens import find_end_ids
+from agentrl_cli.engine.grammar import GrammarError, TokenGrammars, TokenMatcher
 from agentrl_cli.engine.protocol import Generation, Probe, Replica, Sampling
 from agentrl_cli.engine.request_check import check_request
-from agentrl_cli.errors import EngineError, EngineTimeoutError
+from agentrl_cli.errors import EngineError, EngineTimeoutError, MissingExtraError
 from agentrl_cli.log import get_logger
 
 _log = get_logger(__name__)
@@ -52,7 +54,9 @@ class EmbeddedEngine:
         self._model_name = model_name
         self._tokenizer = tokenizer
         self._vocabulary_size = model.get_input_embeddings().num_embeddings
-        self._end_ids = _find_end_ids(model, tokenizer)
+        self._end_ids = find_end_ids(model, tokenizer)
+        num_logits = model.get_output_embeddings().weight.shape[0]
+        self._grammars = TokenGrammars(tokenizer, num_logits, self._end_ids)
         self._calls: dict[str, Call] = {}
         self._call_numbers = itertools.count()
         self._lock = threading.Lock()
@@ -97,7 +101,8 @@ class EmbeddedEngine:
     ) -> Generation:
         """Samples one completion; see :class:`InferenceEngine`."""
         self._check_request(prompt_ids, sampling)
-        call = self._open_call(prompt_ids, sampling, streaming=False)
+        matcher = await self._start_matcher(sampling)
+        call = self._open_call(prompt_ids, sampling, matcher, streaming=False)
         try:
             return await self._await_piece(call)
         finally:
@@ -117,7 +122,8 @@ class EmbeddedEngine:
     async def _stream_call(
         self, prompt_ids: Sequence[int], sampling: Sampling
     ) -> AsyncIterator[Generation]:
-        call = self._open_call(prompt_ids, sampling, streaming=True)
+        matcher = await self._start_matcher(sampling)
+        call = self._open_call(prompt_ids, sampling, matcher, streaming=True)
         try:
             while True:
                 piece = await self._await_piece(call)
@@ -210,7 +216,31 @@ class EmbeddedEngine:
             # A fresh error each time: a traceback grows with every raise of the same one.
             raise type(self._ended)(*self._ended.args) from self._ended.__cause__
 
-    def _open_call(self, prompt_ids: Sequence[int], sampling: Sampling, streaming: bool) -> Call:
+    async def _start_matcher(self, sampling: Sampling) -> TokenMatcher | None:
+        """What holds a call to its structural tag, if it has one."""
+        tag = sampling.structural_tag
+        if tag is None:
+            return None
+        limit = self._config.generate_timeout_seconds
+        try:
+            async with asyncio.timeout(limit):
+                return await asyncio.to_thread(self._grammars.start, tag)
+        except TimeoutError:
+            raise EngineTimeoutError(
+                f"no grammar was made of the structural tag after {limit:g} s "
+                "(engine.generate_timeout_seconds)"
+            ) from None
+        except (GrammarError, MissingExtraError) as error:
+            raise EngineError(f"structural_tag: {error}") from None
+
+    def _open_call(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        matcher: TokenMatcher | None,
+        *,
+        streaming: bool,
+    ) -> Call:
         room = self.max_model_len - len(prompt_ids)
         stop = tuple(text for text in sampling.stop if text)
         call = Call(
@@ -220,6 +250,7 @@ class EmbeddedEngine:
             max_tokens=room if sampling.max_tokens is None else min(room, sampling.max_tokens),
             end_ids=self._end_ids.union(sampling.stop_token_ids),
             stop_finder=StopTextFinder(self._tokenizer, stop) if stop else None,
+            matcher=matcher,
             streaming=streaming,
         )
         with self._lock:
@@ -269,13 +300,6 @@ class EmbeddedEngine:
             if self._ended is None:
                 self._ended = EngineError(_CLOSED)
         self._manager.shut_down(_CLOSE_SECONDS)
-
-
-def _find_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end a completion by the model's own word."""
-    configured = model.generation_config.eos_token_id if model.generation_config else None
-    ids = configured if isinstance(configured, list | tuple) else [configured]
-    return frozenset(int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None)
 
 
 def _call_weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
+from agentrl_cli.engine.grammar import TokenMatcher
 from agentrl_cli.engine.protocol import FinishReason, Generation, Sampling
 from agentrl_cli.errors import EngineError
 
@@ -63,6 +64,7 @@ class Call:
         max_tokens: int,
         end_ids: frozenset[int],
         stop_finder: StopTextFinder | None,
+        matcher: TokenMatcher | None,
         streaming: bool,
     ) -> None:
         self.id = call_id
@@ -73,6 +75,9 @@ class Call:
         self.opened = self.loop.time()
         self.random = Random(sampling.seed)
         self.completion_ids: list[int] = []
+        self.matcher = matcher
+        self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
+        """One for each sampled token, if any were asked for; that of the next comes before it."""
         self.finished = False
         self._max_tokens = max_tokens
         self._end_ids = end_ids
@@ -92,6 +97,12 @@ class Call:
                 f"the model's output is not a number (policy version {version}): its weights "
                 "hold NaN or infinity. Lower the learning rate or max_grad_norm, and go on "
                 "from the last good checkpoint."
+            )
+            return True
+        if self.matcher is not None and not self.matcher.accept(token):
+            self._error = EngineError(
+                f"after {len(self.completion_ids)} tokens no token of this vocabulary goes on as "
+                "the structural tag wants"
             )
             return True
         self.completion_ids.append(token)
@@ -116,6 +127,7 @@ class Call:
             versions=tuple(self._versions[start:]),
             finish_reason=self._finish_reason,
             stop_text=self._stop_text,
+            top_logprobs=tuple(self.top_logprobs[start:]),
         )
 
     def put(self, piece: Generation | EngineError) -> None:

@@ -30,7 +30,7 @@ from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.engine.embedded_attention import PAGED_ATTENTION, build_layout
 from agentrl_cli.engine.embedded_calls import Call, CallRequest
 from agentrl_cli.engine.embedded_delivery import CallRouter, Command
-from agentrl_cli.engine.embedded_sampling import sample_tokens
+from agentrl_cli.engine.embedded_sampling import list_likeliest, mask_logits, sample_tokens
 from agentrl_cli.engine.embedded_sizes import build_batching_config
 from agentrl_cli.errors import EngineError
 
@@ -225,15 +225,19 @@ class EmbeddedManager(ContinuousBatchingManager):  # type: ignore[misc]
         for request in requests:
             request.sampled_version = self.policy_version
         calls = [request.call for request in requests]
-        tokens, logprobs = sample_tokens(
-            scores[0, : len(calls)],
+        drawn = sample_tokens(
+            mask_logits(scores[0, : len(calls)], [call.matcher for call in calls]),
             [call.sampling.temperature for call in calls],
             [call.sampling.top_p for call in calls],
             [call.random.random() for call in calls],
         )
-        self._is_cache_poisoned |= not bool(logprobs.isfinite().all())
-        output_ids[0, : len(calls)].copy_(tokens)
-        output_ids[1, : len(calls)].copy_(logprobs.view(torch.int32))
+        for row, call in enumerate(calls):
+            num = call.sampling.num_top_logprobs
+            if num:
+                call.top_logprobs.append(list_likeliest(drawn.distribution[row], num))
+        self._is_cache_poisoned |= not bool(drawn.logprobs.isfinite().all())
+        output_ids[0, : len(calls)].copy_(drawn.tokens)
+        output_ids[1, : len(calls)].copy_(drawn.logprobs.view(torch.int32))
 
 
 def _use_layouts(processor: Any) -> None:

@@ -1,10 +1,56 @@
-"""Logits to tokens: one draw per row, each row with its own temperature, top_p and chance."""
+"""Logits to tokens: one draw per row, each row with its own mask, temperature, top_p and chance."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+
+from agentrl_cli.engine.grammar import TokenMatcher
+
+_WORD_BITS = 32
+
+
+class Drawn(NamedTuple):
+    """One token per row."""
+
+    tokens: torch.Tensor
+    """int64, shape [rows]."""
+    logprobs: torch.Tensor
+    """float32, nats, shape [rows]; 0 in greedy rows."""
+    distribution: torch.Tensor
+    """float32 logprobs of every token, shape [rows, vocabulary], -inf where it could not be
+    drawn; of greedy rows, at temperature 1."""
+
+
+def unpack_masks(masks: torch.Tensor, vocabulary_size: int) -> torch.Tensor:
+    """Bits as xgrammar packs them (int32, shape [rows, words]) to bools [rows, vocabulary]."""
+    places = torch.arange(_WORD_BITS, dtype=torch.int32, device=masks.device)
+    bits = (masks.unsqueeze(-1) >> places).bitwise_and_(1)
+    return bits.flatten(1)[:, :vocabulary_size].bool()
+
+
+def mask_logits(logits: torch.Tensor, matchers: Sequence[TokenMatcher | None]) -> torch.Tensor:
+    """Logits [rows, vocabulary] that are -inf where the row's matcher forbids the token.
+
+    A row of which nothing is allowed stays as it is: its matcher will refuse what is drawn.
+    """
+    rows = [row for row, matcher in enumerate(matchers) if matcher is not None]
+    if not rows:
+        return logits
+    num_words = -(-logits.shape[1] // _WORD_BITS)
+    masks = np.empty((len(rows), num_words), np.int32)
+    for place, row in enumerate(rows):
+        matcher = matchers[row]
+        assert matcher is not None
+        if not matcher.fill(masks, place):
+            masks[place] = -1
+    allowed = unpack_masks(torch.from_numpy(masks).to(logits.device), logits.shape[1])
+    masked = logits.clone()
+    masked[rows] = logits[rows].masked_fill(~allowed, -torch.inf)
+    return masked
 
 
 def sample_tokens(
@@ -12,15 +58,15 @@ def sample_tokens(
     temperatures: Sequence[float],
     top_ps: Sequence[float],
     uniforms: Sequence[float],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token per row (int64, shape [rows]) and its logprob (float32, nats, shape [rows]).
+) -> Drawn:
+    """One token per row and its logprob.
 
     The logprob is that of the distribution drawn from: after temperature and top_p.
     Rows with temperature 0 take the likeliest token, with logprob 0. A row is a function
     of its own arguments alone, so a seed gives the same tokens whatever else is batched.
 
     Args:
-        logits: float32, shape [rows, vocabulary].
+        logits: float32, shape [rows, vocabulary]; -inf where a mask forbids a token.
         temperatures: 0 or more; 0 is greedy.
         top_ps: in (0, 1]: the smallest set of likeliest tokens with at least this mass is kept.
         uniforms: in [0, 1): what inverts the row's cumulative distribution.
@@ -44,7 +90,18 @@ def sample_tokens(
     if min(temperatures) == 0:
         tokens = torch.where(greedy, logits.argmax(dim=-1, keepdim=True), tokens)
     chosen = logprobs.gather(1, tokens)
-    return tokens.squeeze(1), chosen.masked_fill(greedy & chosen.isfinite(), 0.0).squeeze(1)
+    chosen = chosen.masked_fill(greedy & chosen.isfinite(), 0.0)
+    return Drawn(tokens.squeeze(1), chosen.squeeze(1), logprobs)
+
+
+def list_likeliest(distribution: torch.Tensor, num: int) -> tuple[tuple[int, float], ...]:
+    """The ``num`` likeliest tokens of one row [vocabulary] with their logprobs, best first.
+
+    Fewer where fewer could be drawn.
+    """
+    logprobs, tokens = distribution.topk(min(num, distribution.numel()))
+    pairs = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+    return tuple((token, min(logprob, 0.0)) for token, logprob in pairs if logprob > -torch.inf)
 
 
 def _keep_nucleus(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

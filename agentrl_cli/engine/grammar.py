@@ -10,7 +10,7 @@ import functools
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from agentrl_cli.errors import MissingExtraError
@@ -105,16 +105,13 @@ class TokenGrammars:
         """
         self._find(tag)
 
-    def start(self, tag: str, extra_end_ids: Sequence[int] = ()) -> TokenMatcher:
+    def start(self, tag: str) -> TokenMatcher:
         """What follows a completion that is held to ``tag``, from its first token.
 
-        Args:
-            tag: compiled now, if it was not before.
-            extra_end_ids: further tokens that end this completion.
+        Raises as :meth:`compile`, which it calls where that was not done before.
         """
-        matcher = require_xgrammar().GrammarMatcher(
-            self._find(tag), override_stop_tokens=[*self._end_ids, *extra_end_ids]
-        )
+        compiled = self._find(tag)
+        matcher = require_xgrammar().GrammarMatcher(compiled, override_stop_tokens=self._end_ids)
         return TokenMatcher(matcher)
 
     def _find(self, tag: str) -> Any:

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.errors import ContextLengthError, EngineError
 
+#: vLLM's own limit, and OpenAI's.
+MAX_TOP_LOGPROBS = 20
+
 
 def check_request(prompt_ids: Sequence[int], sampling: Sampling, max_model_len: int) -> None:
     """Refuses what no engine could serve, in words that say what is allowed.
@@ -46,4 +49,11 @@ def _find_sampling_problem(sampling: Sampling) -> str | None:
         return f"top_p {sampling.top_p} is not allowed: above 0, at most 1"
     if sampling.max_tokens is not None and sampling.max_tokens < 1:
         return f"max_tokens {sampling.max_tokens} is not allowed: 1 or more"
+    if sampling.num_top_logprobs not in range(MAX_TOP_LOGPROBS + 1):
+        return (
+            f"num_top_logprobs {sampling.num_top_logprobs} is not allowed: 0 to {MAX_TOP_LOGPROBS}"
+        )
+    if sampling.structural_tag is not None and sampling.stop_token_ids:
+        # Records do not hold them, so the trainer could not make the same masks.
+        return "stop_token_ids are not allowed beside a structural_tag: use stop texts"
     return None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-#: One character of a string as JSON writes it: as it is, or with a backslash.
-_CHARACTER = r'(?:[ !#-\[\]-\U0010ffff]|\\"|\\\\|\\/|\\b|\\f|\\n|\\r|\\t)'.replace(
-    r"\U0010ffff", "\U0010ffff"
-)
+#: One character of a string as JSON writes it: as it is, or with a backslash. Not the halves of
+#: surrogate pairs, whose bytes a decoder takes for three characters each.
+_PLAIN = " !#-\\[\\]-\ud7ff\ue000-\U0010ffff"
+_CHARACTER = f"(?:[{_PLAIN}]" + r'|\\"|\\\\|\\/|\\b|\\f|\\n|\\r|\\t)'
 _BOUNDS = ("minLength", "maxLength")
 _PARTS = ("items", "additionalProperties", "propertyNames")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")

@@ -68,7 +68,7 @@ def test_equal_to_what_the_engine_says_of_the_tokens_it_samples(temperature: flo
     generator = torch.Generator().manual_seed(5)
     logits = 3 * torch.randn(200, 50, generator=generator)
     uniforms = torch.rand(200, generator=generator).tolist()
-    tokens, expected = sample_tokens(logits, [temperature] * 200, [top_p] * 200, uniforms)
+    tokens, expected, _ = sample_tokens(logits, [temperature] * 200, [top_p] * 200, uniforms)
     found = compute_logprobs(
         logits, identity, tokens, torch.full((200,), temperature), torch.full((200,), top_p)
     )
