@@ -52,7 +52,8 @@ class HarmonyParser:
     def finish(self) -> ParsedText:
         """The rest, when no more text will come."""
         parsed = self._advance(at_end=True)
-        self._end_message(parsed)
+        if self._body.strip():
+            self._end_message(parsed)
         return parsed
 
     def _advance(self, at_end: bool) -> ParsedText:

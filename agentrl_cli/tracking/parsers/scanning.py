@@ -99,6 +99,8 @@ class CallScanner:
         while self._buffer:
             if self._after_call and not self._pass_closers(at_end):
                 break
+            if not self._buffer:
+                break
             start = self._find_start()
             if start < 0:
                 self._emit(parsed, len(self._buffer) - (0 if at_end else self._count_held()))
@@ -126,10 +128,9 @@ class CallScanner:
     def _pass_closers(self, at_end: bool) -> bool:
         """Drops what ends a section of calls; False: more text is needed to know."""
         rest = self._buffer.lstrip()
-        for closer in self._reader.closers:
-            if rest.startswith(closer):
-                self._buffer = rest[len(closer) :]
-                return True
+        while found := [c for c in self._reader.closers if rest.startswith(c)]:
+            self._buffer = rest[len(found[0]) :]
+            rest = self._buffer.lstrip()
         if any(closer.startswith(rest) for closer in self._reader.closers):
             if at_end:
                 self._buffer = ""

@@ -118,6 +118,9 @@ class XmlCalls:
         while True:
             cursor.take_until(self.value_end)
             end = cursor.at
+            # Another call begins: this one was not finished.
+            if any(start in cursor.text[begin:end] for start in self.starts):
+                raise _Unreadable
             if cursor.take(self.key_begin, self.call_end) is not None:
                 cursor.at = end
                 value = cursor.text[begin : end - len(self.value_end)]
@@ -155,9 +158,11 @@ class GlmCalls:
         arguments = {}
         while (tag := cursor.take("<arg_key>", "</tool_call>")) == "<arg_key>":
             key = cursor.take_until("</arg_key>", _MAX_HEADER).strip()
-            if cursor.take("<arg_value>") is None:
+            if "<" in key or cursor.take("<arg_value>") is None:
                 raise _Unreadable
             value = cursor.take_until("</arg_value>")
+            if self.starts[0] in value:
+                raise _Unreadable
             arguments[key] = self.types.convert(name, key, value)
         if tag is None:
             raise _Unreadable
