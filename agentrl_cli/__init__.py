@@ -20,6 +20,7 @@ _PUBLIC = {
     "RolloutWorkflow": "agentrl_cli.rollout.workflow",
     "TrackedCamelModel": "agentrl_cli.agents.camel",
     "TrackingClient": "agentrl_cli.tracking.client",
+    "build_anthropic_client": "agentrl_cli.agents.anthropic_sdk",
     "build_chat_model": "agentrl_cli.agents.langgraph",
     "build_run_config": "agentrl_cli.agents.openai_provider",
     "load_config": "agentrl_cli.config.loading",
@@ -33,12 +34,14 @@ __all__ = [
     "RolloutWorkflow",
     "TrackedCamelModel",
     "TrackingClient",
+    "build_anthropic_client",
     "build_chat_model",
     "build_run_config",
     "load_config",
 ]
 
 if TYPE_CHECKING:
+    from agentrl_cli.agents.anthropic_sdk import build_anthropic_client
     from agentrl_cli.agents.camel import TrackedCamelModel
     from agentrl_cli.agents.langgraph import GraphRun, build_chat_model
     from agentrl_cli.agents.openai_agents import AgentRun

@@ -9,6 +9,11 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
+from agentrl_cli.agents.anthropic_sdk import (
+    build_anthropic_client,
+    build_blocking_anthropic_client,
+    check_anthropic,
+)
 from agentrl_cli.agents.runner import AgentOutcome
 from agentrl_cli.agents.threads import run_in_thread
 from agentrl_cli.errors import BuilderError
@@ -16,17 +21,20 @@ from agentrl_cli.tracking.blocking_client import BlockingTrackingClient, build_b
 
 #: What is passed, by keyword, besides the row: all of it to ``**kwargs``, else what is named.
 SUPPLIED = ("base_url", "api_key", "http_client", "client", "model", "max_turns")
+#: Anthropic's client, to who names it: loading the SDK takes a second.
+_ANTHROPIC = "anthropic_client"
 
 
 class CallableRunner:
     """Runs ``function(data, **what its signature names)``.
 
-    A function that is not async runs in a thread of its own, with a ``client`` and an
-    ``http_client`` that block. The returned text is the final answer; anything else is a
-    reward, a dict of rewards, or None for "use the reward function".
+    A function that is not async runs in a thread of its own, with a ``client``, an
+    ``anthropic_client`` and an ``http_client`` that block. The returned text is the final
+    answer; anything else is a reward, a dict of rewards, or None for "use the reward function".
 
     Raises:
         BuilderError: the signature asks for what nothing supplies.
+        MissingExtraError: it names ``anthropic_client``, and the SDK is not installed.
     """
 
     framework = "plain Python"
@@ -50,15 +58,18 @@ class CallableRunner:
         self._named = {p.name for p in rest if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
         for parameter in rest:
             variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-            supplied = parameter.name in SUPPLIED and parameter.kind is not (
+            supplied = parameter.name in (*SUPPLIED, _ANTHROPIC) and parameter.kind is not (
                 parameter.POSITIONAL_ONLY
             )
             if not variadic and not supplied and parameter.default is parameter.empty:
                 raise BuilderError(
                     f"{key}: {name} asks for {parameter.name!r}, which nothing supplies. Allowed "
-                    f"after the row: {', '.join(SUPPLIED)}, or **kwargs for all. The row's own "
-                    f"fields are in its first argument: {first.name}[{parameter.name!r}]"
+                    f"after the row: {', '.join(SUPPLIED)}, {_ANTHROPIC}, or **kwargs for all "
+                    "but the last. The row's own fields are in its first argument: "
+                    f"{first.name}[{parameter.name!r}]"
                 )
+        if _ANTHROPIC in self._named:
+            check_anthropic(f"{key}: {name} takes {_ANTHROPIC}: it")
 
     @property
     def needs_base_url(self) -> bool:
@@ -91,6 +102,9 @@ class CallableRunner:
             if isinstance(blocking, BlockingTrackingClient):
                 supplied["http_client"] = blocking.http_client
         chosen = {k: v for k, v in supplied.items() if self._takes(k)}
+        if _ANTHROPIC in self._named:
+            build = build_anthropic_client if self._is_async else build_blocking_anthropic_client
+            chosen[_ANTHROPIC] = build(client)
         # A copy: an agent that writes into its row must not change its siblings' row.
         returned = await self._call(dict(data), chosen)
         if isinstance(returned, str):

@@ -17,7 +17,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-import httpx2
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
@@ -36,7 +35,7 @@ from agentrl_cli.tracking.responses_protocol import ResponsesProtocol
 from agentrl_cli.tracking.server import LoopbackServer
 from agentrl_cli.tracking.session import Budget, Session
 from agentrl_cli.tracking.template import ChatTemplate
-from agentrl_cli.tracking.transport import InProcessTransport
+from agentrl_cli.tracking.transport import SharedClient
 from agentrl_cli.tracking.tree import ConversationTree
 from agentrl_cli.tracking.wire import (
     Problem,
@@ -84,9 +83,7 @@ class BaseGateway(ABC):
                 Route("/v1/{path:path}", self._unknown_path, methods=["GET", "POST"]),
             ]
         )
-        self.http_client = httpx2.AsyncClient(
-            transport=InProcessTransport(self.app), timeout=httpx2.Timeout(None)
-        )
+        self.http_client = SharedClient(self.app)
         self._sessions: dict[bytes, Session] = {}
         self._server = LoopbackServer(self.app)
 
@@ -156,7 +153,7 @@ class BaseGateway(ABC):
         """Ends the socket and the in-process client."""
         self._sessions.clear()
         await self._server.stop()
-        await self.http_client.aclose()
+        await self.http_client.end()
 
     # -- routes ---------------------------------------------------------------------------
 

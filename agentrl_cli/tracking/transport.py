@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -22,6 +23,32 @@ _App = Callable[
     ],
     Awaitable[None],
 ]
+#: A text that says the same has its quotes escaped; should it match all the same, no harm is done.
+_ASKS_FOR_STREAM = re.compile(rb'"stream"\s*:\s*true')
+
+
+class SharedClient(httpx2.AsyncClient):
+    """The way into an app in this process, for any number of SDK clients.
+
+    SDKs close the client that they are given when they are closed; this one stays open for
+    the others until :meth:`end`.
+    """
+
+    def __init__(self, app: _App) -> None:
+        super().__init__(transport=InProcessTransport(app), timeout=httpx2.Timeout(None))
+
+    async def aclose(self) -> None:
+        """Does nothing: others may still use the client."""
+
+    async def __aenter__(self) -> SharedClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Does nothing: others may still use the client."""
+
+    async def end(self) -> None:
+        """Closes it for all."""
+        await super().aclose()
 
 
 class InProcessTransport(httpx2.AsyncBaseTransport):
@@ -31,14 +58,47 @@ class InProcessTransport(httpx2.AsyncBaseTransport):
         self._app = app
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Runs the app until its response begins; the body streams as it is made."""
-        exchange = _Exchange(self._app, request, await request.aread())
+        """Runs the app until its response begins; the body streams as it is made.
+
+        Where no stream was asked for, the app runs in the caller's own task, and its response
+        is returned whole: a task and its queue for each call cost a tenth of the gateway's time.
+        """
+        body = await request.aread()
+        if _ASKS_FOR_STREAM.search(body) is None:
+            return await _answer_whole(self._app, request, body)
+        exchange = _Exchange(self._app, request, body)
         try:
             status, headers = await exchange.start()
         except BaseException:
             await exchange.aclose()
             raise
         return httpx2.Response(status, headers=headers, stream=exchange)
+
+
+async def _answer_whole(app: _App, request: httpx2.Request, body: bytes) -> httpx2.Response:
+    """The app's response when it has ended; a caller that is cancelled cancels the app."""
+    unread: list[bytes] = [body]
+    head: _Message = {}
+    pieces: list[bytes] = []
+
+    async def receive() -> _Message:
+        if unread:
+            return {"type": "http.request", "body": unread.pop(), "more_body": False}
+        # A client that hangs up cancels this task: there is nothing to be told of it.
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets this event")
+
+    async def send(message: _Message) -> None:
+        if message["type"] == "http.response.start":
+            head.update(message)
+        else:
+            pieces.append(message.get("body", b""))
+
+    await app(_build_scope(request), receive, send)
+    if not head:
+        raise RuntimeError("the app ended without a response")
+    headers = list(head.get("headers", ()))
+    return httpx2.Response(head["status"], headers=headers, content=b"".join(pieces))
 
 
 class _Exchange(httpx2.AsyncByteStream):
