@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 import httpx2
@@ -16,6 +16,9 @@ from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.transport import InProcessTransport
 
 ResultT = TypeVar("ResultT")
+
+#: How long calls in flight may take to end when they are cancelled.
+_CANCEL_SECONDS = 5.0
 
 
 class BlockingCallError(Exception):
@@ -28,8 +31,7 @@ class _Bridge:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._loop_thread = threading.get_ident()
-        self._lock = threading.Lock()
-        self._running: set[Future[Any]] = set()
+        self._running: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     def check_thread(self) -> None:
@@ -54,11 +56,7 @@ class _Bridge:
         """
         try:
             self.check_thread()
-            with self._lock:
-                if self._closed:
-                    raise BlockingCallError("the trajectory has ended: no call is answered")
-                future = asyncio.run_coroutine_threadsafe(work, self._loop)
-                self._running.add(future)
+            future = asyncio.run_coroutine_threadsafe(self._run(work), self._loop)
         except BaseException:
             work.close()
             raise
@@ -66,17 +64,27 @@ class _Bridge:
             return future.result()
         except CancelledError:
             raise BlockingCallError("the trajectory ended while this call ran") from None
-        finally:
-            with self._lock:
-                self._running.discard(future)
 
-    def close(self) -> None:
-        """Ends calls in flight and refuses new ones; for the event loop's thread."""
-        with self._lock:
-            self._closed = True
-            running = list(self._running)
-        for future in running:
-            future.cancel()
+    async def close(self) -> None:
+        """Refuses new calls, and returns when those in flight were cancelled."""
+        self._closed = True
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=_CANCEL_SECONDS)
+
+    async def _run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        if self._closed:
+            work.close()
+            raise BlockingCallError("the trajectory has ended: no call is answered")
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            return await work
+        finally:
+            self._running.discard(task)
 
 
 class _BlockingTransport(httpx2.BaseTransport):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -59,7 +59,7 @@ class TrackingClient(AsyncOpenAI):
             )
         self.gateway = gateway
         self.session = session or gateway.open_session(sampling=sampling, budget=budget)
-        self._on_close: list[Callable[[], None]] = []
+        self._on_close: list[Callable[[], Awaitable[None]]] = []
         options: dict[str, Any] = {"base_url": _IN_PROCESS_URL, "max_retries": 0}
         options |= openai_options
         options |= {"api_key": self.session.key, "http_client": gateway.http_client}
@@ -107,8 +107,8 @@ class TrackingClient(AsyncOpenAI):
 
     with_options = copy
 
-    def call_on_close(self, callback: Callable[[], None]) -> None:
-        """Has ``callback`` called when the session ends."""
+    def call_on_close(self, callback: Callable[[], Awaitable[None]]) -> None:
+        """Has ``callback`` awaited when the session ends."""
         self._on_close.append(callback)
 
     async def close(self) -> None:
@@ -118,7 +118,7 @@ class TrackingClient(AsyncOpenAI):
         """
         await self.gateway.end_session(self.session)
         for callback in self._on_close:
-            callback()
+            await callback()
 
 
 def _load_tokenizer(tokenizer: Any) -> Any:
