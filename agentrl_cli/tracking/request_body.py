@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from agentrl_cli.tracking.model_request import ModelRequest, RequestError, TooLa
 
 #: Which repetition of a call this is, as the SDKs of OpenAI and Anthropic say it; 0: the first.
 _RETRY_HEADER = "x-stainless-retry-count"
+
+#: Half of a character that takes two escapes.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +59,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
     """The JSON object in a body.
 
     Raises:
-        RequestError: no JSON, or no object.
+        RequestError: no JSON, no object, or text that is no Unicode.
     """
     try:
         value = json.loads(data, parse_constant=_refuse_constant)
@@ -65,7 +69,17 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise RequestError(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object")
+    if _SURROGATE.search(data):
+        _check_unicode(value)
     return value
+
+
+def _check_unicode(value: dict[str, Any]) -> None:
+    """Refuses half a character, as JSON can write it: no tokenizer and no store could."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the body has text that is no Unicode: {error.reason}") from None
 
 
 def _refuse_constant(name: str) -> Any:

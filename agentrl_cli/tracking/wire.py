@@ -95,6 +95,8 @@ def describe_error(error: Exception) -> Problem:
         return Problem(504, str(error), "server_error", code="engine_timeout")
     if isinstance(error, EngineError):
         return Problem(503, str(error), "server_error", code="engine_error")
+    if isinstance(error, RecursionError):
+        return Problem(400, "the request is nested too deep")
     _log.error("a call failed inside the gateway", exc_info=error)
     message = f"the gateway failed: {type(error).__name__}: {error}"
     return Problem(500, message, "server_error", code="gateway_error")
