@@ -29,8 +29,9 @@ class RoutedCall:
     """One call: sampled by a server, and by another from where the first one died.
 
     What is kept of a broken attempt is appended to the prompt, and the rest is sampled from
-    there. With stop texts a broken call starts over instead, as such a text may span the cut;
-    it is not streamed either (all comes in one piece), as nothing handed out can be taken back.
+    there. With stop texts a broken call starts over instead, as such a text may span the cut,
+    and with a structural tag, whose grammar begins with the completion; neither is streamed (all
+    comes in one piece), as nothing handed out can be taken back.
 
     Args:
         pool: the servers.
@@ -64,11 +65,13 @@ class RoutedCall:
         self._max_tokens = min(room, sampling.max_tokens or room)
         self._timeout_seconds = timeout_seconds
         self._deadline = asyncio.get_running_loop().time() + timeout_seconds
-        self._reading_along = reading_along and not sampling.stop
+        self._starts_over = bool(sampling.stop) or sampling.structural_tag is not None
+        self._reading_along = reading_along and not self._starts_over
         self._only_on = only_on
         self._completion_ids: list[int] = []
         self._rollout_logprobs: list[float] = []
         self._versions: list[int] = []
+        self._top_logprobs: list[tuple[tuple[int, float], ...]] = []
         self._num_handed_out = 0
         self._attempt: Attempt | None = None
         self._stream: AsyncGenerator[Generation, None] | None = None
@@ -181,6 +184,7 @@ class RoutedCall:
             rollout_logprobs=tuple(attempt.rollout_logprobs[start:end]),
             versions=(),
             finish_reason=None,
+            top_logprobs=tuple(attempt.top_logprobs[start:end]),
         )
 
     def _finish(self, attempt: Attempt, last: Generation) -> Generation:
@@ -204,6 +208,7 @@ class RoutedCall:
             versions=tuple(self._versions),
             finish_reason=last.finish_reason,
             stop_text=last.stop_text,
+            top_logprobs=tuple(self._top_logprobs[start:]),
         )
 
     def _refuse_foreign(self, attempt: Attempt, versions: Sequence[int], foreign: set[int]) -> None:
@@ -222,7 +227,7 @@ class RoutedCall:
         if self._only_on is not None:
             raise ServerDownError(f"{attempt.server.name} is out: {reason}")
         self._pool.num_failovers += 1
-        if not self._sampling.stop:
+        if not self._starts_over:
             self._keep(attempt, [attempt.version] * attempt.num_certain)
         await self.aclose()
 
@@ -230,6 +235,7 @@ class RoutedCall:
         """Makes the attempt's first tokens, as many as ``versions``, part of the completion."""
         self._completion_ids += attempt.completion_ids[: len(versions)]
         self._rollout_logprobs += attempt.rollout_logprobs[: len(versions)]
+        self._top_logprobs += attempt.top_logprobs[: len(versions)]
         self._versions += versions
 
     def _describe_timeout(self, attempt: Attempt) -> str:

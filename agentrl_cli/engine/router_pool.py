@@ -39,6 +39,7 @@ class Attempt:
         self.epoch = server.epoch
         self.completion_ids: list[int] = []
         self.rollout_logprobs: list[float] = []
+        self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
         self.allowed_versions = {server.version}
         self._evidence = server.evidence
         self._first_piece_at: int | None = None
@@ -52,6 +53,7 @@ class Attempt:
             self._first_piece_at = clock
         self.completion_ids.extend(piece.completion_ids)
         self.rollout_logprobs.extend(piece.rollout_logprobs)
+        self.top_logprobs.extend(piece.top_logprobs)
 
     def seal(self, version: int) -> None:
         """From here on tokens may be of ``version``: only the server will be able to say."""

@@ -12,6 +12,11 @@ Read from the source of SGLang 0.5.23:
 - ``update_weight_version`` aborts all calls unless it is told not to.
 - Tokens name the weights that sampled them in ``weight_versions``, which the last piece has.
 - ``sampling_seed`` counts only with ``--enable-deterministic-inference``.
+- ``structural_tag`` is kept by xgrammar (``--grammar-backend``'s default), its masks applied before
+  temperature and top_p; all logprobs are those after it. What ends a constrained text are the
+  end tokens of the model's configuration files, and no ``stop_token_ids``.
+- The likeliest tokens are ``output_top_logprobs`` (before top_p), or with a nucleus all of
+  ``output_token_sampling_mask``, whose logprobs come with the mode ``support``.
 """
 
 from __future__ import annotations
@@ -56,12 +61,17 @@ def format_generate(
         "temperature": sampling.temperature,
     }
     body: dict[str, Any] = {"input_ids": list(prompt_ids), "sampling_params": params}
-    if not _is_greedy(sampling):
-        if sampling.top_p < 1:
-            params |= {"top_p": sampling.top_p, "top_k": SAMPLING_MASK_TOP_K}
-            body["return_sampling_mask"] = True
-        else:
-            body["return_logprob"] = True
+    if _has_nucleus(sampling):
+        params |= {"top_p": sampling.top_p, "top_k": SAMPLING_MASK_TOP_K}
+        body["return_sampling_mask"] = True
+        if sampling.num_top_logprobs:
+            body["sampling_logprobs_mode"] = "support"
+    elif sampling.num_top_logprobs:
+        body |= {"return_logprob": True, "top_logprobs_num": sampling.num_top_logprobs}
+    elif not _is_greedy(sampling):
+        body["return_logprob"] = True
+    if sampling.structural_tag is not None:
+        params["structural_tag"] = sampling.structural_tag
     if sampling.stop:
         params["stop"] = list(sampling.stop)
     if sampling.stop_token_ids:
@@ -80,6 +90,10 @@ def _is_greedy(sampling: Sampling) -> bool:
     return sampling.temperature < _GREEDY_BELOW
 
 
+def _has_nucleus(sampling: Sampling) -> bool:
+    return sampling.top_p < 1 and not _is_greedy(sampling)
+
+
 class GenerationReader:
     """Makes of the replies to one call (one, or the pieces of a stream) what was sampled.
 
@@ -93,9 +107,8 @@ class GenerationReader:
     def __init__(self, server: str, sampling: Sampling, version: int | None = None) -> None:
         self._server = server
         self._greedy = _is_greedy(sampling)
-        self._logprobs_key = (
-            "output_token_logprobs" if sampling.top_p == 1 else "output_token_sampling_logprobs"
-        )
+        self._has_nucleus = _has_nucleus(sampling)
+        self._num_top = sampling.num_top_logprobs
         self._version = version
         self._num_read = 0
 
@@ -123,7 +136,9 @@ class GenerationReader:
             self._raise_abort(reason)
         num_tokens = meta["completion_tokens"]
         completion_ids = tuple(self._select_new(reply["output_ids"], num_tokens))
-        logprobs = self._read_logprobs(meta, num_tokens, completion_ids)
+        distributions = self._read_distributions(meta, num_tokens, completion_ids)
+        logprobs = self._read_logprobs(meta, num_tokens, completion_ids, distributions)
+        tops = tuple(_rank(one, self._num_top) for one in distributions)
         self._num_read = num_tokens
         if reason is None:
             return Generation(
@@ -131,6 +146,7 @@ class GenerationReader:
                 rollout_logprobs=logprobs,
                 versions=(),
                 finish_reason=None,
+                top_logprobs=tops,
             )
         matched = reason.get("matched")
         finish_reason: FinishReason = reason["type"]
@@ -140,6 +156,7 @@ class GenerationReader:
             versions=self._read_versions(meta, num_tokens),
             finish_reason=finish_reason,
             stop_text=matched if isinstance(matched, str) else None,
+            top_logprobs=tops,
         )
 
     def _raise_abort(self, reason: Mapping[str, Any]) -> NoReturn:
@@ -160,16 +177,38 @@ class GenerationReader:
             f"{len(items)} items for {num_tokens} tokens, of which {self._num_read} came before"
         )
 
-    def _read_logprobs(
+    def _read_distributions(
         self, meta: Mapping[str, Any], num_tokens: int, completion_ids: Sequence[int]
+    ) -> list[dict[int, float]]:
+        """Logprobs by token id for each new token, of the likeliest ones or all that could be
+        drawn; nothing where they were not asked for."""
+        if not self._num_top or not completion_ids:
+            return []
+        if not self._has_nucleus:
+            tops = self._select_new(meta["output_top_logprobs"], num_tokens)
+            return [{entry[1]: entry[0] for entry in top} for top in tops]
+        ids = self._select_new(meta["output_token_sampling_mask"], num_tokens)
+        logprobs = self._select_new(meta["output_token_sampling_logprobs"], num_tokens)
+        return [dict(zip(*pair, strict=True)) for pair in zip(ids, logprobs, strict=True)]
+
+    def _read_logprobs(
+        self,
+        meta: Mapping[str, Any],
+        num_tokens: int,
+        completion_ids: Sequence[int],
+        distributions: Sequence[Mapping[int, float]],
     ) -> tuple[float, ...]:
         if self._greedy:
             return (0.0,) * len(completion_ids)
-        entries = self._select_new(meta[self._logprobs_key], num_tokens)
-        if self._logprobs_key == "output_token_logprobs":
+        if not self._has_nucleus:
+            entries = self._select_new(meta["output_token_logprobs"], num_tokens)
             if [entry[1] for entry in entries] != list(completion_ids):
                 raise ValueError("logprobs of other tokens than those sampled")
-            entries = [entry[0] for entry in entries]
+            return tuple(_finite(entry[0]) for entry in entries)
+        if distributions:
+            pairs = zip(completion_ids, distributions, strict=True)
+            return tuple(_finite(one.get(token)) for token, one in pairs)
+        entries = self._select_new(meta["output_token_sampling_logprobs"], num_tokens)
         return tuple(_finite(entry) for entry in entries)
 
     def _read_versions(self, meta: Mapping[str, Any], num_tokens: int) -> tuple[int, ...]:
@@ -219,6 +258,13 @@ def parse_scores(reply: Mapping[str, Any], num_scores: int, *, server: str) -> l
     if len(scores) != num_scores:
         raise EngineError(f"{server} gave {len(scores)} logprobs of a prompt, not {num_scores}")
     return scores
+
+
+def _rank(distribution: Mapping[int, float], num_top: int) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens, best first; fewer where fewer could be drawn."""
+    pairs = [(token, logprob) for token, logprob in distribution.items() if logprob is not None]
+    ranked = sorted(pairs, key=lambda pair: -pair[1])[:num_top]
+    return tuple((token, min(logprob, 0.0)) for token, logprob in ranked if math.isfinite(logprob))
 
 
 def _finite(logprob: Any) -> float:

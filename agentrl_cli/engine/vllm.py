@@ -86,6 +86,7 @@ class VllmServer:
         limit = self._config.generate_timeout_seconds
         ids: list[int] = []
         logprobs: list[float] = []
+        tops: list[tuple[tuple[int, float], ...]] = []
         stream = self.stream(
             prompt_ids, sampling, session_id=session_id, stream_interval=self._config.max_model_len
         )
@@ -94,6 +95,7 @@ class VllmServer:
                 async for piece in pieces:
                     ids += piece.completion_ids
                     logprobs += piece.rollout_logprobs
+                    tops += piece.top_logprobs
         except TimeoutError:
             raise self._http.timed_out(GENERATE_LEG, limit) from None
         return Generation(
@@ -102,6 +104,7 @@ class VllmServer:
             versions=piece.versions,
             finish_reason=piece.finish_reason,
             stop_text=piece.stop_text,
+            top_logprobs=tuple(tops),
         )
 
     def stream(

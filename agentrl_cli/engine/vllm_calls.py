@@ -67,7 +67,9 @@ class VllmCalls:
             events = self._http.stream_events(GENERATE_PATH, body, leg=GENERATE_LEG)
             async with aclosing(events):
                 async for event in events:
-                    piece = parse_generate_piece(event, greedy=greedy)
+                    piece = parse_generate_piece(
+                        event, greedy=greedy, num_top=sampling.num_top_logprobs
+                    )
                     num_tokens += len(piece.token_ids)
                     if piece.finish_reason is None:
                         yield _make_generation(piece, ())
@@ -98,8 +100,12 @@ class VllmCalls:
         What was received before a change of the weights was sampled before it. Of what is
         received later some may be older and some newer: it is dropped, and the completion
         goes on from the tokens that are certain. (A stop text that such a change cuts in two
-        is not found, and a seed begins anew.)
+        is not found, and a seed begins anew.) Only one with a structural tag begins anew as a
+        whole, as nothing goes on in the midst of a grammar: it comes in one piece.
         """
+        if sampling.structural_tag is not None:
+            yield await self._restart_unversioned(prompt_ids, sampling, max_tokens, stream_interval)
+            return
         done: list[int] = []
         versions: list[int] = []
         while True:
@@ -133,6 +139,33 @@ class VllmCalls:
                     yield _make_generation(last, tuple(versions))
                     return
 
+    async def _restart_unversioned(
+        self, prompt_ids: Sequence[int], sampling: Sampling, max_tokens: int, stream_interval: int
+    ) -> Generation:
+        """A whole completion by /v1/completions, sampled by one version from its first token."""
+        while True:
+            await self._weights.wait_settled()
+            epoch = self._weights.epoch
+            with self._adapters.hold() as adapter:
+                version = adapter.version if adapter else await self._ask_version()
+                if version == UNKNOWN_VERSION:
+                    raise GivenUpError(_NO_VERSION)
+                body = format_completion(
+                    prompt_ids,
+                    sampling,
+                    max_tokens=max_tokens,
+                    cache_salt=self._weights.make_salt(),
+                    adapter=adapter.name if adapter else None,
+                    stream_interval=stream_interval,
+                )
+                part = self._stream_part(body, epoch if adapter is None else None, sampling)
+                async with aclosing(part):
+                    pieces = [piece async for piece in part]
+                if pieces and pieces[-1].finish_reason is not None:
+                    if adapter is None:
+                        await self._check_version(version, epoch)
+                    return _join(pieces, version)
+
     async def _stream_part(
         self, body: object, epoch: int | None, sampling: Sampling
     ) -> AsyncGenerator[Piece]:
@@ -143,7 +176,9 @@ class VllmCalls:
             async for event in events:
                 if epoch is not None and self._weights.epoch != epoch and not is_finished:
                     return
-                piece = parse_completion_piece(event, greedy=is_greedy(sampling))
+                piece = parse_completion_piece(
+                    event, greedy=is_greedy(sampling), num_top=sampling.num_top_logprobs
+                )
                 is_finished = piece.finish_reason is not None
                 yield piece
         if not is_finished:
@@ -169,4 +204,17 @@ def _make_generation(piece: Piece, versions: tuple[int, ...]) -> Generation:
         versions=versions,
         finish_reason=piece.finish_reason,
         stop_text=piece.stop_text,
+        top_logprobs=piece.top_logprobs,
+    )
+
+
+def _join(pieces: Sequence[Piece], version: int) -> Generation:
+    token_ids = tuple(token for piece in pieces for token in piece.token_ids)
+    return Generation(
+        completion_ids=token_ids,
+        rollout_logprobs=tuple(logprob for piece in pieces for logprob in piece.logprobs),
+        versions=(version,) * len(token_ids),
+        finish_reason=pieces[-1].finish_reason,
+        stop_text=pieces[-1].stop_text,
+        top_logprobs=tuple(top for piece in pieces for top in piece.top_logprobs),
     )

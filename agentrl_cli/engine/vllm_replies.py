@@ -25,6 +25,10 @@ _ENGINE_DEAD = "EngineCore encountered an issue"
 _TOO_LONG = re.compile(r"\(length (\d+)\) is longer than the maximum model length of (\d+)")
 
 
+#: For each token the likeliest ones with their logprobs, best first.
+TopLogprobs = tuple[tuple[tuple[int, float], ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class VersionSpan:
     """Tokens of a completion that one version of the weights sampled."""
@@ -45,14 +49,15 @@ class Piece:
     stop_text: str | None
     spans: tuple[VersionSpan, ...] | None
     """Of the whole completion, in its last piece; None: the endpoint knows no versions."""
+    top_logprobs: TopLogprobs = ()
 
 
 class GivenUpError(EngineError):
     """The server will not finish the completion; another server may."""
 
 
-def parse_generate_piece(data: bytes, *, greedy: bool) -> Piece:
-    """One event of ``/inference/v1/generate``.
+def parse_generate_piece(data: bytes, *, greedy: bool, num_top: int = 0) -> Piece:
+    """One event of ``/inference/v1/generate``, with the ``num_top`` likeliest tokens of each.
 
     Raises:
         GivenUpError: the server gave the completion up.
@@ -72,18 +77,69 @@ def parse_generate_piece(data: bytes, *, greedy: bool) -> Piece:
     spans = None
     if finish_reason is not None:
         spans = _parse_spans(choice.get("weight_versions"), data)
-    return Piece(ids, _check_logprobs(logprobs, greedy, data), finish_reason, stop_text, spans)
+    try:
+        tops = [
+            [(top["token_id"], top["logprob"]) for top in item["top_logprobs"]] if num_top else []
+            for item in content
+        ]
+    except (TypeError, KeyError):
+        _refuse("top_logprobs are not what was asked for", data)
+    return Piece(
+        ids,
+        _check_logprobs(logprobs, greedy, data),
+        finish_reason,
+        stop_text,
+        spans,
+        _rank(tops, num_top, data),
+    )
 
 
-def parse_completion_piece(data: bytes, *, greedy: bool) -> Piece:
+def parse_completion_piece(data: bytes, *, greedy: bool, num_top: int = 0) -> Piece:
     """One event of ``/v1/completions``; raises as :func:`parse_generate_piece`."""
     choice = _parse_choice(data)
     ids = _parse_ids(choice.get("token_ids"), data)
-    logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+    said = choice.get("logprobs") or {}
+    logprobs = said.get("token_logprobs") or []
     if not isinstance(logprobs, list) or len(logprobs) != len(ids):
         _refuse(f"{len(ids)} token ids and other logprobs", data)
     finish_reason, stop_text = _parse_finish(choice, data)
-    return Piece(ids, _check_logprobs(logprobs, greedy, data), finish_reason, stop_text, None)
+    tops: list[list[tuple[int, float]]] = []
+    if num_top and ids:
+        try:
+            tops = [
+                [(int(name.removeprefix("token_id:")), logprob) for name, logprob in top.items()]
+                for top in said["top_logprobs"]
+            ]
+        except (TypeError, KeyError, ValueError, AttributeError):
+            _refuse("top_logprobs are not what was asked for", data)
+    if len(tops) != (len(ids) if num_top else 0):
+        _refuse(f"{len(ids)} token ids and top_logprobs of {len(tops)}", data)
+    return Piece(
+        ids,
+        _check_logprobs(logprobs, greedy, data),
+        finish_reason,
+        stop_text,
+        None,
+        _rank(tops, num_top, data),
+    )
+
+
+def _rank(tops: list[list[tuple[int, float]]], num_top: int, data: bytes) -> TopLogprobs:
+    """The likeliest of each token; vLLM puts the sampled one among them, wherever it ranks."""
+    if not num_top:
+        return ()
+    for top in tops:
+        for token, logprob in top:
+            if type(token) is not int or type(logprob) not in (float, int) or logprob > 1e-3:
+                _refuse(f"{(token, logprob)!r} is no token with its logprob", data)
+    return tuple(
+        tuple(
+            (token, min(logprob, 0.0))
+            for token, logprob in sorted(top, key=lambda pair: -pair[1])[:num_top]
+            if logprob > _NOT_FINITE
+        )
+        for top in tops
+    )
 
 
 def _parse_choice(data: bytes) -> dict[str, Any]:

@@ -36,7 +36,6 @@ def format_generate(
     stop = [text for text in sampling.stop if text]
     params: dict[str, Any] = {
         **_format_sampling(sampling, max_tokens),
-        "logprobs": 0,
         "stream_interval": stream_interval,
         # Text is made only where it is looked at: it costs the server as much as the rest.
         "detokenize": bool(stop),
@@ -48,6 +47,9 @@ def format_generate(
         "cache_salt": cache_salt,
         "stream": True,
     }
+    if sampling.structural_tag is not None:
+        # The tag says itself where a thought may stand; a reasoning parser must not pass it by.
+        body["reasoning_ended"] = True
     return body if adapter is None else {**body, "model": adapter}
 
 
@@ -68,8 +70,9 @@ def format_completion(
         "top_k": 0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
-        "logprobs": 0,
         "return_token_ids": True,
+        # Likeliest tokens come by their texts otherwise, of which several tokens may have the same.
+        "return_tokens_as_token_ids": True,
         "stream_interval": stream_interval,
         "cache_salt": cache_salt,
         "stream": True,
@@ -79,13 +82,17 @@ def format_completion(
 
 
 def _format_sampling(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
-    return {
+    params = {
         "max_tokens": max_tokens,
         "temperature": 0.0 if is_greedy(sampling) else sampling.temperature,
         "top_p": sampling.top_p,
         "stop_token_ids": list(sampling.stop_token_ids),
         "seed": sampling.seed,
+        "logprobs": sampling.num_top_logprobs,
     }
+    if sampling.structural_tag is not None:
+        params["structured_outputs"] = {"structural_tag": sampling.structural_tag}
+    return params
 
 
 def _format_stop(stop: list[str]) -> dict[str, Any]:
