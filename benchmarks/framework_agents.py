@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import httpx2
@@ -211,15 +212,23 @@ def _build_camel_tracked(client: TrackingClient) -> Agent:
 # -- LangGraph ------------------------------------------------------------------------------
 
 
+@cache
+def _make_once(tool: Callable[[Any], Any]) -> Any:
+    """The tool as ``@tool`` at the head of a module makes it."""
+    return tool(add)
+
+
 def _build_graph(chat_model: Any) -> Agent:
     import warnings
+
+    from langchain_core.tools import tool
 
     with warnings.catch_warnings():
         # It is announced to move to another package.
         warnings.simplefilter("ignore")
         from langgraph.prebuilt import create_react_agent
 
-        graph: Any = create_react_agent(chat_model, [add], prompt=SYSTEM)
+        graph: Any = create_react_agent(chat_model, [_make_once(tool)], prompt=SYSTEM)
 
     async def run() -> str:
         state = await graph.ainvoke({"messages": [{"role": "user", "content": QUESTION}]})

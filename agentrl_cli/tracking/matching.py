@@ -18,6 +18,8 @@ from agentrl_cli.records import BreakCause, Message
 _THINKING = re.compile(r"<think>.*?</think>\s*|^.*?</think>\s*", re.DOTALL)
 #: Keys under which thoughts come back; canonical is the first.
 _THOUGHT_KEYS = ("reasoning_content", "reasoning")
+#: Made once: ``json.dumps`` with options makes an encoder for every call.
+_write_json = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 #: Keys whose meaning is covered below, or that only number the pieces of a stream.
 _KNOWN_KEYS = frozenset({"role", "content", "tool_calls"})
 _KNOWN_CALL_KEYS = frozenset({"id", "type", "function", "index"})
@@ -91,7 +93,7 @@ def normalize_message(message: Message) -> list[Any]:
 
 def fingerprint(message: Message, previous: bytes = b"") -> bytes:
     """A digest of a message's meaning and of all that came before it."""
-    data = json.dumps(normalize_message(message), sort_keys=True, ensure_ascii=False)
+    data = _write_json(normalize_message(message))
     return hashlib.blake2b(data.encode("utf-8", "surrogatepass"), key=previous[:64]).digest()
 
 

@@ -161,7 +161,8 @@ class ConversationTree:
         request = plan.prefix_digests[-1]
         self._by_conversation.setdefault(fingerprint(reply, request), []).append(node)
         self._by_request.setdefault(request, []).append(node)
-        self._replies.add((_fingerprint_system(interaction.messages), fingerprint(reply)))
+        system = _find_system_digest(interaction.messages, plan.prefix_digests)
+        self._replies.add((system, fingerprint(reply)))
         if plan.break_cause is None:
             turns = zip(interaction.messages, plan.prefix_digests[1:], strict=True)
             self._given.update(digest for m, digest in turns if m["role"] == "assistant")
@@ -189,7 +190,7 @@ class ConversationTree:
         self, messages: Sequence[Message], digests: list[bytes], num_known: int
     ) -> BreakCause | None:
         """Why the messages after the known ones do not replay a turn that they resemble."""
-        system = _fingerprint_system(messages)
+        system = _find_system_digest(messages, digests)
         for position in range(num_known, len(messages)):
             message = messages[position]
             if message["role"] != "assistant":
@@ -311,7 +312,11 @@ def _restore_thoughts(
     return tuple(restored)
 
 
-def _fingerprint_system(messages: Sequence[Message]) -> bytes:
-    """A digest of the leading system messages: another system prompt, another conversation."""
-    leading = takewhile(lambda m: m["role"] in ("system", "developer"), messages)
-    return fingerprint_prefixes(leading)[-1]
+def _find_system_digest(messages: Sequence[Message], digests: Sequence[bytes]) -> bytes:
+    """The digest of the leading system messages: another system prompt, another conversation."""
+    num_leading = sum(1 for _ in takewhile(_is_system, messages))
+    return digests[num_leading]
+
+
+def _is_system(message: Message) -> bool:
+    return message["role"] in ("system", "developer")
