@@ -200,13 +200,13 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
 WITHOUT_TEXT_BEFORE = ("openai", "pythonic")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def writers() -> dict[str, Callable[[Calls], str]]:
     """Format to what writes calls in it."""
     return WRITERS
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tools() -> list[dict[str, Any]]:
     """The tools that the calls are of."""
     return TOOLS
