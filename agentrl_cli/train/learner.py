@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.engine.end_tokens import find_end_ids
+from agentrl_cli.engine.grammar import TokenGrammars
 from agentrl_cli.errors import RunError, StoreError
 from agentrl_cli.models.lora import add_adapter, load_adapter_weights
 from agentrl_cli.models.pretrained import without_progress_bars
@@ -25,6 +27,7 @@ from agentrl_cli.train.checkpoint import load_learner_state, load_weights, save_
 from agentrl_cli.train.fixed_logprobs import FixedLogprobs
 from agentrl_cli.train.logprobs import check_head, compute_micro_batch_logprobs, score_samples
 from agentrl_cli.train.losses import LossInputs, compute_loss
+from agentrl_cli.train.masks import MaskMaker
 from agentrl_cli.train.minibatches import Minibatch, build_minibatches
 from agentrl_cli.train.optimizer import MasterOptimizer, compute_learning_rate
 from agentrl_cli.train.packing import MicroBatch, pack_samples
@@ -64,7 +67,7 @@ class Learner:
             config: the experiment's.
             reference_model: needed with ``kl_coef``; frozen. With an adapter, the model
                 without it is the reference.
-            tokenizer: saved beside the weights.
+            tokenizer: saved beside the weights; trajectories with a structural tag need it.
             device: where both models are kept.
             published: what :meth:`weights` gives: all weights (an adapter added to them), or
                 the adapter's, as ``engine.weight_transfer.kind`` lora sends them.
@@ -84,6 +87,7 @@ class Learner:
         self._config = config
         self._train = config.train
         self._tokenizer = tokenizer
+        self._grammars: TokenGrammars | None = None
         self._device = torch.device(device)
         self._reference = reference_model if self._has_kl and lora is None else None
         for one in (model, self._reference):
@@ -126,7 +130,8 @@ class Learner:
         self.step += 1
         learning_rate = compute_learning_rate(self._train, self.step)
         advantages = compute_advantages(trajectories)
-        samples = build_samples(trajectories, advantages, self._config.rollout.export_style)
+        export_style = self._config.rollout.export_style
+        samples = build_samples(trajectories, advantages, export_style, self._build_mask_maker())
         metrics = UpdateMetrics(samples, policy_version)
         fixed = self._score_fixed([s for s in samples if self._needs_forward(s)])
         for epoch in range(self._train.num_epochs):
@@ -229,6 +234,16 @@ class Learner:
         if self._config.model.lora is not None:
             return load_adapter_weights(folder)
         return load_weights(self.model, folder)
+
+    def _build_mask_maker(self) -> MaskMaker | None:
+        """What makes the masks of constrained tokens; its table is the step's own."""
+        if self._tokenizer is None:
+            return None
+        if self._grammars is None:
+            num_logits = self.model.get_output_embeddings().weight.shape[0]
+            end_ids = find_end_ids(self.model, self._tokenizer)
+            self._grammars = TokenGrammars(self._tokenizer, num_logits, end_ids)
+        return MaskMaker(self._grammars)
 
     def _needs_forward(self, sample: Sample) -> bool:
         return sample.has_advantage or self._has_kl

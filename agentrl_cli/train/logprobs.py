@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from agentrl_cli.errors import ModelError
 from agentrl_cli.train.attention import packing_arguments
+from agentrl_cli.train.masks import TokenMasks
 from agentrl_cli.train.packing import MicroBatch, pack_samples
 from agentrl_cli.train.samples import Sample
 
@@ -72,11 +73,19 @@ def compute_micro_batch_logprobs(model: PreTrainedModel, batch: MicroBatch) -> T
         batch.input_ids[places],
         batch.temperatures[places],
         batch.top_ps[places],
+        masks=_select_masks(batch, places),
     )
     empty = torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
     return TokenLogprobs(
         empty.index_put((places,), scored.logprobs), empty.index_put((places,), scored.entropies)
     )
+
+
+def _select_masks(batch: MicroBatch, places: Tensor) -> TokenMasks | None:
+    masks = batch.masks
+    if masks is None:
+        return None
+    return TokenMasks(masks.numbers.to(places.device)[places], masks.table)
 
 
 @torch.no_grad()
@@ -121,6 +130,7 @@ def compute_logprobs(
     temperatures: Tensor,
     top_ps: Tensor,
     *,
+    masks: TokenMasks | None = None,
     max_logits: int = MAX_LOGITS,
 ) -> TokenLogprobs:
     """Logprobs and entropies of ``target_ids``, in chunks that hold ``max_logits`` at most.
@@ -132,6 +142,8 @@ def compute_logprobs(
         temperatures: float32 [tokens], above 0.
         top_ps: float32 [tokens]; below 1, the distribution is renormalized within the
             nucleus of these logits, in which the target is always kept.
+        masks: of constrained targets, which they allow: the distribution is over the tokens
+            that a mask allows. Put on before temperature and nucleus, as engines do.
         max_logits: bounds the rows of a chunk. With several chunks, each is computed again
             in the backward pass, so that the logits of one chunk alone stand at a time.
     """
@@ -152,6 +164,7 @@ def compute_logprobs(
                 target_ids,
                 temperatures,
                 top_ps,
+                masks,
                 has_temperature,
                 has_nucleus,
             )
@@ -163,6 +176,7 @@ def compute_logprobs(
             torch.split(target_ids, rows),
             torch.split(temperatures, rows),
             torch.split(top_ps, rows),
+            _split_masks(masks, target_ids.numel(), rows),
             strict=True,
         )
     ]
@@ -172,23 +186,37 @@ def compute_logprobs(
     )
 
 
+def _split_masks(
+    masks: TokenMasks | None, num_tokens: int, rows: int
+) -> Sequence[TokenMasks | None]:
+    """The masks of each chunk; None: none of its tokens was constrained."""
+    if masks is None:
+        return [None] * -(-num_tokens // rows)
+    parts = torch.split(masks.numbers, rows)
+    return [TokenMasks(part, masks.table) if part.any() else None for part in parts]
+
+
 def _compute_chunk(
     head: Head,
     hidden_states: Tensor,
     target_ids: Tensor,
     temperatures: Tensor,
     top_ps: Tensor,
+    masks: TokenMasks | None,
     has_temperature: bool,
     has_nucleus: bool,
 ) -> tuple[Tensor, Tensor]:
     logits = head(hidden_states).float()
+    if masks is not None:
+        allowed = masks.table.unpack(masks.numbers, logits.shape[-1])
+        logits = logits.masked_fill(~allowed, -torch.inf)
     if has_temperature:
         logits = logits / temperatures[:, None]
     if has_nucleus:
         removed = find_outside_nucleus(logits.detach(), top_ps, target_ids)
         logits = logits.masked_fill(removed, -torch.inf)
     logprobs = log_softmax(logits, dim=-1)
-    entropies = _compute_entropies(logprobs.detach(), has_nucleus)
+    entropies = _compute_entropies(logprobs.detach(), has_nucleus or masks is not None)
     return -nll_loss(logprobs, target_ids, reduction="none"), entropies
 
 
@@ -207,9 +235,9 @@ def find_outside_nucleus(logits: Tensor, top_ps: Tensor, target_ids: Tensor) -> 
 
 
 @torch.no_grad()
-def _compute_entropies(logprobs: Tensor, has_nucleus: bool) -> Tensor:
+def _compute_entropies(logprobs: Tensor, has_impossible: bool) -> Tensor:
     weighted = logprobs.exp().mul_(logprobs)
-    if has_nucleus:
-        # 0 x -inf outside the nucleus is NaN; its limit is 0.
+    if has_impossible:
+        # 0 x -inf of what cannot be sampled is NaN; its limit is 0.
         weighted.masked_fill_(logprobs == -torch.inf, 0.0)
     return -weighted.sum(-1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from agentrl_cli.train.masks import TokenMasks, join_masks
 from agentrl_cli.train.samples import Sample
 
 
@@ -52,6 +53,8 @@ class MicroBatch:
     advantages: Tensor
     temperatures: Tensor
     top_ps: Tensor
+    masks: TokenMasks | None
+    """None: no token was constrained."""
 
     def spread(self, values: Sequence[float]) -> Tensor:
         """One value per sample, repeated over its tokens: float32 [tokens]."""
@@ -77,6 +80,7 @@ def build_micro_batch(samples: Sequence[Sample], device: torch.device) -> MicroB
         advantages=join("advantages"),
         temperatures=join("temperatures"),
         top_ps=join("top_ps"),
+        masks=join_masks([sample.masks for sample in samples], lengths),
     )
 
 

@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 
 from agentrl_cli.errors import RunError
-from agentrl_cli.records import Trajectory
+from agentrl_cli.log import get_logger
+from agentrl_cli.records import Interaction, Trajectory
 from agentrl_cli.tracking.sequences import ExportStyle, TokenSequence, build_sequences
 from agentrl_cli.train.advantages import compute_score
+from agentrl_cli.train.masks import FREE, MaskMaker, TokenMasks
+
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,8 @@ class Sample:
     trajectory_index: int
     """Position of the trajectory in the list that the samples were built from."""
     trajectory_id: str
+    masks: TokenMasks | None = None
+    """What constrained tokens were chosen from; None: none was constrained."""
 
     @property
     def num_tokens(self) -> int:
@@ -61,23 +67,27 @@ def build_samples(
     trajectories: Sequence[Trajectory],
     advantages: Mapping[str, float],
     export_style: ExportStyle,
+    mask_maker: MaskMaker | None = None,
 ) -> list[Sample]:
     """The samples of all scored trajectories, those with advantage 0 included.
 
     Unscored trajectories give none: they count nowhere, neither in the loss nor in its
     denominators. Scored trajectories of advantage 0 do give samples, because their tokens
     stay in the denominators; the learner leaves them out of the forward pass unless a KL
-    term wants them. Spans whose interaction has no return are masked.
+    term wants them. Spans whose interaction has no return are masked. Constrained tokens get
+    the masks that ``mask_maker`` makes.
 
     Raises:
         RunError: a token to train on has a rollout logprob that is not finite.
+        MissingExtraError: tokens are constrained and xgrammar is not installed.
+        ValueError: tokens are constrained and there is no ``mask_maker``.
     """
     samples = []
     for index, trajectory in enumerate(trajectories):
         if compute_score(trajectory) is None:
             continue
         for sequence in build_sequences(trajectory.interactions, export_style):
-            sample = _build_sample(sequence, advantages, index, trajectory.id)
+            sample = _build_sample(sequence, advantages, index, trajectory.id, mask_maker)
             if sample.num_trained_tokens:
                 samples.append(sample)
     return samples
@@ -110,16 +120,25 @@ def build_scoring_sample(
 
 
 def _build_sample(
-    sequence: TokenSequence, advantages: Mapping[str, float], index: int, trajectory_id: str
+    sequence: TokenSequence,
+    advantages: Mapping[str, float],
+    index: int,
+    trajectory_id: str,
+    mask_maker: MaskMaker | None,
 ) -> Sample:
     num_tokens = len(sequence.input_ids)
     loss_mask = torch.zeros(num_tokens, dtype=torch.bool)
     token_advantages = torch.zeros(num_tokens)
     temperatures, top_ps = torch.ones(num_tokens), torch.ones(num_tokens)
+    mask_numbers = torch.full((num_tokens,), FREE)
     for span in sequence.spans:
         interaction = span.interaction
         if not span.trained or interaction.turn_return is None:
             continue
+        numbers = _number_masks(interaction, mask_maker, trajectory_id)
+        if numbers is None:
+            continue
+        mask_numbers[span.start : span.end] = torch.tensor(numbers)
         # The first token of a sequence has nothing before it that could predict it.
         place = slice(max(span.start, 1), span.end)
         loss_mask[place] = True
@@ -137,7 +156,30 @@ def _build_sample(
         top_ps=top_ps,
         trajectory_index=index,
         trajectory_id=trajectory_id,
+        masks=TokenMasks(mask_numbers, mask_maker.table)
+        if mask_maker is not None and mask_numbers.any()
+        else None,
     )
+
+
+def _number_masks(
+    interaction: Interaction, mask_maker: MaskMaker | None, trajectory_id: str
+) -> list[int] | None:
+    """The number of the mask of each completion token; None: they cannot be trained on."""
+    tag = interaction.structural_tag
+    if tag is None:
+        return [FREE] * len(interaction.completion_ids)
+    if mask_maker is None:
+        raise ValueError("trajectories with a structural tag need a mask_maker")
+    numbers = mask_maker.number_masks(tag, interaction.completion_ids)
+    if numbers is None:
+        _log.warning(
+            "trajectory %s, interaction %s: its tokens are not allowed by the structural tag that "
+            "they were sampled under, so their logprobs cannot be computed: they are not trained "
+            "on. The engine's xgrammar may be another than the trainer's",
+            *(trajectory_id, interaction.id),
+        )
+    return numbers
 
 
 def _check_logprobs(logprobs: Sequence[float], interaction_id: str, trajectory_id: str) -> None:
