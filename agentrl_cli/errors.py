@@ -123,3 +123,20 @@ def format_nearest(name: str, allowed: Iterable[str], *, max_listed: int = 12) -
     listed = ", ".join(names[:max_listed]) + (", ..." if len(names) > max_listed else "")
     allowed_clause = f"allowed: {listed}" if names else "nothing is allowed here"
     return f"did you mean {near[0]!r}? {allowed_clause}" if near else allowed_clause
+
+
+def build_error(class_name: str, message: str, exit_code: int) -> AgentrlError:
+    """The error of that name in this module, with this message and exit code.
+
+    One that asks for more than a message is stood for by the nearest class above it.
+    """
+    found = globals().get(class_name)
+    fallback = UserInputError if exit_code == UserInputError.exit_code else RunError
+    if not (isinstance(found, type) and issubclass(found, AgentrlError)):
+        return fallback(message)
+    for base in found.__mro__:
+        if issubclass(base, AgentrlError) and "__init__" not in vars(base):
+            inherits_init = base.__init__ is Exception.__init__
+            if inherits_init and base.exit_code == exit_code:
+                return base(message)
+    return fallback(message)

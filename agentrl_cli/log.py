@@ -13,12 +13,17 @@ from typing import Protocol
 _SECRET = re.compile(r"(sk-[A-Za-z0-9_\-]{6,}|(?<=[Bb]earer )\S+)")
 
 
+def mask_keys(text: str) -> str:
+    """The text with ``***`` for every key in it."""
+    return _SECRET.sub("***", text)
+
+
 class SecretFilter(logging.Filter):
     """Replaces keys by ``***`` in the final message of every record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
-        masked = _SECRET.sub("***", message)
+        masked = mask_keys(message)
         if masked != message:
             record.msg, record.args = masked, ()
         return True

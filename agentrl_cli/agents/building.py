@@ -64,7 +64,10 @@ class AgentSource:
         Raises:
             BuilderError: the builder raises, or returns something unknown.
         """
-        stand_in = AsyncOpenAI(base_url="http://agentrl.invalid/v1", api_key="opens-nothing")
+        stand_in = None
+        if self.per_trajectory:
+            # Tens of milliseconds, which a worker process would pay for nothing.
+            stand_in = AsyncOpenAI(base_url="http://agentrl.invalid/v1", api_key="opens-nothing")
         try:
             built = self._build(stand_in, "model")
         except Exception as error:
@@ -89,7 +92,7 @@ class AgentSource:
             self._by_model[model] = runner
         return runner
 
-    def _build(self, client: AsyncOpenAI, model: str) -> Any:
+    def _build(self, client: AsyncOpenAI | None, model: str) -> Any:
         values = {"client": client, "model": model}
         return self._builder(**self._kwargs, **{name: values[name] for name in self._supplied})
 

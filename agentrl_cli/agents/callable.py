@@ -17,7 +17,7 @@ from agentrl_cli.agents.anthropic_sdk import (
 from agentrl_cli.agents.runner import AgentOutcome
 from agentrl_cli.agents.threads import run_in_thread
 from agentrl_cli.errors import BuilderError
-from agentrl_cli.tracking.blocking_client import BlockingTrackingClient, build_blocking_client
+from agentrl_cli.tracking.blocking_client import build_blocking_client
 
 #: What is passed, by keyword, besides the row: all of it to ``**kwargs``, else what is named.
 SUPPLIED = ("base_url", "api_key", "http_client", "client", "model", "max_turns")
@@ -98,9 +98,7 @@ class CallableRunner:
         }
         if not self._is_async and (self._takes("client") or self._takes("http_client")):
             blocking = build_blocking_client(client)
-            supplied["client"] = blocking
-            if isinstance(blocking, BlockingTrackingClient):
-                supplied["http_client"] = blocking.http_client
+            supplied |= {"client": blocking, "http_client": blocking._client}
         chosen = {k: v for k, v in supplied.items() if self._takes(k)}
         if _ANTHROPIC in self._named:
             build = build_anthropic_client if self._is_async else build_blocking_anthropic_client

@@ -10,8 +10,12 @@ from pydantic import Field, model_validator
 
 from agentrl_cli.config.algorithm import GrpoConfig
 from agentrl_cli.config.base import StrictConfig
+from agentrl_cli.config.cores import count_usable_cores
 from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.errors import ConfigError, MissingExtraError
+
+#: Workers cost little but memory while they wait for the model.
+_WORKERS_PER_CORE = 8
 
 #: One path segment: experiments and trials become folder names.
 FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._\-]*$", max_length=120)]
@@ -92,10 +96,25 @@ class RolloutConfig(StrictConfig):
     """Deadline of one call of the reward function."""
     reward_workers: int = Field(1, ge=1)
     """Processes that run blocking reward functions."""
+    num_workers: int | None = Field(None, ge=1)
+    """Processes that run agents with ``agent_mode: subprocess``, each one trajectory at a time;
+    null: ``max_concurrent``, but at most 8 for each CPU core: agents wait most of the time."""
+    worker_max_tasks: int = Field(1, ge=1)
+    """Trajectories after which a worker is replaced; 1: each has a process of its own, in which
+    nothing is left of the one before."""
+    worker_max_memory_gib: float | None = Field(None, gt=0.0)
+    """Most memory of a worker and what it starts: past it, its trajectory fails. null: no limit."""
+
+    def count_parallel(self) -> int:
+        """Trajectories that run at the same time: those with a worker, where agents need one."""
+        if self.agent_mode != "subprocess":
+            return self.max_concurrent
+        num_workers = self.num_workers or _WORKERS_PER_CORE * count_usable_cores()
+        return min(self.max_concurrent, num_workers)
 
     def compute_deadline(self, num_trajectories: int) -> float:
         """Seconds after which so many trajectories are over, whatever agents and rewards do."""
-        num_waves = math.ceil(num_trajectories / self.max_concurrent)
+        num_waves = math.ceil(num_trajectories / self.count_parallel())
         return 60.0 + num_waves * (self.timeout_seconds + self.reward_timeout_seconds)
 
 

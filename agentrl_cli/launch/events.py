@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl_cli import errors
-from agentrl_cli.errors import AgentrlError, RunError, UserInputError
+from agentrl_cli.errors import AgentrlError, build_error
 from agentrl_cli.log import Observer, get_logger
 
 _log = get_logger(__name__)
@@ -187,20 +186,3 @@ class EventReader:
             )
         else:
             raise ValueError(f"unknown event {kind!r}")
-
-
-def build_error(class_name: str, message: str, exit_code: int) -> AgentrlError:
-    """The error of that name in :mod:`agentrl_cli.errors`, with this message and exit code.
-
-    One that asks for more than a message is stood for by the nearest class above it.
-    """
-    found = vars(errors).get(class_name)
-    fallback = UserInputError if exit_code == UserInputError.exit_code else RunError
-    if not (isinstance(found, type) and issubclass(found, AgentrlError)):
-        return fallback(message)
-    for base in found.__mro__:
-        if issubclass(base, AgentrlError) and "__init__" not in vars(base):
-            inherits_init = base.__init__ is Exception.__init__
-            if inherits_init and base.exit_code == exit_code:
-                return base(message)
-    return fallback(message)

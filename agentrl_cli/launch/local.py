@@ -22,7 +22,7 @@ from agentrl_cli.launch.trainer import PPOTrainer, take_rows
 from agentrl_cli.launch.training import check_input, run_trainer
 from agentrl_cli.log import Observer, file_log
 from agentrl_cli.rollout.background import BackgroundLoop
-from agentrl_cli.rollout.building import build_workflow
+from agentrl_cli.rollout.building import build_workflow, open_workers
 from agentrl_cli.rollout.dataset import build_eval_tasks
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.store.secrets import find_secrets
@@ -137,6 +137,7 @@ def run_evaluation(
             gconfig=gconfig,
             open_client=source.open_client,
             seed=config.seed,
+            workers=stack.enter_context(open_workers(config)),
         )
         stack.callback(workflow.close)
         workflow.check_rows(rows, key)
@@ -145,6 +146,7 @@ def run_evaluation(
         stack.enter_context(file_log(folder.log_path("eval")))
         background = stack.enter_context(BackgroundLoop())
         observer.on_stage("load model")
+        workflow.log_to(folder.log_dir("eval"))
         engine = source.start(background, folder.log_dir("eval"), stack)
         return background.run(
             evaluate_and_store(

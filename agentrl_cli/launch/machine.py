@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from agentrl_cli.config.cores import count_usable_cores
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
@@ -53,10 +55,3 @@ def list_visible_gpus(env: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 def count_visible_gpus(env: Mapping[str, str] = os.environ) -> int:
     """How many GPUs a process started now would see, without loading torch."""
     return len(list_visible_gpus(env))
-
-
-def count_usable_cores() -> int:
-    """CPU cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

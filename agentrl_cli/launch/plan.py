@@ -134,10 +134,16 @@ def check_supported(config: ExperimentConfig, *, num_gpus: int = 0) -> None:
             f"launcher.kind: {config.launcher.kind} is not started by this version; allowed: "
             "local. Type launcher.kind=local"
         )
-    if config.rollout.agent_mode != "inline":
+    if config.rollout.agent_mode == "external":
         problems.append(
-            f"rollout.agent_mode: {config.rollout.agent_mode} is not started by this version; "
-            "allowed: inline. Type rollout.agent_mode=inline"
+            "rollout.agent_mode: external is not started by this version; allowed: inline, "
+            "subprocess. Type rollout.agent_mode=inline"
+        )
+    if config.rollout.agent_mode == "subprocess" and config.workflow_path is not None:
+        problems.append(
+            "rollout.agent_mode: subprocess runs agents (agent_builder_path), and a workflow of "
+            "your own (workflow_path) runs in the trainer's process. "
+            "Type rollout.agent_mode=inline"
         )
     if kind == "embedded" and config.engine.num_servers > 1 and config.engine.kind is not None:
         problems.append(

@@ -175,6 +175,7 @@ class PPOTrainer:
         latest = folder.latest_checkpoint()
         for one in (workflow, eval_workflow):
             one.use(self.config.rollout)
+            one.log_to(folder.log_dir())
         self.check_rows(workflow, eval_workflow)
         with ExitStack() as stack:
             self.observer.on_stage("load model")

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.launch.trainer import PPOTrainer
-from agentrl_cli.rollout.building import build_workflow
+from agentrl_cli.rollout.building import build_workflow, open_workers
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.session import Budget
@@ -32,10 +32,16 @@ def build_workflows(trainer: PPOTrainer, stack: ExitStack) -> list[RolloutWorkfl
         )
 
     tokenizer = trainer.tokenizer if config.workflow_path is not None else None
+    workers = stack.enter_context(open_workers(config))
     workflows: list[RolloutWorkflow] = []
     for gconfig in (config.gconfig, config.resolve_eval_gconfig()):
         workflow = build_workflow(
-            config, tokenizer, gconfig=gconfig, open_client=open_client, seed=config.seed
+            config,
+            tokenizer,
+            gconfig=gconfig,
+            open_client=open_client,
+            seed=config.seed,
+            workers=workers,
         )
         stack.callback(workflow.close)
         workflows.append(workflow)

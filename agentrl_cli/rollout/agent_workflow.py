@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from agentrl_cli.agents.building import AgentSource
@@ -25,6 +27,8 @@ from agentrl_cli.rollout.deadline import run_with_deadline
 from agentrl_cli.rollout.failures import describe_failure
 from agentrl_cli.rollout.reward_results import parse_reward_result
 from agentrl_cli.rollout.rewards import AsyncRewardWrapper, Score
+from agentrl_cli.rollout.worker_agents import RemoteAgent, WorkerAgents
+from agentrl_cli.rollout.worker_lease import WorkerLease
 from agentrl_cli.rollout.workflow import (
     Attempt,
     RolloutWorkflow,
@@ -47,6 +51,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
 
     Args:
         agents: the agents by name; None is the one for rows without ``agent_name``.
+        workers: run the agents; None: they run here.
         reward: judges what an agent did not reward itself.
         gconfig: sampling, where the agent's requests do not say otherwise.
         rollout: budgets, deadline, credit and export style.
@@ -57,15 +62,17 @@ class AgentRolloutWorkflow(RolloutWorkflow):
 
     def __init__(
         self,
-        agents: Mapping[str | None, AgentSource],
+        agents: Mapping[str | None, AgentSource] | Mapping[str | None, RemoteAgent],
         *,
+        workers: WorkerAgents | None = None,
         reward: AsyncRewardWrapper | None,
         gconfig: GenerationConfig,
         rollout: RolloutConfig,
         open_client: ClientFactory,
         seed: int | None = None,
     ) -> None:
-        self._agents = agents
+        self._agents: Mapping[str | None, AgentSource | RemoteAgent] = {**agents}
+        self._workers = workers
         self._reward = reward
         self._gconfig = gconfig
         self._rollout = rollout
@@ -82,7 +89,10 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         """
         for number, row in enumerate(rows, start=1):
             place = f"{where}: row {number} (counted from 1)"
-            fields = self._find_source(row, place).runner.input_fields
+            source = self._find_source(row, place)
+            if isinstance(source, RemoteAgent):
+                source.check_row(row, place)
+            fields = source.runner.input_fields
             if fields and not any(row.get(name) is not None for name in fields):
                 raise DatasetError(
                     f"{place} has nothing to ask the agent: its fields are "
@@ -95,10 +105,16 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         self, engine: InferenceEngine, data: Mapping[str, Any]
     ) -> dict[str, ExportedInteraction]:
         """The interactions of one run on the row ``data``. Raises what the run raises."""
+        async with self._admit("the agent") as worker:
+            return await self._run_episode(engine, data, worker)
+
+    async def _run_episode(
+        self, engine: InferenceEngine, data: Mapping[str, Any], worker: WorkerLease | None
+    ) -> dict[str, ExportedInteraction]:
         client = self._open(engine, seed=None)
         try:
             outcome = await run_with_deadline(
-                self._run_agent(engine, client, data), self.timeout_seconds, "the agent"
+                self._run_agent(engine, client, data, worker), self.timeout_seconds, "the agent"
             )
             await self._score(client, data, outcome, _find_answer(outcome, client))
             client.apply_reward_discount(self._rollout.turn_discount)
@@ -108,11 +124,18 @@ class AgentRolloutWorkflow(RolloutWorkflow):
 
     async def arun_trajectory(self, engine: InferenceEngine, attempt: Attempt) -> Trajectory:
         """The record of one attempt, its partial interactions kept when it fails."""
+        # Outside of every limit of time: it is not the agent that waits for a worker.
+        async with self._admit(attempt.id) as worker:
+            return await self._make_trajectory(engine, attempt, worker)
+
+    async def _make_trajectory(
+        self, engine: InferenceEngine, attempt: Attempt, worker: WorkerLease | None
+    ) -> Trajectory:
         row, started = attempt.task.row, time.perf_counter()
         client = self._open(engine, None if self._seed is None else f"{self._seed}/{attempt.id}")
         score, answer, failure, scoring = Score(reward=None), None, None, False
         try:
-            outcome = await self._run_to_its_end(engine, client, attempt)
+            outcome = await self._run_to_its_end(engine, client, attempt, worker)
             answer, scoring = _find_answer(outcome, client), True
             score = await self._score(client, row, outcome, answer)
         except UserInputError:
@@ -135,8 +158,13 @@ class AgentRolloutWorkflow(RolloutWorkflow):
             reward_seconds=score.seconds,
         )
 
+    def log_to(self, folder: Path) -> None:
+        """Tells where what agents in other processes print is kept."""
+        if self._workers is not None:
+            self._workers.log_to(folder)
+
     def close(self) -> None:
-        """Ends the reward processes."""
+        """Ends the reward processes; the agents' workers belong to who has made them."""
         if self._reward is not None:
             self._reward.close()
 
@@ -154,7 +182,9 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         )
         return self._open_client(engine, sampling, budget)
 
-    def _find_source(self, row: Mapping[str, Any], place: str = "the row") -> AgentSource:
+    def _find_source(
+        self, row: Mapping[str, Any], place: str = "the row"
+    ) -> AgentSource | RemoteAgent:
         name = row.get("agent_name")
         if name not in self._agents:
             names = [n for n in self._agents if n is not None]
@@ -166,8 +196,16 @@ class AgentRolloutWorkflow(RolloutWorkflow):
             raise DatasetError(f"{place} {problem}; {format_nearest(str(name), names)}")
         return self._agents[name]
 
+    def _admit(self, label: str) -> AbstractAsyncContextManager[WorkerLease | None]:
+        """A worker for one trajectory, as soon as there is one; None where agents run here."""
+        return nullcontext() if self._workers is None else self._workers.lease(label)
+
     async def _run_to_its_end(
-        self, engine: InferenceEngine, client: TrackingClient, attempt: Attempt
+        self,
+        engine: InferenceEngine,
+        client: TrackingClient,
+        attempt: Attempt,
+        worker: WorkerLease | None,
     ) -> AgentOutcome:
         """What the agent ended with. Raises what it raised.
 
@@ -177,10 +215,11 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         """
         try:
             return await run_with_deadline(
-                self._run_agent(engine, client, attempt.task.row),
+                self._run_agent(engine, client, attempt.task.row, worker),
                 self.timeout_seconds,
                 f"trajectory {attempt.id}",
                 grace=min(_WIND_DOWN_SECONDS, self.timeout_seconds / 10),
+                describe_late=None if worker is None else worker.describe_late,
             )
         except UserInputError:
             raise
@@ -196,9 +235,18 @@ class AgentRolloutWorkflow(RolloutWorkflow):
             return AgentOutcome()
 
     async def _run_agent(
-        self, engine: InferenceEngine, client: TrackingClient, row: Mapping[str, Any]
+        self,
+        engine: InferenceEngine,
+        client: TrackingClient,
+        row: Mapping[str, Any],
+        worker: WorkerLease | None,
     ) -> AgentOutcome:
         source = self._find_source(row)
+        if isinstance(source, RemoteAgent):
+            assert worker is not None
+            return await source.run(
+                worker, client, row, model=engine.model_name, max_turns=self._rollout.max_turns
+            )
         runner = source.get_runner(client, engine.model_name)
         served = runner.needs_base_url
         return await runner.run(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from agentrl_cli.agents.building import AgentSource, import_agent
 from agentrl_cli.config.engine import EngineConfig
@@ -13,9 +15,12 @@ from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import ConfigError, ImportPathError
 from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow, ClientFactory
 from agentrl_cli.rollout.rewards import AsyncRewardWrapper
+from agentrl_cli.rollout.worker_agents import RemoteAgent, WorkerAgents
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.session import Budget
+
+AgentT = TypeVar("AgentT")
 
 
 def build_workflow(
@@ -25,6 +30,7 @@ def build_workflow(
     gconfig: GenerationConfig | None = None,
     open_client: ClientFactory | None = None,
     seed: int | None = None,
+    workers: WorkerAgents | None = None,
 ) -> RolloutWorkflow:
     """The workflow of a configuration, its builders and reward function imported and tried.
 
@@ -35,6 +41,7 @@ def build_workflow(
             ``config.resolve_eval_gconfig()``.
         open_client: makes the client of a trajectory; None: a TrackingClient on the engine.
         seed: see :class:`AgentRolloutWorkflow`.
+        workers: run the agents; None: they run here, whatever ``rollout.agent_mode`` says.
 
     Raises:
         UserInputError: an import path, a builder, a signature or a combination that cannot work.
@@ -43,11 +50,12 @@ def build_workflow(
     if config.workflow_path is not None:
         return _build_own_workflow(config, tokenizer, gconfig)
     reward = _build_reward(config)
-    agents = _build_agents(config)
+    agents = _build_agents(config) if workers is None else _share_single(workers.agents)
     if reward is None:
         _check_rewarded(agents)
     return AgentRolloutWorkflow(
         agents,
+        workers=workers,
         reward=reward,
         gconfig=gconfig,
         rollout=config.rollout,
@@ -84,10 +92,30 @@ def _build_agents(config: ExperimentConfig) -> dict[str | None, AgentSource]:
     for name, agent in config.agents.items():
         key = f"agents.{name}.agent_builder_path"
         agents[name] = import_agent(agent.agent_builder_path, agent.agent_builder_kwargs, key)
-    if len(agents) == 1:
-        # With one agent there is nothing to choose.
-        agents.setdefault(None, next(iter(agents.values())))
-    return agents
+    return _share_single(agents)
+
+
+def _share_single(agents: dict[str | None, AgentT]) -> dict[str | None, AgentT]:
+    """With one agent there is nothing for rows to choose."""
+    return {None: next(iter(agents.values())), **agents} if len(agents) == 1 else agents
+
+
+@contextmanager
+def open_workers(config: ExperimentConfig) -> Iterator[WorkerAgents | None]:
+    """The workers that run the agents inside the block, if ``rollout.agent_mode`` asks for them.
+
+    Raises:
+        UserInputError: an agent cannot be built; found out in a process of its own.
+        RunError: no process can be started.
+    """
+    if config.rollout.agent_mode != "subprocess" or config.workflow_path is not None:
+        yield None
+        return
+    workers = WorkerAgents(config)
+    try:
+        yield workers
+    finally:
+        workers.close()
 
 
 def _build_reward(config: ExperimentConfig) -> AsyncRewardWrapper | None:
@@ -101,7 +129,9 @@ def _build_reward(config: ExperimentConfig) -> AsyncRewardWrapper | None:
     )
 
 
-def _check_rewarded(agents: dict[str | None, AgentSource]) -> None:
+def _check_rewarded(
+    agents: Mapping[str | None, AgentSource] | Mapping[str | None, RemoteAgent],
+) -> None:
     for name, source in agents.items():
         if not source.runner.gives_rewards:
             which = "the agent" if name is None else f"agents.{name}"

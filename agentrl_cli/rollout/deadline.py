@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from agentrl_cli.log import get_logger
@@ -21,13 +21,19 @@ class DeadlineError(Exception):
 
 
 async def run_with_deadline(
-    coroutine: Coroutine[Any, Any, ResultT], seconds: float, what: str, *, grace: float = 0.0
+    coroutine: Coroutine[Any, Any, ResultT],
+    seconds: float,
+    what: str,
+    *,
+    grace: float = 0.0,
+    describe_late: Callable[[], str] | None = None,
 ) -> ResultT:
     """The coroutine's result, or a DeadlineError when it takes longer.
 
     ``asyncio.timeout`` waits until the cancelled code has ended, which is never when an
     agent catches CancelledError and goes on; here such code is cancelled again and then left.
-    ``grace`` are seconds after the deadline in which it may still end by itself.
+    ``grace`` are seconds after the deadline in which it may still end by itself;
+    ``describe_late`` is asked afterwards what the error shall say besides.
 
     Raises:
         DeadlineError: the deadline passed.
@@ -44,7 +50,8 @@ async def run_with_deadline(
             raise RuntimeError(f"{what} cancelled itself (asyncio.CancelledError)")
         return task.result()
     await _end(task, what)
-    raise DeadlineError(f"{what} did not finish in {seconds:g} seconds")
+    more = describe_late() if describe_late is not None else ""
+    raise DeadlineError(f"{what} did not finish in {seconds:g} seconds{more}")
 
 
 async def _contain_exit(coroutine: Coroutine[Any, Any, ResultT], what: str) -> ResultT:

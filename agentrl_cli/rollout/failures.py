@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from agentrl_cli.agents.runner import BoundaryError
 from agentrl_cli.errors import EngineError, RolloutFailedError
 from agentrl_cli.records import Boundary, Failure, StopReason, Trajectory
 from agentrl_cli.rollout.deadline import DeadlineError
+from agentrl_cli.rollout.worker_errors import AgentRunError
 
 _MAX_TRACEBACK_CHARS = 8_000
 _SHOWN_LINES = 12
@@ -46,6 +48,9 @@ def describe_failure(
         engine_error: the last engine error that a call of the session crossed.
     """
     chain = list(_walk_causes(error))
+    told = next((e for e in chain if isinstance(e, AgentRunError)), None)
+    if told is not None:
+        return _attribute(told.failure, budget_exceeded, engine_error)
     api_error = any(_is_api_error(e) for e in chain)
     shown = error
     if boundary is None:
@@ -73,6 +78,25 @@ def describe_failure(
         message=message,
         traceback=text[-_MAX_TRACEBACK_CHARS:],
     )
+
+
+def _attribute(
+    failure: Failure, budget_exceeded: str | None, engine_error: BaseException | None
+) -> Failure:
+    """A failure from another process, by what the session knows and that process does not."""
+    if failure.boundary is not Boundary.GATEWAY:
+        return failure
+    if budget_exceeded is not None:
+        message = f"{budget_exceeded} was reached: {failure.message}"
+        return replace(failure, boundary=Boundary.BUDGET, message=message)
+    if engine_error is not None:
+        return replace(
+            failure,
+            boundary=Boundary.ENGINE,
+            kind=type(engine_error).__name__,
+            message=str(engine_error),
+        )
+    return failure
 
 
 def _is_api_error(error: BaseException) -> bool:

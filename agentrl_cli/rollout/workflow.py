@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from agentrl_cli.config.experiment import RolloutConfig
@@ -113,6 +114,9 @@ class RolloutWorkflow(ABC):
         Raises:
             UserInputError: naming the row and the field.
         """
+
+    def log_to(self, folder: Path) -> None:  # noqa: B027 - optional
+        """Tells where processes that this workflow starts may write their logs."""
 
     def close(self) -> None:  # noqa: B027 - optional
         """Ends what the workflow started; called once after the last trajectory."""

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import httpx2
 from openai import AsyncOpenAI, OpenAI
@@ -191,8 +191,19 @@ class BlockingTrackingClient(OpenAI):
         return self._bridge.wait(call())
 
 
+@runtime_checkable
+class HasBlockingForm(Protocol):
+    """A client that knows its own form for code that blocks."""
+
+    def build_blocking_client(self) -> OpenAI:
+        """That form."""
+        ...
+
+
 def build_blocking_client(client: AsyncOpenAI) -> OpenAI:
     """An ``OpenAI`` that reaches what ``client`` reaches, with the same key."""
     if isinstance(client, TrackingClient):
         return BlockingTrackingClient(client)
+    if isinstance(client, HasBlockingForm):
+        return client.build_blocking_client()
     return OpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=client.max_retries)

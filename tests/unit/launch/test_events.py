@@ -19,8 +19,9 @@ from agentrl_cli.errors import (
     RunError,
     UserInputError,
     WeightMismatchError,
+    build_error,
 )
-from agentrl_cli.launch.events import EventReader, EventWriter, TrainerReport, build_error
+from agentrl_cli.launch.events import EventReader, EventWriter, TrainerReport
 
 
 class Recorder:

@@ -265,7 +265,10 @@ def test_ray_plans_the_same_processes() -> None:
     ("sections", "typed"),
     [
         ({"launcher": {"kind": "ray"}}, "Type launcher.kind=local"),
-        ({"rollout": {"agent_mode": "subprocess"}}, "Type rollout.agent_mode=inline"),
+        (
+            {"rollout": {"agent_mode": "subprocess"}, "workflow_path": "mine.Flow"},
+            "Type rollout.agent_mode=inline",
+        ),
         ({"engine": {"kind": "sglang"}}, "engine.kind=vllm"),
         ({"engine": {"kind": "vllm", "device": "cuda"}}, "Type engine.device=cpu"),
         (
