@@ -61,7 +61,7 @@ def extract_answer(message: Message) -> str:
     """The text of an assistant message without its chain of thought."""
     text = extract_text(message.get("content"))
     if "</think>" in text and not any(message.get(key) for key in _THOUGHT_KEYS):
-        return strip_thinking(text).strip()
+        return strip_thinking(text).lstrip()
     return text.lstrip()
 
 

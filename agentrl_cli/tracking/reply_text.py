@@ -67,6 +67,10 @@ class ReplyReader:
 
     def read(self, completion_ids: Sequence[int]) -> ParsedText:
         """All of a reply at once."""
+        if self._template.decodes_in_runs:
+            parsed = self.feed(completion_ids)
+            parsed.add(self.finish())
+            return parsed
         shown = self._template.select_shown(completion_ids)
         parsed = self._feed_text(self._template.decode_all(shown))
         parsed.add(self.finish_text())

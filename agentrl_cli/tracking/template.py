@@ -74,6 +74,8 @@ class ChatTemplate:
         self._backend = _find_backend(tokenizer)
         self._special_ids = frozenset(tokenizer.all_special_ids)
         self._hidden_ids = _find_hidden_ids(tokenizer, self.formats)
+        # A run of bytes is decoded as one: what its first ones are depends on the last.
+        self.decodes_in_runs = b"ByteFallback" in _dump_decoder(tokenizer)
         self._thought_key = _find_thought_key(collect_template_text(tokenizer.chat_template))
 
     def render(self, messages: Sequence[Message], inputs: TemplateInputs) -> str:
@@ -178,6 +180,11 @@ class ChatTemplate:
             ):
                 after_ids = after_ids[1:]
         return prompt_ids + completion_ids + after_ids
+
+
+def _dump_decoder(tokenizer: Any) -> bytes:
+    decoder = tokenizer.backend_tokenizer.decoder
+    return decoder.__getstate__() if decoder is not None else b""
 
 
 def _find_hidden_ids(tokenizer: Any, formats: ReplyFormats) -> frozenset[int]:

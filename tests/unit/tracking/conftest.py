@@ -140,6 +140,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[[str], PreTrainedTokenizerFast]:
+    """Makes a tokenizer with a chat template of your own: ``make_tokenizer(template)``."""
+    return build_tokenizer
+
+
+@pytest.fixture(scope="session")
 def thinking_tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer(THINKING_STRIPPED)
 
@@ -153,7 +159,7 @@ async def open_client(
 
     def open_one(*script: Any, tokenizer: Any = tokenizer, **options: Any) -> TrackingClient:
         engine = ScriptedEngine(tokenizer, script, options.pop("max_model_len", 4096))
-        gateways.append(Gateway(engine, tokenizer))
+        gateways.append(Gateway(engine, tokenizer, **options.pop("reading", {})))
         session = gateways[-1].open_session(**options)
         return TrackingClient(gateway=gateways[-1], session=session)
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.records import BreakCause
-from agentrl_cli.tracking.matching import diagnose_edit, fingerprint
+from agentrl_cli.tracking.matching import diagnose_edit, fingerprint, replays_thought
 
 
 def call(arguments: Any = '{"a": 1, "b": 2}', call_id: str = "c1", **extra: Any) -> dict[str, Any]:
@@ -25,6 +25,11 @@ SAME = [
     (assistant(content="x", tool_calls=[]), assistant(content="x", tool_calls=None)),
     (assistant(tool_calls=[call()]), assistant(tool_calls=[call('{"b":2,"a":1}')])),
     (assistant(tool_calls=[call()]), assistant(content="", tool_calls=[call(index=0)])),
+    (assistant(content="x", reasoning_content="hm"), assistant(content="x")),
+    (assistant(content="x", reasoning="hm"), assistant(content="x", reasoning_content="hm")),
+    (assistant(content="x", reasoning="hm"), assistant(content="<think>\nhm\n</think>\n\nx")),
+    (assistant(content="hm\n</think>\n\nx"), assistant(content="x")),
+    (assistant(content="\n\nx"), assistant(content="x")),
     ({"role": "developer", "content": "s"}, {"role": "system", "content": "s"}),
     ({"content": "x", "role": "user"}, {"role": "user", "content": "x"}),
 ]
@@ -36,6 +41,8 @@ DIFFERENT = [
     (assistant(tool_calls=[call()]), assistant(tool_calls=[call(), call(call_id="c2")])),
     (assistant(content="x"), assistant(content="x", mood="good")),
     ({"role": "tool", "tool_call_id": "1", "content": "x"}, {"role": "tool", "content": "x"}),
+    ({"role": "user", "content": "x", "reasoning": "a"}, {"role": "user", "content": "x"}),
+    ({"role": "user", "content": "<think>a</think>x"}, {"role": "user", "content": "x"}),
 ]
 
 
@@ -47,6 +54,21 @@ def test_same_meaning_is_the_same_turn(one: dict[str, Any], other: dict[str, Any
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
 def test_other_meaning_is_another_turn(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert fingerprint(one) != fingerprint(other)
+
+
+@pytest.mark.parametrize(
+    ("replayed", "same"),
+    [
+        (assistant(content="x"), True),
+        (assistant(content="x", reasoning=" hm\n"), True),
+        (assistant(content="<think>\nhm</think>x"), True),
+        (assistant(content="x", reasoning_content=None), True),
+        (assistant(content="x", reasoning_content="ha"), False),
+        (assistant(content="<think>ha</think>x"), False),
+    ],
+)
+def test_thought_may_be_missing_but_not_another(replayed: dict[str, Any], same: bool) -> None:
+    assert replays_thought(replayed, "hm") is same
 
 
 def test_fingerprint_depends_on_what_came_before() -> None:
