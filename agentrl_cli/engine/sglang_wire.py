@@ -15,8 +15,9 @@ Read from the source of SGLang 0.5.23:
 - ``structural_tag`` is kept by xgrammar (``--grammar-backend``'s default), its masks applied before
   temperature and top_p; all logprobs are those after it. What ends a constrained text are the
   end tokens of the model's configuration files, and no ``stop_token_ids``.
-- The likeliest tokens are ``output_top_logprobs`` (before top_p), or with a nucleus all of
-  ``output_token_sampling_mask``, whose logprobs come with the mode ``support``.
+- The likeliest tokens are ``output_top_logprobs``, before top_p too: with a nucleus those in
+  ``output_token_sampling_mask`` count, their logprobs raised as that of the sampled token is.
+  (``sampling_logprobs_mode`` would give all, but ``/generate`` passes over it.)
 """
 
 from __future__ import annotations
@@ -64,12 +65,10 @@ def format_generate(
     if _has_nucleus(sampling):
         params |= {"top_p": sampling.top_p, "top_k": SAMPLING_MASK_TOP_K}
         body["return_sampling_mask"] = True
-        if sampling.num_top_logprobs:
-            body["sampling_logprobs_mode"] = "support"
-    elif sampling.num_top_logprobs:
-        body |= {"return_logprob": True, "top_logprobs_num": sampling.num_top_logprobs}
     elif not _is_greedy(sampling):
         body["return_logprob"] = True
+    if sampling.num_top_logprobs:
+        body |= {"return_logprob": True, "top_logprobs_num": sampling.num_top_logprobs}
     if sampling.structural_tag is not None:
         params["structural_tag"] = sampling.structural_tag
     if sampling.stop:
@@ -136,9 +135,8 @@ class GenerationReader:
             self._raise_abort(reason)
         num_tokens = meta["completion_tokens"]
         completion_ids = tuple(self._select_new(reply["output_ids"], num_tokens))
-        distributions = self._read_distributions(meta, num_tokens, completion_ids)
-        logprobs = self._read_logprobs(meta, num_tokens, completion_ids, distributions)
-        tops = tuple(_rank(one, self._num_top) for one in distributions)
+        logprobs = self._read_logprobs(meta, num_tokens, completion_ids)
+        tops = self._read_tops(meta, num_tokens, logprobs)
         self._num_read = num_tokens
         if reason is None:
             return Generation(
@@ -177,39 +175,38 @@ class GenerationReader:
             f"{len(items)} items for {num_tokens} tokens, of which {self._num_read} came before"
         )
 
-    def _read_distributions(
-        self, meta: Mapping[str, Any], num_tokens: int, completion_ids: Sequence[int]
-    ) -> list[dict[int, float]]:
-        """Logprobs by token id for each new token, of the likeliest ones or all that could be
-        drawn; nothing where they were not asked for."""
-        if not self._num_top or not completion_ids:
-            return []
-        if not self._has_nucleus:
-            tops = self._select_new(meta["output_top_logprobs"], num_tokens)
-            return [{entry[1]: entry[0] for entry in top} for top in tops]
-        ids = self._select_new(meta["output_token_sampling_mask"], num_tokens)
-        logprobs = self._select_new(meta["output_token_sampling_logprobs"], num_tokens)
-        return [dict(zip(*pair, strict=True)) for pair in zip(ids, logprobs, strict=True)]
-
     def _read_logprobs(
-        self,
-        meta: Mapping[str, Any],
-        num_tokens: int,
-        completion_ids: Sequence[int],
-        distributions: Sequence[Mapping[int, float]],
+        self, meta: Mapping[str, Any], num_tokens: int, completion_ids: Sequence[int]
     ) -> tuple[float, ...]:
         if self._greedy:
             return (0.0,) * len(completion_ids)
+        if self._has_nucleus:
+            entries = self._select_new(meta["output_token_sampling_logprobs"], num_tokens)
+            return tuple(_finite(entry) for entry in entries)
+        entries = self._select_new(meta["output_token_logprobs"], num_tokens)
+        if [entry[1] for entry in entries] != list(completion_ids):
+            raise ValueError("logprobs of other tokens than those sampled")
+        return tuple(_finite(entry[0]) for entry in entries)
+
+    def _read_tops(
+        self, meta: Mapping[str, Any], num_tokens: int, logprobs: Sequence[float]
+    ) -> tuple[tuple[tuple[int, float], ...], ...]:
+        """The likeliest tokens of each new one, by the distribution that it was sampled from."""
+        if not self._num_top or not logprobs:
+            return ()
+        tops = self._select_new(meta["output_top_logprobs"], num_tokens)
+        pairs = [[(entry[1], entry[0]) for entry in top] for top in tops]
         if not self._has_nucleus:
-            entries = self._select_new(meta["output_token_logprobs"], num_tokens)
-            if [entry[1] for entry in entries] != list(completion_ids):
-                raise ValueError("logprobs of other tokens than those sampled")
-            return tuple(_finite(entry[0]) for entry in entries)
-        if distributions:
-            pairs = zip(completion_ids, distributions, strict=True)
-            return tuple(_finite(one.get(token)) for token, one in pairs)
-        entries = self._select_new(meta["output_token_sampling_logprobs"], num_tokens)
-        return tuple(_finite(entry) for entry in entries)
+            return tuple(_rank(one, self._num_top) for one in pairs)
+        masks = self._select_new(meta["output_token_sampling_mask"], num_tokens)
+        plain = self._select_new(meta["output_token_logprobs"], num_tokens)
+        ranked = []
+        for one, mask, entry, logprob in zip(pairs, masks, plain, logprobs, strict=True):
+            # By what the nucleus leaves out, all of its tokens are likelier.
+            raised = logprob - _finite(entry[0])
+            kept = [(token, x + raised) for token, x in one if token in mask]
+            ranked.append(_rank(kept, self._num_top))
+        return tuple(ranked)
 
     def _read_versions(self, meta: Mapping[str, Any], num_tokens: int) -> tuple[int, ...]:
         if self._version is not None:
@@ -260,10 +257,10 @@ def parse_scores(reply: Mapping[str, Any], num_scores: int, *, server: str) -> l
     return scores
 
 
-def _rank(distribution: Mapping[int, float], num_top: int) -> tuple[tuple[int, float], ...]:
+def _rank(pairs: Sequence[tuple[int, float | None]], num: int) -> tuple[tuple[int, float], ...]:
     """The likeliest tokens, best first; fewer where fewer could be drawn."""
-    pairs = [(token, logprob) for token, logprob in distribution.items() if logprob is not None]
-    ranked = sorted(pairs, key=lambda pair: -pair[1])[:num_top]
+    known = [(token, logprob) for token, logprob in pairs if logprob is not None]
+    ranked = sorted(known, key=lambda pair: -pair[1])[:num]
     return tuple((token, min(logprob, 0.0)) for token, logprob in ranked if math.isfinite(logprob))
 
 

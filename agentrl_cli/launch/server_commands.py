@@ -67,6 +67,9 @@ def build_vllm_command(config: ExperimentConfig, spec: ServerSpec) -> Command:
         # Token ids in, token ids out.
         "--enable-scale-out",
         *("--logprobs-mode", "processed_logprobs", "--enable-prefix-caching"),
+        # Else vLLM would take another grammar library for what it finds wrong, and the trainer,
+        # which makes the same masks, would make others.
+        *("--structured-outputs-config", '{"backend": "xgrammar"}'),
         # Else the model's own file would change what a request leaves out, such as top_k.
         *("--generation-config", "vllm"),
         # Servers of one seed would sample the same completions for a group's members.

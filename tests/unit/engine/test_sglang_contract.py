@@ -147,6 +147,10 @@ SAMPLINGS = {
     "nucleus": Sampling(max_tokens=5, top_p=0.9, seed=17),
     "greedy": Sampling(max_tokens=5, temperature=0.0, top_p=0.5),
     "nearly greedy": Sampling(max_tokens=5, temperature=9e-7),
+    "constrained": Sampling(max_tokens=5, structural_tag='{"type": "structural_tag"}'),
+    "likeliest": Sampling(max_tokens=5, num_top_logprobs=3),
+    "likeliest of a nucleus": Sampling(max_tokens=5, top_p=0.9, num_top_logprobs=3),
+    "likeliest of the greedy": Sampling(max_tokens=5, temperature=0.0, num_top_logprobs=3),
 }
 
 
@@ -175,6 +179,12 @@ def test_sglang_understands_every_word_of_a_call(
     assert params.stop_strs == (list(SAMPLINGS[name].stop) or None)
     # SGLang's word for greedy is one candidate.
     assert (params.top_k == 1) == name.endswith("greedy")
+    assert params.structural_tag == SAMPLINGS[name].structural_tag
+    if name.startswith("likeliest"):
+        has_nucleus = name.endswith("nucleus")
+        # SGLang gives no likeliest tokens without logprobs.
+        assert (decoded.top_logprobs_num, decoded.return_logprob) == (3, True)
+        assert bool(decoded.return_sampling_mask) is has_nucleus
 
 
 def test_sglang_refuses_a_word_that_it_does_not_know(api: Any) -> None:
@@ -299,6 +309,46 @@ def test_pieces_are_read_however_the_server_streams(
     assert [piece.rollout_logprobs for piece in pieces] == [(-0.5,), (-1.0, -1.5), (-2.0, -2.5)]
     assert [piece.finish_reason for piece in pieces] == [None, None, "length"]
     assert [piece.versions for piece in pieces] == [(), (), (7, 7, 8, 8, 8)]
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_the_likeliest_tokens_are_read_best_first(
+    incremental: bool, top_p: float, api: Any, package: Path
+) -> None:
+    streaming = load_definitions(
+        package / "srt/managers/tokenizer_manager.py",
+        ["_INCREMENTAL_STREAMING_META_INFO_KEYS", "_slice_streaming_output_meta_info"],
+    )
+    # What a nucleus leaves of the first has half of the mass, of the second all of it.
+    ids, raised = [11, 12], [math.log(2), 0.0]
+    plain = [[(-0.75, 10), (-1.5, 11), (-3.0, 9)], [(-0.25, 12), (-2.0, 8), (-4.0, 7)]]
+    masks = [[11, 10], [12]]
+    has_nucleus = top_p < 1
+    reader = GenerationReader("sglang-0", Sampling(top_p=top_p, num_top_logprobs=2))
+    pieces = []
+    for end in (1, 2):
+        meta: dict[str, Any] = {
+            "completion_tokens": end,
+            "finish_reason": {"type": "length", "length": 2} if end == 2 else None,
+            "weight_versions": [{"version": "1", "start": 0, "end": 2}],
+            "output_top_logprobs": [[[*pair, None] for pair in top] for top in plain[:end]],
+        }
+        reply = _reply(api, ids[:end], [-1.5, -0.25][:end], **meta)
+        if has_nucleus:
+            reply["meta_info"]["output_token_sampling_mask"] = masks[:end]
+            reply["meta_info"]["output_token_sampling_logprobs"] = [-1.5 + raised[0], -0.25][:end]
+        if incremental:
+            streaming._slice_streaming_output_meta_info(reply["meta_info"], end - 1)
+            reply["output_ids"] = reply["output_ids"][end - 1 :]
+        pieces.append(reader.read(reply))
+    if has_nucleus:
+        first = ((10, -0.75 + raised[0]), (11, -1.5 + raised[0]))
+        assert [piece.top_logprobs for piece in pieces] == [(first,), (((12, -0.25),),)]
+    else:
+        first = ((10, -0.75), (11, -1.5))
+        assert [piece.top_logprobs for piece in pieces] == [(first,), (((12, -0.25), (8, -2.0)),)]
+    assert [piece.rollout_logprobs for piece in pieces] == [(first[1][1],), (-0.25,)]
 
 
 def test_the_end_is_read_from_sglangs_own_reasons(api: Any, package: Path) -> None:

@@ -369,6 +369,41 @@ async def test_tokens_that_came_after_an_update_began_are_sampled_anew(
     assert (second["prompt"], second["max_tokens"]) == ([5, 1, 2], 2)
 
 
+async def test_a_constrained_completion_begins_anew_with_new_weights(
+    server: VllmServer, vllm: FaultyVllm
+) -> None:
+    """By the older endpoint: nothing goes on in the midst of a grammar."""
+    vllm.has_no_generate()
+    frozen, resumed = asyncio.Event(), asyncio.Event()
+
+    async def complete(request: web.Request) -> web.StreamResponse:
+        if len(vllm.bodies("/v1/completions")) > 1:
+            return await stream(request, make_part([8]), make_part([9], is_last=True))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: " + json.dumps(make_part([1, 2])).encode() + b"\n\n")
+        await frozen.wait()
+        await response.write(b"data: " + json.dumps(make_part([3, 4])).encode() + b"\n\n")
+        await resumed.wait()
+        return response
+
+    vllm.handlers["/v1/completions"] = complete
+    pieces = server.stream([5], Sampling(max_tokens=4, structural_tag="{}"))
+    whole = asyncio.ensure_future(anext(pieces))
+    await asyncio.sleep(0.05)
+    await server.pause()
+    frozen.set()
+    await server.set_policy_version(8)
+    await server.resume()
+    generation = await asyncio.wait_for(whole, 2)
+    resumed.set()
+    assert (generation.completion_ids, generation.versions) == ((8, 9), (8, 8))
+    assert generation.finish_reason is not None
+    first, second = vllm.bodies("/v1/completions")
+    assert (second["prompt"], second["max_tokens"]) == (first["prompt"], 4)
+    assert second["structured_outputs"] == {"structural_tag": "{}"}
+
+
 async def test_the_older_endpoint_claims_nothing_when_somebody_else_writes_weights(
     server: VllmServer, vllm: FaultyVllm
 ) -> None:

@@ -73,6 +73,42 @@ def test_greedy_tokens_have_logprob_zero() -> None:
     assert parse_completion_piece(COMPLETION, greedy=True).logprobs == (0.0, 0.0)
 
 
+def test_the_likeliest_tokens_are_ranked_without_the_sampled_one() -> None:
+    tops = [(7, -3.0), (5, -0.25), (9, -1.5), (8, -9999.0)]
+    content = [
+        {
+            "token_id": 7,
+            "logprob": -3.0,
+            "top_logprobs": [{"token_id": token, "logprob": x} for token, x in tops],
+        }
+    ]
+    data = change(PIECE, token_ids=[7], logprobs={"content": content})
+    piece = parse_generate_piece(data, greedy=False, num_top=2)
+    assert piece.top_logprobs == (((5, -0.25), (9, -1.5)),)
+    # What cannot be sampled is not among them.
+    piece = parse_generate_piece(data, greedy=True, num_top=4)
+    assert piece.top_logprobs == (((5, -0.25), (9, -1.5), (7, -3.0)),)
+    assert parse_generate_piece(data, greedy=False).top_logprobs == ()
+
+
+def test_the_older_endpoint_names_the_likeliest_by_their_ids() -> None:
+    said = {"token_logprobs": [-3.0], "top_logprobs": [{"token_id:7": -3.0, "token_id:5": -0.25}]}
+    data = change(COMPLETION, token_ids=[7], logprobs=said)
+    assert parse_completion_piece(data, greedy=False, num_top=1).top_logprobs == (((5, -0.25),),)
+
+
+@pytest.mark.parametrize(
+    "tops",
+    [None, [], [None], [{"Le": -1.0}], [{"token_id:5": 0.5}], [{"token_id:5": None}], [{}, {}]],
+)
+def test_likeliest_tokens_that_are_none_are_refused(tops: Any) -> None:
+    data = change(
+        COMPLETION, token_ids=[7], logprobs={"token_logprobs": [-3.0], "top_logprobs": tops}
+    )
+    with pytest.raises(EngineError, match="cannot be used"):
+        parse_completion_piece(data, greedy=False, num_top=1)
+
+
 def test_a_stop_text_is_told_from_a_stop_token() -> None:
     by_text = change(LAST, finish_reason="stop", stop_reason="</a>")
     assert parse_generate_piece(by_text, greedy=False).stop_text == "</a>"

@@ -45,6 +45,20 @@ def test_the_older_endpoint_is_asked_for_the_same() -> None:
     assert body["stop"] == ["x"]
 
 
+@pytest.mark.parametrize("make", [format_generate, format_completion])
+def test_what_constrains_a_completion_is_said(make: Any) -> None:
+    body = say(make, Sampling(structural_tag='{"a": 1}', num_top_logprobs=4))
+    params = body.get("sampling_params", body)
+    assert params["structured_outputs"] == {"structural_tag": '{"a": 1}'}
+    assert params["logprobs"] == 4
+    if make is format_generate:
+        # Even a server with a reasoning parser holds to it from the first token.
+        assert body["reasoning_ended"] is True
+    else:
+        assert body["return_tokens_as_token_ids"] is True
+    assert "structured_outputs" not in say(make, Sampling()).get("sampling_params", {})
+
+
 def test_text_is_made_only_to_find_stop_texts_in_it() -> None:
     plain = say(format_generate, Sampling(stop=("",)))["sampling_params"]
     assert plain["detokenize"] is False

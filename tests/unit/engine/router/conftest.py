@@ -205,6 +205,14 @@ class FakeServer(EngineServer):
                 rollout_logprobs=tuple(logprobs[num_sent - num_prompt :]),
                 versions=tuple(labels) if reason else (),
                 finish_reason=reason,
+                top_logprobs=tuple(
+                    ((token, logprob),)
+                    for token, logprob in zip(
+                        ids[num_sent:], logprobs[num_sent - num_prompt :], strict=True
+                    )
+                )
+                if sampling.num_top_logprobs
+                else (),
             )
             num_sent = len(ids)
             loop.call_later(WIRE_SECONDS, wire.put_nowait, piece)

@@ -89,9 +89,12 @@ def test_a_call_survives_a_publication_with_both_versions(world: Any) -> None:
     world.run(story)
 
 
-def test_stop_texts_make_a_broken_call_start_over(world: Any) -> None:
+@pytest.mark.parametrize("reason", [{"stop": ("\n",)}, {"structural_tag": "{}"}])
+def test_stop_texts_and_grammars_make_a_broken_call_start_over(
+    world: Any, reason: dict[str, Any]
+) -> None:
     async def story(w: Any) -> None:
-        call = asyncio.ensure_future(w.stream(ENDLESS, 200, stop=("\n",), seed=3))
+        call = asyncio.ensure_future(w.stream(ENDLESS, 200, seed=3, **reason))
         await asyncio.sleep(3.5)
         first = next(s for s in w.servers if s.process.num_running)
         first.kill()
@@ -99,7 +102,39 @@ def test_stop_texts_make_a_broken_call_start_over(world: Any) -> None:
         assert num_pieces == 1
         (second,) = (s for s in w.servers if s is not first)
         assert second.process.prompts == [tuple(ENDLESS)]
-        assert second.process.samplings[0].seed == 3
+        (sampling,) = second.process.samplings
+        assert (sampling.seed, sampling.max_tokens) == (3, 200)
+        assert {key: getattr(sampling, key) for key in reason} == reason
+
+    world.run(story)
+
+
+@pytest.mark.parametrize("reads_along", [True, False])
+def test_the_likeliest_tokens_stay_with_theirs_when_a_server_dies(
+    world: Any, reads_along: bool
+) -> None:
+    async def story(w: Any) -> None:
+        sampling = Sampling(max_tokens=200, num_top_logprobs=1)
+        generations = []
+
+        async def run() -> None:
+            if not reads_along:
+                generations.append(await w.router.generate(ENDLESS, sampling))
+                return
+            async for piece in w.router.stream(ENDLESS, sampling):
+                generations.append(piece)
+
+        call = asyncio.ensure_future(run())
+        await asyncio.sleep(3.5)
+        next(s for s in w.servers if s.process.num_running).kill()
+        await call
+        assert w.router.num_failovers == 1
+        ids = [i for g in generations for i in g.completion_ids]
+        logprobs = [x for g in generations for x in g.rollout_logprobs]
+        assert len(ids) == 200
+        # The servers here say of every token that it was the likeliest.
+        tops = [top for g in generations for top in g.top_logprobs]
+        assert tops == [((i, x),) for i, x in zip(ids, logprobs, strict=True)]
 
     world.run(story)
 
