@@ -66,6 +66,7 @@ def _print_plan(experiment: ExperimentConfig, machine: Machine) -> None:
     from agentrl_cli.launch.head import needs_untied_head
     from agentrl_cli.launch.interpreter import find_server_package
     from agentrl_cli.launch.plan import build_plan, check_supported, format_plan
+    from agentrl_cli.launch.reading import describe_reading
     from agentrl_cli.store.run_folder import run_dir_of
 
     typer.echo(dump_config(experiment), nl=False)
@@ -81,5 +82,6 @@ def _print_plan(experiment: ExperimentConfig, machine: Machine) -> None:
         ports = "" if experiment.engine.first_port else "--port 0: a free one is chosen; "
         typer.echo(f"# ({ports}the servers' keys are made when they start)")
     check_supported(experiment, num_gpus=machine.num_gpus)
+    typer.echo(f"# {describe_reading(experiment)}")
     find_server_package(experiment, num_gpus=machine.num_gpus)
     typer.echo("# nothing was started (--dry-run)")
