@@ -113,6 +113,18 @@ def check_exported_tensors(trajectories: Sequence[Trajectory], engine: Recording
             assert torch.equal(home["logprobs"][0, span], logprobs)
 
 
+@pytest.fixture
+def recording_engine() -> type[RecordingEngine]:
+    """Wraps an engine: ``recording_engine(engine).sampled`` is what it made."""
+    return RecordingEngine
+
+
+@pytest.fixture
+def check_tensors() -> Callable[..., None]:
+    """Holds exported tensors to what an engine recorded."""
+    return check_exported_tensors
+
+
 @dataclass(frozen=True)
 class Play:
     """What one trajectory was, and the engine that it was made on."""
