@@ -1,0 +1,200 @@
+"""Which JSON schemas sampling can be held to, and what the others are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentrl_cli.tracking.schema_lengths import write_lengths
+from agentrl_cli.tracking.schemas import MAX_NESTING, SchemaError, check_schema
+
+INTEGER = {"type": "integer"}
+NODE = {
+    "type": "object",
+    "properties": {"value": INTEGER, "next": {"$ref": "#/$defs/node"}},
+    "required": ["value"],
+}
+TAGGED = [
+    {
+        "type": "object",
+        "properties": {"kind": {"const": kind}, "x": INTEGER},
+        "required": ["kind"],
+    }
+    for kind in ("cat", "dog")
+]
+
+
+def nest(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = INTEGER
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"type": "object"},
+        {"type": "object", "properties": {"a": True}, "required": ["a"]},
+        {"type": ["string", "null"], "title": "T", "description": "d", "default": None},
+        {"type": "string", "format": "date-time"},
+        {"type": "string", "format": "password", "minLength": 3},
+        {"type": "string", "pattern": "^[a-z]+-\\d{2}$"},
+        {"type": "integer", "minimum": 0, "exclusiveMaximum": 10},
+        {"type": "integer", "multipleOf": 3},
+        {"type": "array", "items": INTEGER, "minItems": 1, "maxItems": 3, "uniqueItems": False},
+        {"type": "array", "prefixItems": [INTEGER, {"type": "string"}], "items": False},
+        {"type": "object", "additionalProperties": INTEGER, "minProperties": 1},
+        {"type": "object", "patternProperties": {"^x$": INTEGER}, "additionalProperties": False},
+        {"type": "object", "propertyNames": {"maxLength": 3}},
+        {"enum": ["a", 1, None]},
+        {"type": "string", "enum": ["a", "b"]},
+        {"const": {"a": [1]}},
+        {"anyOf": [INTEGER, {"type": "null"}], "default": None},
+        {"allOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": INTEGER}, "description": "as pydantic"},
+        {"oneOf": TAGGED, "discriminator": {"propertyName": "kind"}},
+        {"oneOf": [INTEGER, {"type": "string"}, {"type": "null"}]},
+        {"$ref": "#/$defs/node", "$defs": {"node": NODE}},
+        {"type": "object", "properties": {"child": {"$ref": "#"}}},
+        {
+            "type": "object",
+            "properties": {"children": {"type": "array", "items": {"$ref": "#"}}},
+            "required": ["children"],
+        },
+        # What nobody refers to does not count.
+        {"type": "integer", "$defs": {"unused": {"not": {}}}},
+        nest(MAX_NESTING - 1),
+    ],
+)
+def test_what_can_be_held_to_passes(schema: dict[str, Any]) -> None:
+    check_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "at", "problem"),
+    [
+        ({"not": INTEGER}, "#", "'not' cannot be held to"),
+        ({"type": "array", "items": INTEGER, "uniqueItems": True}, "#", "'uniqueItems'"),
+        ({"type": "array", "items": INTEGER, "contains": INTEGER}, "#", "'contains'"),
+        ({"if": {}, "then": {}}, "#", "'if'"),
+        ({"type": "object", "dependentRequired": {"a": ["b"]}}, "#", "'dependentRequired'"),
+        ({"allOf": [INTEGER, {"enum": [1]}]}, "#", "'allOf' can be held to with one schema"),
+        ({"anyOf": [INTEGER], "minimum": 3}, "#", "'minimum' beside 'anyOf'"),
+        ({"$ref": "#/$defs/x", "minLength": 3, "$defs": {"x": {}}}, "#", "'minLength' beside"),
+        ({"$ref": "https://example.com/x"}, "#", "is not in this schema"),
+        ({"minimum": 3}, "#", "'minimum' needs a 'type' beside it"),
+        ({"type": "number", "multipleOf": 0.1}, "#", "'multipleOf'"),
+        ({"type": "integer", "multipleOf": 3, "minimum": 1}, "#", "'multipleOf'"),
+        ({"type": "string", "pattern": "a", "minLength": 3}, "#", "'minLength' beside 'pattern'"),
+        ({"type": "string", "format": "uuid", "maxLength": 3}, "#", "'maxLength' beside 'format'"),
+        ({"type": "string", "pattern": "^(?!x).*$"}, "#", "looks ahead or behind"),
+        ({"type": "string", "pattern": '^"$'}, "#", "names a quote"),
+        ({"type": "string", "pattern": "^a\\nb$"}, "#", "a control character"),
+        ({"type": "string", "pattern": "^\\\\d$"}, "#", "a backslash"),
+        ({"type": "string", "pattern": "^\\x0a$"}, "#", "a control character"),
+        ({"oneOf": [INTEGER, {"type": "number"}]}, "#", "may overlap"),
+        ({"oneOf": [TAGGED[0], TAGGED[0]]}, "#", "may overlap"),
+        (
+            {"type": "object", "properties": {"a": {}}, "propertyNames": {"pattern": "a"}},
+            "#",
+            "'propertyNames' beside",
+        ),
+        (
+            {"type": "object", "properties": {"a": {}}, "patternProperties": {"b": {}}},
+            "#",
+            "'patternProperties' can be held to",
+        ),
+        ({"type": "array", "minItems": 1}, "#", "'minItems' needs 'items'"),
+        (
+            {"type": "object", "properties": {"a": {"items": {"not": {}}, "type": "array"}}},
+            "#/properties/a/items",
+            "'not'",
+        ),
+        (
+            {"$ref": "#/$defs/x", "$defs": {"x": {"anyOf": [INTEGER, {"not": {}}]}}},
+            "#/$defs/x/anyOf/1",
+            "'not'",
+        ),
+    ],
+)
+def test_what_xgrammar_would_pass_over_is_refused_by_its_place(
+    schema: dict[str, Any], at: str, problem: str
+) -> None:
+    with pytest.raises(SchemaError) as caught:
+        check_schema(schema)
+    assert str(caught.value).startswith(f"at {at}: ")
+    assert problem in str(caught.value)
+    assert caught.value.is_unsupported
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        ([], "a schema is a JSON object, found []"),
+        ("integer", "a schema is a JSON object"),
+        ({"type": "int"}, "type 'int' is not known; allowed: string, integer"),
+        ({"type": [["string"]]}, "is not known"),
+        (
+            {"type": "object", "properties": {"a": 3}},
+            "at #/properties/a: a schema is a JSON object",
+        ),
+        ({"type": "object", "properties": []}, "'properties' must be an object"),
+        ({"type": "object", "required": ["a"]}, "'required' names 'a', which 'properties' lacks"),
+        ({"type": "object", "required": "a"}, "'required' must be a list"),
+        ({"type": "array", "items": INTEGER, "minItems": "1"}, "'minItems' must be 0 or more"),
+        ({"type": "string", "minLength": -1}, "'minLength' must be 0 or more"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "'maxLength' is below 'minLength'"),
+        ({"type": "string", "pattern": 3}, "'pattern' must be text"),
+        ({"enum": []}, "'enum' must be a list with at least one value"),
+        ({"type": "integer", "enum": ["a"]}, "the value 'a' is not of type integer"),
+        ({"anyOf": []}, "'anyOf' must be a list with at least one schema"),
+        ({"$ref": "#/$defs/x"}, "leads nowhere: there is no '$defs'"),
+        ({"$ref": "#/$defs/x", "$defs": {}}, "leads nowhere: there is no 'x'"),
+        ({"const": "a\0b"}, "holds a NUL character"),
+        (nest(MAX_NESTING), f"nested deeper than {MAX_NESTING} levels"),
+    ],
+)
+def test_a_malformed_schema_is_refused_whoever_asks(schema: Any, problem: str) -> None:
+    with pytest.raises(SchemaError) as caught:
+        check_schema(schema)
+    assert problem in str(caught.value)
+    assert not caught.value.is_unsupported
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]},
+        {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+        {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1},
+        {"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1},
+        {"anyOf": [{"$ref": "#"}, {"type": "array", "items": {"$ref": "#"}, "minItems": 2}]},
+        False,
+    ],
+)
+def test_a_schema_whose_values_never_end_is_refused(schema: Any) -> None:
+    if schema is False:
+        schema = {"anyOf": [False]}
+    with pytest.raises(SchemaError, match="every value of this schema would be endless"):
+        check_schema(schema)
+
+
+def test_lengths_become_patterns_where_a_schema_stands_and_nowhere_else() -> None:
+    bounded = {"type": "string", "maxLength": 3}
+    schema = {
+        "type": "object",
+        "properties": {"maxLength": bounded, "list": {"type": "array", "items": bounded}},
+        "default": {"minLength": 1},
+        "$defs": {"free": {"enum": [{"maxLength": 2}]}},
+    }
+    written = write_lengths(schema)
+    pattern = written["properties"]["maxLength"]["pattern"]
+    assert pattern.endswith("{0,3}$")
+    assert written["properties"]["list"]["items"] == {"type": "string", "pattern": pattern}
+    assert written["default"] == schema["default"]
+    assert written["$defs"] == schema["$defs"]
+    assert schema["properties"]["maxLength"] == {"type": "string", "maxLength": 3}
