@@ -12,13 +12,16 @@ from agentrl_cli.models.calculator_prompt import CALCULATE_TOOL, SYSTEM_PROMPT
 from agentrl_cli.models.calculator_tasks import build_rows
 from builders.calculator_agent import calculate
 
+#: As the SDK's types do not know a schema that is plain data.
+_TOOLS: list[Any] = [CALCULATE_TOOL]
+
 
 async def solve(data: Mapping[str, Any], client: AsyncOpenAI, model: str, max_turns: int) -> str:
     """Answers with a number, and calls ``calculate`` as often as the model wants."""
     messages = _begin(data)
     for _ in range(max_turns):
         completion = await client.chat.completions.create(
-            model=model, messages=messages, tools=[CALCULATE_TOOL]
+            model=model, messages=messages, tools=_TOOLS
         )
         message = completion.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
@@ -32,9 +35,7 @@ def solve_blocking(data: Mapping[str, Any], client: OpenAI, model: str, max_turn
     """The same with a client that blocks; runs in a thread of its own."""
     messages = _begin(data)
     for _ in range(max_turns):
-        completion = client.chat.completions.create(
-            model=model, messages=messages, tools=[CALCULATE_TOOL]
-        )
+        completion = client.chat.completions.create(model=model, messages=messages, tools=_TOOLS)
         message = completion.choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         if not message.tool_calls:
