@@ -73,6 +73,21 @@ class DatasetConfig(StrictConfig):
     """Use the first ``limit`` rows only."""
 
 
+class ExternalConfig(StrictConfig):
+    """How programs elsewhere get tasks and give back trajectories (``agent_mode: external``)."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at; one that other machines reach needs a key in AGENTRL_API_KEY."""
+    port: int | None = Field(None, ge=1024, le=65535)
+    """null: one that is free."""
+    idle_timeout_seconds: float = Field(300.0, gt=0.0)
+    """A session without a sign of life for so long is given to another program."""
+    max_leases: int = Field(3, ge=1)
+    """Times that one attempt is given out before it counts as failed."""
+    max_wait_seconds: float = Field(3600.0, gt=0.0)
+    """Longest time in which nobody asks for the tasks that wait; then the run stops."""
+
+
 class RolloutConfig(StrictConfig):
     """How trajectories are made."""
 
@@ -86,6 +101,7 @@ class RolloutConfig(StrictConfig):
     """``concat``: turns that continue each other are one sample; ``individual``: one per turn."""
     agent_mode: Literal["inline", "subprocess", "external"] = "inline"
     """Where agents run."""
+    external: ExternalConfig = ExternalConfig()
     timeout_seconds: float = Field(600.0, gt=0.0)
     """Deadline of one trajectory."""
     max_turns: int = Field(16, ge=1)
@@ -115,7 +131,10 @@ class RolloutConfig(StrictConfig):
     def compute_deadline(self, num_trajectories: int) -> float:
         """Seconds after which so many trajectories are over, whatever agents and rewards do."""
         num_waves = math.ceil(num_trajectories / self.count_parallel())
-        return 60.0 + num_waves * (self.timeout_seconds + self.reward_timeout_seconds)
+        seconds = self.timeout_seconds + self.reward_timeout_seconds
+        if self.agent_mode == "external":
+            seconds = (seconds + self.external.max_wait_seconds) * self.external.max_leases
+        return 60.0 + num_waves * seconds
 
 
 class TrainConfig(StrictConfig):
@@ -215,6 +234,14 @@ class ExperimentConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _has_something_to_run(self) -> Self:
+        is_external = self.rollout.agent_mode == "external"
+        if is_external and (self.workflow_path or self.agent_builder_path or self.agents):
+            raise ValueError(
+                "rollout.agent_mode: external runs no agent of its own. Type "
+                "agent_builder_path=null agents={} workflow_path=null"
+            )
+        if is_external:
+            return self
         if self.workflow_path is None and self.agent_builder_path is None and not self.agents:
             raise ValueError("nothing to run: set agent_builder_path (or agents, or workflow_path)")
         return self

@@ -22,8 +22,9 @@ from agentrl_cli.launch.trainer import PPOTrainer, take_rows
 from agentrl_cli.launch.training import check_input, run_trainer
 from agentrl_cli.log import Observer, file_log
 from agentrl_cli.rollout.background import BackgroundLoop
-from agentrl_cli.rollout.building import build_workflow, open_workers
+from agentrl_cli.rollout.building import build_workflow, open_external_access, open_workers
 from agentrl_cli.rollout.dataset import build_eval_tasks
+from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.store.secrets import find_secrets
 from agentrl_cli.train.stop_flag import StopFlag
@@ -131,14 +132,7 @@ def run_evaluation(
     source, label = _choose_source(config, checkpoint, base_url, model_name, observer)
     gconfig = config.resolve_eval_gconfig()
     with ExitStack() as stack:
-        workflow = build_workflow(
-            config,
-            source.tokenizer if config.workflow_path is not None else None,
-            gconfig=gconfig,
-            open_client=source.open_client,
-            seed=config.seed,
-            workers=stack.enter_context(open_workers(config)),
-        )
+        workflow = _build_eval_workflow(config, source, observer, stack)
         stack.callback(workflow.close)
         workflow.check_rows(rows, key)
         source.prepare()
@@ -161,6 +155,24 @@ def run_evaluation(
             ),
             config.rollout.compute_deadline(len(rows) * gconfig.n_samples),
         )
+
+
+def _build_eval_workflow(
+    config: ExperimentConfig, source: CompletionSource, observer: Observer, stack: ExitStack
+) -> RolloutWorkflow:
+    external = None
+    if config.rollout.agent_mode == "external":
+        external = open_external_access(config, observer.on_message, waits="limited")
+    return build_workflow(
+        config,
+        source.tokenizer if config.workflow_path is not None else None,
+        gconfig=config.resolve_eval_gconfig(),
+        open_client=source.open_client,
+        seed=config.seed,
+        workers=stack.enter_context(open_workers(config)),
+        external=external,
+        split="eval",
+    )
 
 
 def _choose_source(

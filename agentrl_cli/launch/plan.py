@@ -134,11 +134,6 @@ def check_supported(config: ExperimentConfig, *, num_gpus: int = 0) -> None:
             f"launcher.kind: {config.launcher.kind} is not started by this version; allowed: "
             "local. Type launcher.kind=local"
         )
-    if config.rollout.agent_mode == "external":
-        problems.append(
-            "rollout.agent_mode: external is not started by this version; allowed: inline, "
-            "subprocess. Type rollout.agent_mode=inline"
-        )
     if config.rollout.agent_mode == "subprocess" and config.workflow_path is not None:
         problems.append(
             "rollout.agent_mode: subprocess runs agents (agent_builder_path), and a workflow of "

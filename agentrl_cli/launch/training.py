@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.launch.trainer import PPOTrainer
-from agentrl_cli.rollout.building import build_workflow, open_workers
+from agentrl_cli.rollout.building import build_workflow, open_external_access, open_workers
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.session import Budget
@@ -33,8 +33,12 @@ def build_workflows(trainer: PPOTrainer, stack: ExitStack) -> list[RolloutWorkfl
 
     tokenizer = trainer.tokenizer if config.workflow_path is not None else None
     workers = stack.enter_context(open_workers(config))
+    external = None
+    if config.rollout.agent_mode == "external":
+        external = open_external_access(config, trainer.observer.on_message, waits="limited")
     workflows: list[RolloutWorkflow] = []
-    for gconfig in (config.gconfig, config.resolve_eval_gconfig()):
+    purposes = (("train", config.gconfig), ("eval", config.resolve_eval_gconfig()))
+    for split, gconfig in purposes:
         workflow = build_workflow(
             config,
             tokenizer,
@@ -42,6 +46,8 @@ def build_workflows(trainer: PPOTrainer, stack: ExitStack) -> list[RolloutWorkfl
             open_client=open_client,
             seed=config.seed,
             workers=workers,
+            external=external,
+            split=split,
         )
         stack.callback(workflow.close)
         workflows.append(workflow)

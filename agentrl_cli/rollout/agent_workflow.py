@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from agentrl_cli.agents.building import AgentSource
-from agentrl_cli.agents.runner import AgentOutcome
+from openai import AsyncOpenAI
+
+from agentrl_cli.agents.runner import AgentOutcome, AgentRunner
 from agentrl_cli.agents.task_input import find_prompt_text
 from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
@@ -46,6 +47,19 @@ _WIND_DOWN_SECONDS = 5.0
 ClientFactory = Callable[[InferenceEngine, Sampling, Budget], TrackingClient]
 
 
+class RunnerSource(Protocol):
+    """The agent of a config key, as an :class:`~agentrl_cli.agents.building.AgentSource` is."""
+
+    @property
+    def runner(self) -> AgentRunner:
+        """Tells what it is."""
+        ...
+
+    def get_runner(self, client: AsyncOpenAI, model: str) -> AgentRunner:
+        """The agent for one trajectory. Raises what the builder raises."""
+        ...
+
+
 class AgentRolloutWorkflow(RolloutWorkflow):
     """Runs an agent of any framework on a row, and rewards what it did.
 
@@ -62,7 +76,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
 
     def __init__(
         self,
-        agents: Mapping[str | None, AgentSource] | Mapping[str | None, RemoteAgent],
+        agents: Mapping[str | None, RunnerSource] | Mapping[str | None, RemoteAgent],
         *,
         workers: WorkerAgents | None = None,
         reward: AsyncRewardWrapper | None,
@@ -71,7 +85,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         open_client: ClientFactory,
         seed: int | None = None,
     ) -> None:
-        self._agents: Mapping[str | None, AgentSource | RemoteAgent] = {**agents}
+        self._agents: Mapping[str | None, RunnerSource | RemoteAgent] = {**agents}
         self._workers = workers
         self._reward = reward
         self._gconfig = gconfig
@@ -184,7 +198,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
 
     def _find_source(
         self, row: Mapping[str, Any], place: str = "the row"
-    ) -> AgentSource | RemoteAgent:
+    ) -> RunnerSource | RemoteAgent:
         name = row.get("agent_name")
         if name not in self._agents:
             names = [n for n in self._agents if n is not None]

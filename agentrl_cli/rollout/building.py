@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from agentrl_cli.agents.building import AgentSource, import_agent
 from agentrl_cli.config.engine import EngineConfig
@@ -14,6 +14,9 @@ from agentrl_cli.config.imports import import_object
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import ConfigError, ImportPathError
 from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow, ClientFactory
+from agentrl_cli.rollout.external import ExternalWorkflow
+from agentrl_cli.rollout.external_board import TaskBoard
+from agentrl_cli.rollout.external_door import ExternalDoor
 from agentrl_cli.rollout.rewards import AsyncRewardWrapper
 from agentrl_cli.rollout.worker_agents import RemoteAgent, WorkerAgents
 from agentrl_cli.rollout.workflow import RolloutWorkflow
@@ -21,6 +24,13 @@ from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.session import Budget
 
 AgentT = TypeVar("AgentT")
+
+
+class ExternalAccess(NamedTuple):
+    """What the workflows of a run share where agents are programs elsewhere."""
+
+    board: TaskBoard
+    door: ExternalDoor
 
 
 def build_workflow(
@@ -31,6 +41,8 @@ def build_workflow(
     open_client: ClientFactory | None = None,
     seed: int | None = None,
     workers: WorkerAgents | None = None,
+    external: ExternalAccess | None = None,
+    split: str = "train",
 ) -> RolloutWorkflow:
     """The workflow of a configuration, its builders and reward function imported and tried.
 
@@ -42,11 +54,24 @@ def build_workflow(
         open_client: makes the client of a trajectory; None: a TrackingClient on the engine.
         seed: see :class:`AgentRolloutWorkflow`.
         workers: run the agents; None: they run here, whatever ``rollout.agent_mode`` says.
+        external: the way in for programs elsewhere, for ``agent_mode: external``.
+        split: what such programs are told that the tasks are for.
 
     Raises:
         UserInputError: an import path, a builder, a signature or a combination that cannot work.
     """
     gconfig = gconfig or config.gconfig
+    open_client = open_client or _make_client_factory(tokenizer, config.engine)
+    if external is not None:
+        return ExternalWorkflow(
+            *external,
+            reward=_build_reward(config),
+            gconfig=gconfig,
+            rollout=config.rollout,
+            open_client=open_client,
+            split=split,
+            seed=seed,
+        )
     if config.workflow_path is not None:
         return _build_own_workflow(config, tokenizer, gconfig)
     reward = _build_reward(config)
@@ -59,9 +84,30 @@ def build_workflow(
         reward=reward,
         gconfig=gconfig,
         rollout=config.rollout,
-        open_client=open_client or _make_client_factory(tokenizer, config.engine),
+        open_client=open_client,
         seed=seed,
     )
+
+
+def open_external_access(
+    config: ExperimentConfig, announce: Callable[[str], None], *, waits: Literal["limited", "ever"]
+) -> ExternalAccess:
+    """The way in for programs elsewhere, at ``rollout.external``; it opens with the first task.
+
+    Args:
+        config: the configuration.
+        announce: shows where it is, and its key, to the user.
+        waits: how long tasks wait for programs: ``max_wait_seconds``, or for ever.
+
+    Raises:
+        UserInputError: the address cannot be used.
+    """
+    external = config.rollout.external
+    board = TaskBoard(
+        max_wait_seconds=external.max_wait_seconds if waits == "limited" else None,
+        max_sessions=config.rollout.max_concurrent,
+    )
+    return ExternalAccess(board, ExternalDoor(external, announce))
 
 
 def _make_client_factory(tokenizer: Any, config: EngineConfig) -> ClientFactory:

@@ -13,13 +13,13 @@ import json
 import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route, Router
+from starlette.routing import BaseRoute, Route, Router
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.tracking.answers import Answer, AnswerBook, CallKey, wait_cancelled
@@ -32,7 +32,7 @@ from agentrl_cli.tracking.parsers.choosing import choose_formats
 from agentrl_cli.tracking.reply_text import PROMPT_END_TOKENS
 from agentrl_cli.tracking.request_body import Limits, check_size, is_retry, parse_json, read_body
 from agentrl_cli.tracking.responses_protocol import ResponsesProtocol
-from agentrl_cli.tracking.server import LoopbackServer
+from agentrl_cli.tracking.server import LOOPBACK, GatewayServer
 from agentrl_cli.tracking.session import Budget, Session
 from agentrl_cli.tracking.template import ChatTemplate
 from agentrl_cli.tracking.transport import SharedClient
@@ -85,7 +85,7 @@ class BaseGateway(ABC):
         )
         self.http_client = SharedClient(self.app)
         self._sessions: dict[bytes, Session] = {}
-        self._server = LoopbackServer(self.app)
+        self._server = GatewayServer(self.app)
 
     @abstractmethod
     def build_tree(self) -> ConversationTree:
@@ -138,16 +138,21 @@ class BaseGateway(ABC):
         """Sessions whose key still opens the gateway."""
         return len(self._sessions)
 
-    async def serve(self, port: int = 0) -> str:
-        """The base_url of a loopback socket, opened on first use: ``http://127.0.0.1:N/v1``.
+    def add_routes(self, routes: Iterable[BaseRoute]) -> None:
+        """Serves further paths, before all others."""
+        self.app.routes[:0] = list(routes)
+
+    async def serve(self, port: int = 0, host: str = LOOPBACK) -> str:
+        """The base_url of a socket, opened on first use: ``http://127.0.0.1:N/v1``.
 
         Args:
             port: on first use, where to open it; 0: at a free port.
+            host: on first use, the address; others than this machine's own let others in.
 
         Raises:
             UserInputError: the port is not free.
         """
-        return f"{await self._server.start(port)}/v1"
+        return f"{await self._server.start(port, host)}/v1"
 
     async def close(self) -> None:
         """Ends the socket and the in-process client."""

@@ -1,9 +1,11 @@
-"""The gateway on a loopback socket, for agents that open their own connection."""
+"""The gateway on a socket, for agents that open their own connection."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import ipaddress
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +14,10 @@ import uvicorn
 
 from agentrl_cli.errors import RunError, UserInputError
 
+LOOPBACK = "127.0.0.1"
+#: Environment variable with the key that opens a gateway to those who are elsewhere.
+KEY_VARIABLE = "AGENTRL_API_KEY"
+_MIN_KEY_LENGTH = 16
 _START_SECONDS = 20.0
 _STOP_SECONDS = 5.0
 _KEEP_ALIVE_SECONDS = 3600
@@ -24,8 +30,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-class LoopbackServer:
-    """Serves an ASGI app on 127.0.0.1 in the running event loop."""
+class GatewayServer:
+    """Serves an ASGI app in the running event loop, on 127.0.0.1 unless told otherwise."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -34,11 +40,12 @@ class LoopbackServer:
         self._task: asyncio.Task[None] | None = None
         self._url = ""
 
-    async def start(self, port: int = 0) -> str:
+    async def start(self, port: int = 0, host: str = LOOPBACK) -> str:
         """The server's url, ``http://127.0.0.1:PORT``; starts it when it is not running.
 
         Args:
             port: where it listens if it is started now; 0: at one that is free.
+            host: the address that it listens at then.
 
         Raises:
             UserInputError: another program listens at that port.
@@ -46,7 +53,7 @@ class LoopbackServer:
         """
         async with self._lock:
             if self._task is None or self._task.done():
-                await self._start(port)
+                await self._start(port, host)
             return self._url
 
     async def stop(self) -> None:
@@ -60,8 +67,8 @@ class LoopbackServer:
             await asyncio.gather(self._task, return_exceptions=True)
         self._server = self._task = None
 
-    async def _start(self, port: int) -> None:
-        listener = open_listener(port)
+    async def _start(self, port: int, host: str) -> None:
+        listener = open_listener(port, host)
         config = uvicorn.Config(
             self._app,
             log_level="warning",
@@ -76,8 +83,13 @@ class LoopbackServer:
             timeout_graceful_shutdown=int(_STOP_SECONDS) - 1,
         )
         self._server = _Server(config)
-        self._task = asyncio.ensure_future(self._server.serve(sockets=[listener]))
-        self._url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        # In a context of its own: that of a trajectory, which may be the first to need the
+        # server, would live as long as the server, with all that it holds.
+        self._task = asyncio.get_running_loop().create_task(
+            self._server.serve(sockets=[listener]), context=contextvars.Context()
+        )
+        shown = f"[{host}]" if ":" in host else host
+        self._url = f"http://{shown}:{listener.getsockname()[1]}"
         deadline = asyncio.get_running_loop().time() + _START_SECONDS
         while not self._server.started:
             if self._task.done() or asyncio.get_running_loop().time() > deadline:
@@ -85,23 +97,59 @@ class LoopbackServer:
             await asyncio.sleep(0.01)
 
 
-def open_listener(port: int) -> socket.socket:
-    """A socket bound to ``port`` of 127.0.0.1; 0: to one that is free.
+def open_listener(port: int, host: str = LOOPBACK) -> socket.socket:
+    """A socket bound to ``port`` of ``host``; 0: to one that is free.
 
     Raises:
-        UserInputError: the port cannot be used.
+        UserInputError: the port or the address cannot be used.
     """
     # With the protocol named, asyncio turns off Nagle's algorithm for its connections;
     # left to the system (0), every answer waits 40 ms for the client's acknowledgement.
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     # Without it, connections of a server that has just ended hold its port for a minute.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind(("127.0.0.1", port))
+        listener.bind((host, port))
     except OSError as error:
         listener.close()
         raise UserInputError(
-            f"port {port} of 127.0.0.1 cannot be used: {error.strerror}. Type another --port, "
-            "or leave it out for one that is free"
+            f"port {port} of {host} cannot be used: {error.strerror}. Type another one "
+            "(--port, or rollout.external.port), or leave it out for one that is free"
         ) from None
     return listener
+
+
+def check_binding(host: str, api_key: str | None, where: str) -> None:
+    """Refuses to let other machines in by a key that nobody chose, or by one that can be guessed.
+
+    Args:
+        host: the address to listen at.
+        api_key: the key that the user gave; None: none.
+        where: what the user typed to name the address.
+
+    Raises:
+        UserInputError: with what to type.
+    """
+    if api_key is not None and (len(api_key) < _MIN_KEY_LENGTH or not api_key.isascii()):
+        raise UserInputError(
+            f"the key in {KEY_VARIABLE} (or --api-key) has {len(api_key)} characters; allowed are "
+            f"{_MIN_KEY_LENGTH} or more, of ASCII. Type export {KEY_VARIABLE}=$(openssl rand -hex "
+            "24)"
+        )
+    if api_key is None and not is_loopback(host):
+        raise UserInputError(
+            f"{where} {host} lets other machines in, and no key was given. Type export "
+            f"{KEY_VARIABLE}=$(openssl rand -hex 24) before it, or leave out {where} to listen "
+            f"on {LOOPBACK} alone"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """True for addresses that only this machine reaches."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -108,7 +108,7 @@ class Session:
         self._num_calls = 0
         self._num_tokens = 0
         self._clock = 0
-        self._opened = time.monotonic()
+        self._opened = self._last_active = time.monotonic()
         self._max_kept = max_kept
         self._open_calls: dict[int, Call] = {}
         collected = _COLLECTED.get()
@@ -157,6 +157,7 @@ class Session:
                 )
             )  # fmt: skip
         self._open_calls.update((id(call), call) for call in calls)
+        self.touch()
         return calls
 
     def complete_call(
@@ -270,7 +271,17 @@ class Session:
         wanted = left if sampling.max_tokens is None else min(sampling.max_tokens, left)
         return replace(sampling, max_tokens=wanted)
 
+    def touch(self) -> None:
+        """Says that whoever has the session is at work."""
+        self._last_active = time.monotonic()
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds since the last sign of life; 0 while a call is in flight."""
+        return 0.0 if self._open_calls else time.monotonic() - self._last_active
+
     def _keep(self, call: Call, interaction: Interaction) -> None:
+        self.touch()
         self._open_calls.pop(id(call), None)
         if self._max_kept is not None and len(self._interactions) >= self._max_kept:
             self._interactions.clear()
