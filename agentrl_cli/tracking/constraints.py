@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentrl_cli.engine.grammar import GrammarError, check_structural_tag
+from agentrl_cli.engine.grammar import GrammarError, check_structural_tag, require_xgrammar
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.errors import MissingExtraError
 from agentrl_cli.tracking.model_request import ModelRequest, ReplyRules, RequestError
@@ -77,6 +77,8 @@ async def _check_tag(tag: str, param: str) -> None:
     if tag in _KNOWN:
         return
     try:
+        # Its import alone takes seconds, on a busy machine more than the check may.
+        await asyncio.to_thread(require_xgrammar)
         async with asyncio.timeout(_CHECK_SECONDS):
             await asyncio.to_thread(check_structural_tag, tag)
     except TimeoutError:
