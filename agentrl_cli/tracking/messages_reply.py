@@ -72,7 +72,7 @@ def format_blocks(reply: Message, thinking: ThinkingDisplay) -> list[Block]:
     if reply.get("content"):
         blocks.append({"type": "text", "text": reply["content"]})
     for call in reply.get("tool_calls") or ():
-        blocks.append({**_begin_call(call), "input": json.loads(_format_arguments(call))})
+        blocks.append({**_begin_call(call), "input": json.loads(call["function"]["arguments"])})
     return blocks
 
 
@@ -134,7 +134,8 @@ class EventWriter:
         for call in parsed.tool_calls:
             events += self.end()
             events += self._begin("tool_use", {**_begin_call(call), "input": {}})
-            events.append(self._add("input_json_delta", partial_json=_format_arguments(call)))
+            arguments = call["function"]["arguments"]
+            events.append(self._add("input_json_delta", partial_json=arguments))
         return b"".join(events)
 
     def end(self) -> list[bytes]:
@@ -160,15 +161,6 @@ class EventWriter:
 
     def _add(self, kind: str, **delta: Any) -> bytes:
         return format_event("content_block_delta", index=self._index, delta={"type": kind, **delta})
-
-
-def _format_arguments(call: dict[str, Any]) -> str:
-    """A call's arguments as JSON that every client can read: no halves of surrogate pairs."""
-    arguments: str = call["function"]["arguments"]
-    if "\\ud" not in arguments.lower():
-        return arguments
-    text = json.dumps(json.loads(arguments), ensure_ascii=False)
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _begin_call(call: dict[str, Any]) -> Block:

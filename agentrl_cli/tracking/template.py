@@ -24,6 +24,7 @@ from agentrl_cli.tracking.matching import (
 )
 from agentrl_cli.tracking.parsers.choosing import choose_formats, collect_template_text
 from agentrl_cli.tracking.parsers.formats import ReplyFormats
+from agentrl_cli.tracking.tool_calls import make_encodable
 
 #: Stands for a sampled turn while rendering. Plain letters: no template escapes them.
 PLACEHOLDER = "AGENTRLSAMPLEDTURN"
@@ -90,7 +91,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], inputs: TemplateInputs, *, is_prompt: bool
     ) -> str:
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 [_to_template_message(m, self._thought_key) for m in messages],
                 tools=list(inputs.tools) or None,
                 add_generation_prompt=is_prompt,
@@ -101,6 +102,7 @@ class ChatTemplate:
             raise TemplateError(
                 f"the model's chat template cannot render these messages: {error}"
             ) from error
+        return make_encodable(text)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of template text; special tokens in it become special ids."""

@@ -98,11 +98,17 @@ def _dump_arguments(arguments: Any) -> str | None:
     if not isinstance(arguments, dict):
         return None
     try:
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        # A lone surrogate cannot be sent as it is, but as an escape.
-        return text if _is_encodable(text) else json.dumps(arguments)
+        return make_encodable(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     except (ValueError, TypeError, RecursionError):
         return None
+
+
+def make_encodable(text: str) -> str:
+    """The text with U+FFFD for halves of surrogate pairs: JSON may have them, as escapes, but no
+    tokenizer and no client takes them."""
+    if _is_encodable(text):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _is_encodable(text: str) -> bool:

@@ -7,6 +7,7 @@ are checked. The requests are then broken at random places.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,14 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from agentrl_cli.engine.grammar import require_xgrammar
 from agentrl_cli.engine.protocol import Generation, Sampling
-from agentrl_cli.errors import ContextLengthError, EngineError, EngineTimeoutError
+from agentrl_cli.errors import (
+    ContextLengthError,
+    EngineError,
+    EngineTimeoutError,
+    MissingExtraError,
+)
 from agentrl_cli.records import Interaction, InteractionStatus
 from agentrl_cli.tracking.gateway import Gateway
 from agentrl_cli.tracking.session import Budget, Session
@@ -40,6 +47,7 @@ REPLIES: Sequence[Any] = (
     CALL,
     "I look. " + CALL + "\n" + CALL + " and so",
     "<tool_call>\n{broken",
+    CALL.replace("1}", r'"\ud800 \u0000"}'),
     "<think>\nhm\n</think>\n\nParis",
     '{"x": 1}',
     ("The answer is", "length"),
@@ -103,7 +111,8 @@ JUNK: st.SearchStrategy[Any] = st.one_of(
     st.sampled_from(["", "x", "auto", "none", "required", "\x00", "\ud800", "😀", "a" * 3000]),
     st.sampled_from([[], {}, [[]], [None], ["x"], {"type": "x"}, {"x": None}, [{}], {"": [{}]}]),
     st.text(max_size=8),
-)
+    # A copy: what is broken twice would break the next example, too.
+).map(copy.deepcopy)
 KEYS = st.sampled_from(
     ["type", "id", "content", "name", "x", "stream", "n", "functions", "seed", "background"]
 )
@@ -219,6 +228,42 @@ def build_responses_body(draw: st.DrawFn, replies: Sequence[Any]) -> dict[str, A
     return body
 
 
+def build_messages_body(draw: st.DrawFn, replies: Sequence[Any]) -> dict[str, Any]:
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "What?"}]}]
+    body: dict[str, Any] = {"model": "m", "max_tokens": draw(st.integers(1, 9))}
+    by_id = bool(replies) and draw(st.sampled_from([False, False, True]))
+    if by_id:
+        body["thread"] = {"type": "continue", "previous_message_id": replies[-1]["id"]}
+        messages = []
+    for reply in replies[-1:] if by_id else replies:
+        blocks = reply["content"]
+        messages += [] if by_id else [{"role": "assistant", "content": blocks}]
+        uses = [block["id"] for block in blocks if block["type"] == "tool_use"]
+        result = {"type": "tool_result", "is_error": draw(st.booleans()), "content": draw(TEXTS)}
+        results: list[Any] = [{**result, "tool_use_id": use_id} for use_id in uses]
+        messages.append({"role": "user", "content": [*results, {"type": "text", "text": "Go."}]})
+    body["messages"] = messages
+    tool = {"name": "f", "description": "Does.", "input_schema": SCHEMA, "strict": True}
+    if not by_id and draw(st.booleans()):
+        body["tools"] = [tool]
+    if not by_id and draw(st.booleans()):
+        body["system"] = draw(st.sampled_from(["Be.", [{"type": "text", "text": "Be."}]]))
+    kinds = [{"type": "auto"}, {"type": "any"}, {"type": "none"}, {"type": "tool", "name": "f"}]
+    enabled = {"type": "enabled", "budget_tokens": 1024}
+    omitted = {"type": "adaptive", "display": "omitted"}
+    schema = {"type": "json_schema", "schema": SCHEMA}
+    optional(
+        draw, body,
+        stream=st.just(True), temperature=NUMBERS, top_p=NUMBERS, top_k=st.just(-1),
+        stop_sequences=st.sampled_from([["42", " "], ["x"]]), tool_choice=st.sampled_from(kinds),
+        thinking=st.sampled_from([enabled, omitted, {"type": "disabled"}]),
+        output_config=st.sampled_from([{"format": schema}, {"effort": "low"}]),
+        metadata=st.just({"user_id": "u"}), service_tier=st.just("auto"),
+        cache_control=st.just({"type": "ephemeral"}), thread=st.just(body.get("thread")),
+    )  # fmt: skip
+    return body
+
+
 # -- what comes back -------------------------------------------------------------------------
 
 
@@ -289,6 +334,50 @@ def check_response(body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
+def check_message(body: dict[str, Any]) -> dict[str, Any]:
+    from anthropic.types import Message
+
+    Message.model_validate(body)
+    assert body["stop_reason"] is not None
+    return body
+
+
+def check_message_events(text: str) -> dict[str, Any] | None:
+    """Checks a stream as the SDK reads it; the message, None: it ended with an error."""
+    from anthropic.lib.streaming._messages import accumulate_event
+    from anthropic.types import RawMessageStreamEvent
+
+    adapter: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+    events = parse_events(text)
+    if events[-1]["type"] == "error":
+        check_message_error(events[-1])
+        return None
+    assert [events[0]["type"], events[-1]["type"]] == ["message_start", "message_stop"]
+    message: Any = None
+    buffers: dict[int, bytes] = {}
+    is_open = None
+    for event in events:
+        if event["type"] == "ping":
+            continue
+        if event["type"].startswith("content_block"):
+            begins = event["type"] == "content_block_start"
+            assert is_open == (None if begins else event["index"])
+            is_open = None if event["type"] == "content_block_stop" else event["index"]
+        message = accumulate_event(
+            event=adapter.validate_python(event), current_snapshot=message, json_bufs=buffers
+        )
+    assert is_open is None
+    return check_message(message.to_dict(exclude_unset=False, exclude_none=True))
+
+
+def check_message_error(body: dict[str, Any]) -> None:
+    """Checks an error of Anthropic's shape."""
+    from anthropic.types import ErrorResponse
+
+    ErrorResponse.model_validate(body)
+    assert body["error"]["message"]
+
+
 @dataclass(frozen=True)
 class Fuzzed:
     """One protocol under test."""
@@ -301,11 +390,24 @@ class Fuzzed:
     check_events: Callable[[str], dict[str, Any] | None]
     """The same of a stream; None: it ended with an error."""
     check_error: Callable[[dict[str, Any]], None] = check_error
+    count_path: str | None = None
+    """Where the tokens of a request are counted; None: nowhere."""
 
 
 FUZZED = (
     Fuzzed("/v1/chat/completions", build_chat_body, check_chat_reply, check_chat_events),
     Fuzzed("/v1/responses", build_responses_body, check_response, check_responses_events),
+    pytest.param(
+        Fuzzed(
+            "/v1/messages",
+            build_messages_body,
+            check_message,
+            check_message_events,
+            check_message_error,
+            count_path="/v1/messages/count_tokens",
+        ),
+        marks=pytest.mark.anthropic,
+    ),
 )
 
 
@@ -363,12 +465,18 @@ async def ask(
 ) -> dict[str, Any] | None:
     """Sends one request and checks all that came of it; the reply, if there was one."""
     num_known = len(session.interactions)
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        response = await gateway.http_client.post(
-            f"http://x.invalid{fuzzed.path}",
-            content=json.dumps(body).encode(),
-            headers={"Authorization": f"Bearer {session.key}"},
-        )
+
+    async def post(path: str) -> Any:
+        async with asyncio.timeout(DEADLINE_SECONDS):
+            return await gateway.http_client.post(
+                f"http://x.invalid{path}",
+                content=json.dumps(body).encode(),
+                headers={"Authorization": f"Bearer {session.key}"},
+            )
+
+    counted = await post(fuzzed.count_path) if fuzzed.count_path is not None else None
+    assert len(session.interactions) == num_known
+    response = await post(fuzzed.path)
     status = response.status_code
     assert status < 500 or (status in (503, 504) and isinstance(engine.reply, EngineError)), (
         response.text
@@ -380,14 +488,22 @@ async def ask(
         assert all(i.status is not InteractionStatus.COMPLETED for i in news)
         return None
     assert len(session.interactions) > num_known
+    if counted is not None:
+        num_prompt_tokens = len(session.interactions[-1].prompt_ids)
+        assert counted.json() == {"input_tokens": num_prompt_tokens}
     if response.headers["content-type"].startswith("text/event-stream"):
         return fuzzed.check_events(response.text)
     return fuzzed.check_reply(response.json())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fuzzed", FUZZED, ids=lambda fuzzed: fuzzed.path)
+@pytest.mark.parametrize("fuzzed", FUZZED, ids=["chat", "responses", "messages"])
 def test_generated_conversations(fuzzed: Fuzzed, tokenizer: Any) -> None:
+    if fuzzed.path.startswith("/v1/messages"):
+        pytest.importorskip("anthropic")
+    # Takes seconds, which are not the first request's.
+    with contextlib.suppress(MissingExtraError):
+        require_xgrammar()
     num_requests = num_answered = 0
     engine = FuzzEngine(tokenizer)
     gateway = Gateway(engine, tokenizer)  # type: ignore[arg-type]
