@@ -38,6 +38,7 @@ bench: $(VENV)/.installed-test  ## Every benchmark, one after the other.
 	$(BIN)/python -m benchmarks.gateway
 	$(BIN)/python -m benchmarks.embedded_engine
 	$(BIN)/python -m benchmarks.training
+	$(BIN)/python -m benchmarks.frameworks
 
 bench-vllm: $(VENV)/.installed-vllm  ## Serving and publishing on real vLLM servers.
 	$(BIN)/python -m benchmarks.vllm_serving

@@ -6,8 +6,10 @@ Both ways run in this process, on an engine that answers at once: two tool calls
 answer. Alone, the framework's own client gets them from the thinnest server there can be, a
 transport that hands out ready bytes by the number of tool results in the request: no parsing, no
 tokens, no records. Through agentrl each trajectory opens a session, is rendered, tokenized,
-sampled, parsed and recorded, and gets its reward and credit. Rounds of the two ways alternate;
-the figures are medians over the rounds.
+sampled, parsed and recorded, and gets its reward and credit; its agent is made anew, as builders
+that take ``client`` do, while the agent alone is made once. Rounds of the two ways alternate, short
+ones, as other programs on the machine disturb them; the figures are medians over the rounds, and
+a share is the median of the shares of the rounds.
 """
 
 from __future__ import annotations
@@ -203,15 +205,14 @@ async def compare(framework: Framework, arguments: argparse.Namespace) -> str:
     await gateway.close()
     rates = {n: statistics.median(c.trajectories_per_second for c in costs[n]) for n in ways}
     cpus = {n: statistics.median(c.cpu_ms for c in costs[n]) for n in ways}
-    # Of each round by itself: what else runs on the machine changes from round to round.
-    ratio = statistics.median(
-        alone.cpu_ms / tracked.cpu_ms
-        for alone, tracked in zip(costs["alone"], costs["agentrl"], strict=True)
+    pairs = list(zip(costs["alone"], costs["agentrl"], strict=True))
+    share = statistics.median(
+        tracked.trajectories_per_second / alone.trajectories_per_second for alone, tracked in pairs
     )
+    cpu_share = statistics.median(alone.cpu_ms / tracked.cpu_ms for alone, tracked in pairs)
     return (
-        f"| {framework.name} | {rates['alone']:,.0f} | {rates['agentrl']:,.0f} "
-        f"| {rates['agentrl'] / rates['alone']:.2f} | {cpus['alone']:.2f} "
-        f"| {cpus['agentrl']:.2f} | {ratio:.2f} |"
+        f"| {framework.name} | {rates['alone']:,.0f} | {rates['agentrl']:,.0f} | {share:.2f} "
+        f"| {cpus['alone']:.2f} | {cpus['agentrl']:.2f} | {cpu_share:.2f} |"
     )
 
 
@@ -234,9 +235,9 @@ async def run(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Reads the arguments and runs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trajectories", type=int, default=64)
+    parser.add_argument("--trajectories", type=int, default=16)
     parser.add_argument("--concurrent", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", help="frameworks whose name holds this")
     # CAMEL warns of every model whose name it does not know.
     logging.disable(logging.WARNING)
