@@ -481,3 +481,37 @@ def test_thoughts_are_reasoning_items(summarize: bool) -> None:
     assert message["content"][0]["text"] == "Yes"
     where = "summary_index" if summarize else "content_index"
     assert all(e[where] == 0 for e in events[1:6])
+
+
+@pytest.mark.parametrize("summarize", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thoughts_come_back_as_the_turns_own(
+    open_client: Open, thinking_tokenizer: Any, stream: bool, summarize: bool
+) -> None:
+    text = "<think>\nI see\n</think>\n\nYes" + CALL
+    client = open_client(text, "a", "b", tokenizer=thinking_tokenizer)
+    options: Any = {"tools": [TOOL]}
+    if summarize:
+        options["reasoning"] = {"summary": "auto"}
+    if stream:
+        response = (await read_events(client, **options))[-1].response
+    else:
+        response = await create(client, **options)
+    reasoning, message, call = response.output
+    assert [i.type for i in response.output] == ["reasoning", "message", "function_call"]
+    shown, hidden = reasoning.content, reasoning.summary
+    if summarize:
+        shown, hidden = hidden, shown
+    assert [part.text.strip() for part in shown] == ["I see"]
+    assert hidden == []
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+    question = {"role": "user", "content": "What?"}
+    # Some frameworks send thoughts back by their id alone.
+    emptied = {"type": "reasoning", "id": reasoning.id, "summary": []}
+    for item in (reasoning.model_dump(exclude_none=True), emptied):
+        items = [question, item, message.model_dump(), call.model_dump(), answer_call(response)]
+        await create(client, input=items, **options)
+    first, *others = client.interactions
+    for other in others:
+        assert other.messages[1] == first.reply
+        assert other.parent_id == first.id

@@ -1,0 +1,287 @@
+"""Chat completions on exact replies, the official SDK as the judge."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+
+from agentrl_cli.tracking.client import TrackingClient
+
+Open = Callable[..., TrackingClient]
+USER: Any = {"role": "user", "content": "What?"}
+PARAMETERS = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+
+
+def make_tool(name: str) -> Any:
+    return {"type": "function", "function": {"name": name, "parameters": PARAMETERS}}
+
+
+TOOLS = [make_tool("f"), make_tool("g")]
+CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+
+
+async def create(client: openai.AsyncOpenAI, **options: Any) -> Any:
+    options = {"model": "m", "messages": [USER], **options}
+    return await client.chat.completions.create(**options)
+
+
+def list_samplings(client: TrackingClient) -> Any:
+    return client.gateway.engine.samplings  # type: ignore[attr-defined]
+
+
+async def test_logprobs_have_bytes_and_the_likeliest_tokens(open_client: Open) -> None:
+    client = open_client("Ünï", "Ünï")
+    options: Any = {"logprobs": True, "top_logprobs": 3}
+    completion = await create(client, **options)
+    content = completion.choices[0].logprobs.content
+    # The end of the turn was sampled, too.
+    assert content[-1].token == "<|im_end|>"
+    assert bytes(b for t in content[:-1] for b in t.bytes).decode() == "Ünï"
+    for token in content:
+        assert token.top_logprobs[0].token == token.token
+        assert [t.logprob for t in token.top_logprobs] == [token.logprob - n for n in range(3)]
+    chunks = [chunk async for chunk in await create(client, stream=True, **options)]
+    streamed = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
+    assert streamed == content
+
+
+async def test_no_top_logprobs_are_sampled_unless_asked_for(open_client: Open) -> None:
+    client = open_client("a", "b")
+    await create(client, logprobs=True)
+    completion = await create(client)
+    assert [s.num_top_logprobs for s in list_samplings(client)] == [0, 0]
+    assert completion.choices[0].logprobs is None
+
+
+async def test_usage_comes_last_and_is_null_before(open_client: Open) -> None:
+    client = open_client("ab")
+    options: Any = {"stream_options": {"include_usage": True, "include_obfuscation": False}}
+    chunks = [chunk.to_dict() async for chunk in await create(client, stream=True, **options)]
+    assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 3
+    without = [chunk.to_dict() async for chunk in await create(open_client("ab"), stream=True)]
+    assert all("usage" not in chunk for chunk in without)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_thoughts_are_reasoning_content(
+    open_client: Open, thinking_tokenizer: Any, stream: bool
+) -> None:
+    client = open_client("<think>\nI see\n</think>\n\nYes", tokenizer=thinking_tokenizer)
+    if stream:
+        chunks = [chunk async for chunk in await create(client, stream=True)]
+        deltas = [chunk.choices[0].delta.to_dict() for chunk in chunks]
+        assert sum("reasoning_content" in delta for delta in deltas) > 1
+        thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
+        message = {
+            "role": "assistant",
+            "content": "".join(delta.get("content") or "" for delta in deltas),
+            "reasoning_content": thought,
+        }
+    else:
+        completion = await create(client)
+        message = completion.choices[0].message.to_dict()
+        message.pop("refusal")
+        assert 0 < completion.usage.completion_tokens_details.reasoning_tokens < 30
+    assert message == client.interactions[0].reply
+    assert (message["reasoning_content"].strip(), message["content"]) == ("I see", "Yes")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_tool_choice_none_keeps_the_tools_in_the_prompt(
+    open_client: Open, stream: bool
+) -> None:
+    client = open_client(CALL, CALL)
+    first = (await create(client, tools=TOOLS)).choices[0].message
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "4"}
+    messages = [USER, first.model_dump(exclude_none=True), result]
+    options: Any = {"messages": messages, "tools": TOOLS, "tool_choice": "none"}
+    if stream:
+        chunks = [chunk async for chunk in await create(client, stream=True, **options)]
+        assert not any(chunk.choices[0].delta.tool_calls for chunk in chunks)
+    else:
+        message = (await create(client, **options)).choices[0].message
+        assert (message.content, message.tool_calls) == (CALL, None)
+    one, two = client.interactions
+    assert (two.parent_id, two.extends_parent, two.break_cause) == (one.id, True, None)
+    assert (two.tools, two.structural_tag) == (one.tools, None)
+
+
+@pytest.mark.parametrize(
+    ("choice", "names"),
+    [
+        ("required", {"f", "g"}),
+        ({"type": "function", "function": {"name": "g"}}, {"g"}),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required",
+                    "tools": [{"type": "function", "function": {"name": "f"}}],
+                },
+            },
+            {"f"},
+        ),
+    ],
+)
+async def test_a_required_call_is_asked_of_the_engine(
+    open_client: Open, choice: Any, names: set[str]
+) -> None:
+    client = open_client(CALL)
+    completion = await create(client, tools=TOOLS, tool_choice=choice)
+    assert completion.choices[0].finish_reason == "tool_calls"
+    [sampling] = list_samplings(client)
+    assert client.interactions[0].structural_tag == sampling.structural_tag
+    tag = json.loads(sampling.structural_tag)
+    assert tag["type"] == "structural_tag"
+    assert {name for name in ("f", "g") if f'"name": "{name}"' in str(tag)} == names
+
+
+async def test_one_call_a_turn_ends_sampling_where_the_call_does(open_client: Open) -> None:
+    client = open_client(CALL, CALL)
+    completion = await create(client, tools=TOOLS, parallel_tool_calls=False)
+    assert len(completion.choices[0].message.tool_calls) == 1
+    await create(client, parallel_tool_calls=False)
+    with_tools, without = list_samplings(client)
+    assert (with_tools.stop, without.stop) == (("</tool_call>",), ())
+
+
+class Answer(pydantic.BaseModel):
+    value: int
+
+
+async def test_parse_reads_structured_output(open_client: Open) -> None:
+    client = open_client('{"value": 4}', '{"value": 5}')
+    options: Any = {"model": "m", "messages": [USER], "response_format": Answer}
+    completion = await client.chat.completions.parse(**options)
+    async with client.chat.completions.stream(**options) as events:
+        streamed = await events.get_final_completion()
+    parsed = [c.choices[0].message.parsed for c in (completion, streamed)]
+    assert parsed == [Answer(value=4), Answer(value=5)]
+    for sampling in list_samplings(client):
+        assert "value" in sampling.structural_tag
+
+
+async def test_several_choices_stream_side_by_side(open_client: Open) -> None:
+    client = open_client("one", "two words", CALL)
+    texts = {0: "", 1: "", 2: ""}
+    reasons: dict[int, Any] = {}
+    async for chunk in await create(client, stream=True, n=3, tools=TOOLS):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    assert texts == {0: "one", 1: "two words", 2: ""}
+    assert reasons == {0: "stop", 1: "stop", 2: "tool_calls"}
+    assert [i.finish_reason for i in client.interactions] == ["stop", "stop", "tool_calls"]
+
+
+async def test_effort_goes_to_the_template(open_client: Open) -> None:
+    client = open_client("a")
+    tokenizer = client.gateway.template.tokenizer
+    asked = []
+    original = tokenizer.apply_chat_template
+
+    def apply(*args: Any, **options: Any) -> Any:
+        asked.append(options)
+        return original(*args, **options)
+
+    tokenizer.apply_chat_template = apply
+    try:
+        await create(client, reasoning_effort="none")
+    finally:
+        del tokenizer.apply_chat_template
+    assert asked[0]["reasoning_effort"] == "none"
+    assert asked[0]["enable_thinking"] is False
+
+
+async def test_developer_role_and_neutral_keys_are_taken(open_client: Open) -> None:
+    client = open_client("a")
+    developer = {"role": "developer", "content": [{"type": "text", "text": "Be "}, {
+        "type": "text", "text": "brief."}]}  # fmt: skip
+    await create(
+        client,
+        messages=[developer, USER],
+        metadata={"a": "b"},
+        store=True,
+        user="u",
+        frequency_penalty=0,
+        presence_penalty=0.0,
+        logit_bias={},
+        service_tier="auto",
+        prompt_cache_key="k",
+        safety_identifier="s",
+        verbosity="medium",
+        extra_body={"top_k": -1, "min_p": 0, "repetition_penalty": 1.0},
+    )
+    tokenizer = client.gateway.template.tokenizer
+    prompt = tokenizer.decode(client.interactions[0].prompt_ids)
+    assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,x"}}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
+FILE = {"type": "file", "file": {"file_id": "x"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "message"),
+    [
+        *(
+            ({"messages": [{"role": "user", "content": [part]}]}, "messages[0].content", "images")
+            for part in (IMAGE, AUDIO, FILE)
+        ),
+        ({"messages": [{**USER, "name": 5}]}, "messages[0].name", "must be text"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "reasoning_content": 5}]},
+            "messages[0].reasoning_content",
+            "must be text",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]},
+            "messages[0].tool_calls[0]",
+            "with texts",
+        ),
+        ({"tools": [{**TOOLS[0], "function": {"name": "a b"}}]}, "tools[0].function.name", "a b"),
+        ({"tools": [TOOLS[0]] * 2}, "tools", "two functions named 'f'"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "ff"}}},
+            "tool_choice",
+            "did you mean 'f'",
+        ),
+        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "'required'"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "0 to 20"),
+        ({"presence_penalty": 1}, "presence_penalty", "leave it out"),
+        ({"logit_bias": {"1": 5}}, "logit_bias", "leave it out"),
+        ({"reasoning_effort": "most"}, "reasoning_effort", "allowed: high"),
+        ({"stream_options": {"x": 1}}, "x", "include_usage"),
+        ({"stop": ["x"] * 65}, "stop", "at most 64"),
+        ({"seed": 2**63}, "seed", "whole number"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format",
+            "needs a name and a schema",
+        ),
+        (
+            {"extra_body": {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}},
+            "chat_template_kwargs",
+            "enable_thinking",
+        ),
+        ({"extra_body": {"prediction": {"type": "content"}}}, "prediction", "not supported"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_cannot_be_honoured_is_refused_with_its_place(
+    open_client: Open, options: dict[str, Any], param: str, message: str, stream: bool
+) -> None:
+    client = open_client("never")
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        await create(client, stream=stream, **options)
+    assert (caught.value.param, caught.value.type) == (param, "invalid_request_error")
+    assert client.interactions == ()
