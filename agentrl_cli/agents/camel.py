@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAI
 
 from agentrl_cli.errors import MissingExtraError
-from agentrl_cli.tracking.blocking_client import build_blocking_client
+from agentrl_cli.tracking.blocking_client import build_client_pair
 
 try:
     from camel.models import OpenAICompatibleModel
@@ -43,20 +43,21 @@ class TrackedCamelModel(OpenAICompatibleModel):
 
     def __init__(
         self,
-        client: AsyncOpenAI,
+        client: AsyncOpenAI | OpenAI,
         model: str,
         *,
         model_config_dict: Mapping[str, Any] | None = None,
         token_counter: BaseTokenCounter | None = None,
     ) -> None:
+        blocking, waiting = build_client_pair(client)
         super().__init__(
             model,
             dict(model_config_dict or {}),
             api_key=client.api_key,
             url=str(client.base_url),
             token_counter=token_counter or CharacterCounter(),
-            client=build_blocking_client(client),
-            async_client=client,
+            client=blocking,
+            async_client=waiting,
         )
         self.tracked_client = client
         """By this agentrl knows that what is said here is recorded."""

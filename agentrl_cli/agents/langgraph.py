@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAI
 
 from agentrl_cli.agents.runner import AgentOutcome, BoundaryError
 from agentrl_cli.agents.task_input import INPUT_FIELDS, find_input
 from agentrl_cli.errors import BuilderError, MissingExtraError
 from agentrl_cli.records import Boundary
-from agentrl_cli.tracking.blocking_client import build_blocking_client
+from agentrl_cli.tracking.blocking_client import build_client_pair
 from agentrl_cli.tracking.matching import extract_text
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from langgraph.graph.state import CompiledStateGraph
 
 
-def build_chat_model(client: AsyncOpenAI, model: str, **options: Any) -> ChatOpenAI:
+def build_chat_model(client: AsyncOpenAI | OpenAI, model: str, **options: Any) -> ChatOpenAI:
     """LangChain's ``ChatOpenAI`` on the tracking client; works in ``invoke`` and ``ainvoke``.
 
     Args:
@@ -41,14 +41,14 @@ def build_chat_model(client: AsyncOpenAI, model: str, **options: Any) -> ChatOpe
             f"({error}). Type uv pip install 'agentrl[langgraph]'"
         ) from error
 
-    blocking = build_blocking_client(client)
+    blocking, waiting = build_client_pair(client)
     return ChatOpenAI(
         **{
             "model": model,
             "api_key": client.api_key,
             "base_url": str(client.base_url),
-            "root_async_client": client,
-            "async_client": client.chat.completions,
+            "root_async_client": waiting,
+            "async_client": waiting.chat.completions if waiting is client else waiting,
             "root_client": blocking,
             "client": blocking.chat.completions,
             **options,

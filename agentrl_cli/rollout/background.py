@@ -15,6 +15,10 @@ ResultT = TypeVar("ResultT")
 
 _log = get_logger(__name__)
 
+#: Frameworks run tools and nodes that block in the loop's pool of threads. Python's default, 4 more
+#: than there are cores, would let a handful of trajectories hold up hundreds.
+_MAX_BLOCKING_THREADS = 256
+
 
 class BackgroundLoop:
     """Runs coroutines for a thread that has no event loop.
@@ -24,6 +28,9 @@ class BackgroundLoop:
 
     def __init__(self, name: str = "agentrl-rollout") -> None:
         self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(
+            concurrent.futures.ThreadPoolExecutor(_MAX_BLOCKING_THREADS, "agentrl-blocking")
+        )
         self._closing = False
         self._grace_seconds = 10.0
         self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)

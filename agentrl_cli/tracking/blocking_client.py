@@ -207,3 +207,29 @@ def build_blocking_client(client: AsyncOpenAI) -> OpenAI:
     if isinstance(client, HasBlockingForm):
         return client.build_blocking_client()
     return OpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=client.max_retries)
+
+
+def build_client_pair(client: AsyncOpenAI | OpenAI) -> tuple[OpenAI, Any]:
+    """The blocking and the async form of a client, for frameworks that want both.
+
+    An agent function that blocks is given the blocking form; there the async one refuses calls.
+    """
+    if isinstance(client, AsyncOpenAI):
+        return build_blocking_client(client), client
+    return client, _BlockingOnly()
+
+
+class _BlockingOnly:
+    """Stands in for the async form where there is none.
+
+    Raises:
+        BlockingCallError: on any use.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise BlockingCallError(
+            "an async call was made with the client of an agent function that blocks. Call the "
+            "form that blocks (CAMEL: step, LangChain: invoke), or write the function as async def"
+        )

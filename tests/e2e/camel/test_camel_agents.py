@@ -187,6 +187,17 @@ async def test_a_step_that_blocks_works_in_a_thread_and_is_refused_on_the_loop(p
     assert "await asyncio.to_thread(function, ...)" in failure.message
 
 
+async def test_a_function_that_blocks_steps_an_agent(play_agent, tool_call):
+    def solve(data, client, model):
+        agent = build_chat_agent(client, model)
+        return agent.step(data["question"]).msgs[0].content
+
+    call = tool_call("calculate", EXPRESSIONS[0])
+    played = await play_agent(lambda: solve, call, "42")
+    assert (played.trajectory.failure, played.trajectory.final_answer) == (None, "42")
+    assert played.breaks == []
+
+
 def test_agents_that_would_not_be_recorded_are_refused(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "nobody's")
 
@@ -205,8 +216,22 @@ def test_agents_that_would_not_be_recorded_are_refused(monkeypatch):
         AgentSource(untracked, {}, "agent_builder_path")
     with pytest.raises(BuilderError, match=r"does not take 'client'.*\(CAMEL\)"):
         AgentSource(without_client, {}, "agent_builder_path")
-    assert isinstance(AgentSource(build_role_playing, {}, "k").runner.framework, str)
-    assert RolePlaying is not None
+
+
+def test_roles_can_be_played_only_by_tracked_agents():
+    from camel.models import StubModel
+
+    def half_tracked(client, model):
+        return RolePlaying(
+            "Mathematician",
+            "Student",
+            with_task_specify=False,
+            assistant_agent_kwargs={"model": TrackedCamelModel(client, model)},
+            user_agent_kwargs={"model": StubModel("stub")},
+        )
+
+    with pytest.raises(BuilderError, match="speaks to StubModel"):
+        AgentSource(half_tracked, {}, "agent_builder_path")
 
 
 def test_the_counter_gives_every_text_back():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 pytest.importorskip("langgraph")
@@ -15,7 +17,7 @@ from typing_extensions import TypedDict
 from agentrl_cli import GraphRun, build_chat_model
 from agentrl_cli.agents.building import AgentSource
 from agentrl_cli.errors import BuilderError, EngineError
-from agentrl_cli.records import Boundary
+from agentrl_cli.records import Boundary, StopReason
 from builders.langgraph_agent import build_calculator_graph
 
 pytestmark = [
@@ -103,8 +105,9 @@ async def test_turns_are_limited_by_the_budget(play_agent, tool_call):
         return "more"
 
     played = await play_agent(build_react([again]), *[tool_call("again", "{}")] * 4, max_turns=3)
-    assert played.trajectory.failure.boundary is Boundary.BUDGET
-    assert played.trajectory.num_turns == 3
+    trajectory = played.trajectory
+    assert (trajectory.failure, trajectory.stop_reason) == (None, StopReason.MAX_TURNS)
+    assert (trajectory.num_turns, trajectory.reward) == (3, 0.0)
 
 
 async def test_a_graph_without_end_is_a_budget_too(play_agent):
@@ -137,6 +140,29 @@ async def test_blocking_nodes_and_checkpoints_work(play_agent):
     played = await play_agent(build, "41", "42")
     trajectory = played.trajectory
     assert (trajectory.failure, trajectory.final_answer, trajectory.num_turns) == (None, "42", 2)
+
+
+async def test_a_function_that_blocks_invokes_a_graph(play_agent, tool_call):
+    @tool
+    def look_up(word: str) -> str:
+        """The meaning of a word."""
+        return f"{word} is 42"
+
+    def solve(data, client, model):
+        graph = build_react([look_up])(client, model)
+        if data["question"] == "wrong":
+            return asyncio.run(graph.ainvoke({"messages": [("user", "?")]}))
+        state = graph.invoke({"messages": [("user", data["question"])]})
+        return state["messages"][-1].content
+
+    call = tool_call("look_up", '{"word": "answer"}')
+    played = await play_agent(lambda: solve, call, "42")
+    assert (played.trajectory.failure, played.trajectory.final_answer) == (None, "42")
+    assert played.breaks == []
+    played = await play_agent(lambda: solve, row={"question": "wrong", "answer": "42"})
+    failure = played.trajectory.failure
+    assert (failure.boundary, failure.kind) == (Boundary.AGENT, "BlockingCallError")
+    assert "write the function as async def" in failure.message
 
 
 def test_graphs_that_cannot_be_asked_or_recorded_are_refused():

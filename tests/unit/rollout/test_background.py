@@ -146,3 +146,13 @@ async def test_exit_and_own_cancellation_are_ordinary_errors():
         await run_with_deadline(leave(), 5, "it")
     with pytest.raises(RuntimeError, match="cancelled itself"):
         await run_with_deadline(cancel_self(), 5, "it")
+
+
+def test_many_blocking_tools_wait_at_the_same_time():
+    gate = threading.Barrier(64, timeout=20)
+
+    async def use_tools():
+        await asyncio.gather(*(asyncio.to_thread(gate.wait) for _ in range(64)))
+
+    with BackgroundLoop() as loop:
+        loop.run(use_tools(), 30)
