@@ -54,13 +54,13 @@ def _find_files(path: str) -> _TokenizerFiles | None:
     """The parts of a tokenizer that tell its family; None: they are not on this machine."""
     if path.startswith("builtin:"):
         return _TokenizerFiles(_BUILTIN_TEMPLATE.read_text(encoding="utf-8"))
-    template, config = _read(path, _TEMPLATE_FILE), _load_object(_read(path, _CONFIG_FILE))
+    template, described = _read(path, _TEMPLATE_FILE), _load_object(_read(path, _CONFIG_FILE))
     if template is None:
-        template = collect_template_text(_unwrap(config.get("chat_template")))
+        template = collect_template_text(_unwrap(described.get("chat_template")))
     if not template:
         return None
-    has_response_template = config.get("response_template") is not None
-    return _TokenizerFiles(template, tuple(_list_tokens(config)), has_response_template)
+    has_response_template = described.get("response_template") is not None
+    return _TokenizerFiles(template, tuple(_list_tokens(described)), has_response_template)
 
 
 def _unwrap(template: Any) -> Any:
@@ -70,8 +70,8 @@ def _unwrap(template: Any) -> Any:
     return template
 
 
-def _list_tokens(config: dict[str, Any]) -> Iterator[str]:
-    added = config.get("added_tokens_decoder")
+def _list_tokens(described: dict[str, Any]) -> Iterator[str]:
+    added = described.get("added_tokens_decoder")
     for token in added.values() if isinstance(added, dict) else ():
         if isinstance(token, dict) and token.get("special"):
             yield str(token.get("content"))

@@ -10,20 +10,36 @@ import pytest
 
 from agentrl_cli.config.loading import load_config, load_config_as
 from agentrl_cli.config.sft import SftConfig
+from agentrl_cli.tracking.parsers.table import (
+    REASONING_ALIASES,
+    REASONING_BY_TOOL_CALLS,
+    REASONING_FORMATS,
+    TOOL_CALL_ALIASES,
+    TOOL_CALL_FORMATS,
+)
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_configuration_page_is_current() -> None:
-    path = ROOT / "docs" / "make_configuration.py"
-    spec = importlib.util.spec_from_file_location("make_configuration", path)
+@pytest.mark.parametrize("script", ["make_configuration", "make_parsers"])
+def test_pages_made_from_code_are_current(script: str) -> None:
+    path = ROOT / "docs" / f"{script}.py"
+    spec = importlib.util.spec_from_file_location(script, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert module.PAGE.read_text(encoding="utf-8") == module.format_page(), (
-        "run: python docs/make_configuration.py"
-    )
+    page = module.PAGE.read_text(encoding="utf-8")
+    assert page == module.format_page(), f"run: python docs/{script}.py"
+
+
+def test_parsers_page_names_every_format_once() -> None:
+    text = (ROOT / "docs" / "parsers.md").read_text(encoding="utf-8")
+    calls, thoughts = text.split("## Thoughts")
+    for name in (*TOOL_CALL_FORMATS, *TOOL_CALL_ALIASES):
+        assert len(re.findall(rf"[|,] `{re.escape(name)}`", calls)) == 1, name
+    for name in (*REASONING_FORMATS, *REASONING_ALIASES, *REASONING_BY_TOOL_CALLS):
+        assert len(re.findall(rf"[|,] `{re.escape(name)}`", thoughts)) == 1, name
 
 
 def test_readme_begins_with_its_two_commands() -> None:

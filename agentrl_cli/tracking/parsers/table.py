@@ -31,71 +31,132 @@ def _scan(reader: CallReader) -> Callable[[ReplyContext], CallScanner]:
     return lambda _: CallScanner(reader)
 
 
-def _json_format(
-    name: str, begin: str, end: str, *, is_list: bool = False, **options: Any
-) -> ToolCallFormat:
-    """A format of objects (or a list of them) with ``name`` and ``arguments`` between marks."""
-    starts = (begin, *options.pop("other_starts", ()))
-    line = "\n" if end and not is_list else ""
-    opening, closing = ("[", "]") if is_list else ("", "")
+def _list_format(name: str, begin: str, end: str = "", *, other_start: str = "") -> ToolCallFormat:
+    """A format of a list of objects with ``name`` and ``arguments`` between two marks."""
+    marks = tuple(mark for mark in (begin, other_start, end) if mark)
+    starts = tuple(mark for mark in (begin, other_start) if mark)
     return ToolCallFormat(
         name=name,
         build_parser=_scan(JsonCalls(starts=starts, end=end)),
         syntax=CallSyntax(
-            section_begin=f"{begin}{opening}" if is_list else "",
-            before_name=('{"name": "' if is_list else f'{begin}{line}{{"name": "'),
+            section_begin=f"{begin}[",
+            before_name='{"name": "',
             before_arguments='", "arguments": ',
-            end="}" if is_list else f"}}{line}{end}",
-            section_end=f"{closing}{end}" if is_list else "",
-            separator=", " if is_list else "\n",
+            end="}",
+            section_end=f"]{end}",
+            separator=", ",
         ),
-        special_texts=tuple(mark for mark in (*starts, end) if mark),
-        end_of_call=end if end and not is_list else None,
+        special_texts=marks,
     )
 
 
-def _xml_format(
-    name: str, section: str, section_end: str, *, invoke: bool, mark: str = ""
+def _object_format(
+    name: str,
+    starts: tuple[str, ...],
+    end: str,
+    *,
+    around: str = "",
+    separator: str = "\n",
+    key: str = "arguments",
+    special_texts: tuple[str, ...] | None = None,
 ) -> ToolCallFormat:
-    """A format of tags: ``<function=NAME>``, or ``<invoke name="NAME">`` with ``invoke``."""
-    call_end = f"</{mark}invoke>" if invoke else "</function>"
-    key_pattern = re.compile(r"([^\n]+)" if not invoke else r'"([^"\n]+)"')
-    if mark:
-        key_pattern = re.compile(r'"(?P<key>[^"\n]+)"(?:\s+string="(?P<is_text>true|false)")?')
-    elif invoke:
-        key_pattern = re.compile(r'"(?P<key>[^"\n]+)"')
-    else:
-        key_pattern = re.compile(r"(?P<key>[^\n]+)")
+    """A format of one object with ``name`` and arguments between two marks.
+
+    Args:
+        name: of the format.
+        starts: the mark before a call, and other spellings of it.
+        end: the mark after it; empty: the object ends the call.
+        around: white space inside the marks.
+        separator: what stands between calls.
+        key: of the arguments.
+        special_texts: tokens that spell the marks; None: each mark is one.
+    """
+    marks = tuple(mark for mark in (*starts, end) if mark)
+    return ToolCallFormat(
+        name=name,
+        build_parser=_scan(JsonCalls(starts=starts, end=end)),
+        syntax=CallSyntax(
+            before_name=f'{starts[0]}{around}{{"name": "',
+            before_arguments=f'", "{key}": ',
+            end=f"}}{around if end else ''}{end}",
+            separator=separator,
+        ),
+        special_texts=marks if special_texts is None else special_texts,
+        end_of_call=end or None,
+    )
+
+
+def _function_format(
+    name: str, section: str, section_end: str, *, has_lines: bool = True
+) -> ToolCallFormat:
+    """A format of ``<function=NAME><parameter=KEY>VALUE</parameter></function>``."""
 
     def build_parser(context: ReplyContext) -> CallScanner:
         return CallScanner(
             XmlCalls(
                 types=ArgumentTypes(context.tools),
                 section=section,
-                call_begin=f'<{mark}invoke name="' if invoke else "<function=",
-                call_header_end='">' if invoke else ">",
-                key_begin=f"<{mark}parameter name=" if invoke else "<parameter=",
-                key_pattern=key_pattern,
-                value_end=f"</{mark}parameter>",
-                call_end=call_end,
+                call_begin="<function=",
+                call_header_end=">",
+                key_begin="<parameter=",
+                key_pattern=re.compile(r"(?P<key>[^\n]+)"),
+                value_end="</parameter>",
+                call_end="</function>",
                 closers=(section_end,),
+                has_lines=has_lines,
             )
         )
 
-    style = ("deepseek_xml" if mark else "minimax_xml") if invoke else "qwen_xml"
-    inside = f"{section}\n" if not invoke else ""
     return ToolCallFormat(
         name=name,
         build_parser=build_parser,
         syntax=CallSyntax(
-            section_begin=f"{section}\n" if invoke else "",
-            before_name=f'<{mark}invoke name="' if invoke else f"{inside}<function=",
-            before_arguments='">\n' if invoke else ">\n",
-            arguments_style=style,  # type: ignore[arg-type]
-            end=f"\n{call_end}" if invoke else f"\n{call_end}\n{section_end}",
-            section_end=f"\n{section_end}" if invoke else "",
+            before_name=f"{section}\n<function=",
+            before_arguments=">\n",
+            arguments_style="qwen_xml",
+            end=f"\n</function>\n{section_end}",
         ),
         special_texts=(section, section_end),
+        end_of_call=section_end,
+    )
+
+
+def _invoke_format(name: str, section: str, section_end: str, mark: str = "") -> ToolCallFormat:
+    """A format of ``<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>``.
+
+    With a mark in every tag, keys say whether their values are text.
+    """
+    attribute = r'(?:\s+string="(?P<is_text>true|false)")?' if mark else ""
+    key_pattern = re.compile(rf'"(?P<key>[^"\n]+)"{attribute}')
+
+    def build_parser(context: ReplyContext) -> CallScanner:
+        return CallScanner(
+            XmlCalls(
+                types=ArgumentTypes(context.tools),
+                section=section,
+                call_begin=f'<{mark}invoke name="',
+                call_header_end='">',
+                key_begin=f"<{mark}parameter name=",
+                key_pattern=key_pattern,
+                value_end=f"</{mark}parameter>",
+                call_end=f"</{mark}invoke>",
+                closers=(section_end,),
+                has_lines=False,
+            )
+        )
+
+    return ToolCallFormat(
+        name=name,
+        build_parser=build_parser,
+        syntax=CallSyntax(
+            section_begin=f"{section}\n",
+            before_name=f'<{mark}invoke name="',
+            before_arguments='">\n',
+            arguments_style="deepseek_xml" if mark else "minimax_xml",
+            end=f"\n</{mark}invoke>",
+            section_end=f"\n{section_end}",
+        ),
+        special_texts=tuple(text for text in (section, section_end, mark) if text),
         end_of_call=section_end,
     )
 
@@ -164,7 +225,7 @@ def _python_format(name: str, start: str = "", end: str = "", **options: Any) ->
     )
 
 
-_HERMES = _json_format("hermes", "<tool_call>", "</tool_call>")
+_HERMES = _object_format("hermes", ("<tool_call>",), "</tool_call>", around="\n")
 _LLAMA = ToolCallFormat(
     name="llama3_json",
     build_parser=_scan(BareJsonCalls()),
@@ -212,21 +273,18 @@ _APERTUS = ToolCallFormat(
     special_texts=("<|tools_prefix|>", "<|tools_suffix|>"),
 )
 _LFM2 = _python_format("lfm2", "<|tool_call_start|>", "<|tool_call_end|>")
-_QWEN3_CODER = _xml_format("qwen3_coder", "<tool_call>", "</tool_call>", invoke=False)
+_QWEN3_CODER = _function_format("qwen3_coder", "<tool_call>", "</tool_call>")
 
 TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
     one.name: one
     for one in (
         _HERMES,
         _QWEN3_CODER,
-        _xml_format("seed_oss", "<seed:tool_call>", "</seed:tool_call>", invoke=False),
-        _xml_format("minimax_m2", "<minimax:tool_call>", "</minimax:tool_call>", invoke=True),
-        _xml_format(
-            "deepseek_v32",
-            f"<{_DSML}function_calls>",
-            f"</{_DSML}function_calls>",
-            invoke=True,
-            mark=_DSML,
+        _function_format("mimo", "<tool_call>", "</tool_call>", has_lines=False),
+        _function_format("seed_oss", "<seed:tool_call>", "</seed:tool_call>"),
+        _invoke_format("minimax_m2", "<minimax:tool_call>", "</minimax:tool_call>"),
+        _invoke_format(
+            "deepseek_v32", f"<{_DSML}function_calls>", f"</{_DSML}function_calls>", _DSML
         ),
         _deepseek_format("deepseek_v3", is_fenced=True),
         _deepseek_format("deepseek_v31", is_fenced=False),
@@ -235,16 +293,20 @@ TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
         _HARMONY,
         _LLAMA,
         _MISTRAL,
-        _json_format("longcat", "<longcat_tool_call>", "</longcat_tool_call>"),
-        _json_format(
-            "granite", "<|tool_call|>", "", is_list=True, other_starts=("<tool_call>",)
+        _object_format("longcat", ("<longcat_tool_call>",), "</longcat_tool_call>"),
+        _list_format("granite", "<|tool_call|>", other_start="<tool_call>"),
+        _object_format("granite-20b-fc", ("<function_call>",), "", around=" "),
+        _list_format("phi4_mini_json", "functools", other_start="<|tool_call|>"),
+        _list_format("jamba", "<tool_calls>", "</tool_calls>"),
+        _object_format(
+            "internlm",
+            ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"),
+            "<|action_end|>",
+            around="\n",
+            separator="",
+            key="parameters",
+            special_texts=("<|action_start|>", "<|plugin|>", "<|action_end|>"),
         ),
-        _json_format("granite-20b-fc", "<function_call>", ""),
-        _json_format(
-            "phi4_mini_json", "functools", "", is_list=True, other_starts=("<|tool_call|>",)
-        ),
-        _json_format("jamba", "<tool_calls>", "</tool_calls>", is_list=True),
-        _json_format("internlm", "<|action_start|><|plugin|>", "<|action_end|>"),
         _APERTUS,
         _python_format("pythonic"),
         _python_format("llama4_pythonic", "<|python_start|>", "<|python_end|>"),
@@ -259,7 +321,6 @@ TOOL_CALL_ALIASES: dict[str, str] = {
     "qwen25": "hermes",
     "qwen3_json": "hermes",
     "granite4": "hermes",
-    "mimo": "qwen3_coder",
     "qwen3_xml": "qwen3_coder",
     "step3p5": "qwen3_coder",
     "nanbeige": "qwen3_coder",
@@ -273,9 +334,7 @@ TOOL_CALL_ALIASES: dict[str, str] = {
     "llama4_json": "llama3_json",
     "minimax-m2": "minimax_m2",
     "hunyuan_a13b": "jamba",
-    "hunyuan": "jamba",
     "interns1": "internlm",
-    "apertus2509": "apertus",
 }
 
 _THINK = ThinkingSyntax(begin="<think>", end="</think>")

@@ -72,6 +72,8 @@ class XmlCalls:
     value_end: str
     call_end: str
     closers: tuple[str, ...]
+    has_lines: bool
+    """True: a value stands on lines of its own, whose breaks are not part of it."""
     only_first: bool = False
 
     @property
@@ -124,7 +126,7 @@ class XmlCalls:
             if cursor.take(self.key_begin, self.call_end) is not None:
                 cursor.at = end
                 value = cursor.text[begin : end - len(self.value_end)]
-                return value.removeprefix("\n").removesuffix("\n")
+                return value.removeprefix("\n").removesuffix("\n") if self.has_lines else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,12 +115,12 @@ def write_kimi(calls: Calls) -> str:
     return f"<|tool_calls_section_begin|>{written}<|tool_calls_section_end|>"
 
 
-def write_function_xml(begin: str, end: str) -> Callable[[Calls], str]:
+def write_function_xml(begin: str, end: str, line: str = "\n") -> Callable[[Calls], str]:
     def write(calls: Calls) -> str:
         written = []
         for name, arguments in calls:
             lines = "".join(
-                f"<parameter={key}>\n{_bare(value)}\n</parameter>\n"
+                f"<parameter={key}>{line}{_bare(value)}{line}</parameter>\n"
                 for key, value in arguments.items()
             )
             written.append(f"{begin}\n<function={name}>\n{lines}</function>\n{end}")
@@ -187,6 +187,7 @@ WRITERS: dict[str, Callable[[Calls], str]] = {
     "deepseek_v32": write_deepseek_v32,
     "kimi_k2": write_kimi,
     "qwen3_coder": write_function_xml("<tool_call>", "</tool_call>"),
+    "mimo": write_function_xml("<tool_call>", "</tool_call>", ""),
     "seed_oss": write_function_xml("<seed:tool_call>", "</seed:tool_call>"),
     "minimax_m2": write_minimax,
     "glm45": write_glm,

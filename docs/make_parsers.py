@@ -1,0 +1,210 @@
+"""Writes docs/parsers.md from the tables of formats: ``python docs/make_parsers.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from agentrl_cli.tracking.parsers.table import (
+    REASONING_ALIASES,
+    REASONING_BY_TOOL_CALLS,
+    REASONING_FORMATS,
+    TOOL_CALL_ALIASES,
+    TOOL_CALL_FORMATS,
+)
+
+PAGE = Path(__file__).with_name("parsers.md")
+
+#: Who writes a format, and what a call looks like.
+CALLS: Mapping[str, tuple[str, str]] = {
+    "hermes": (
+        "Qwen2.5, Qwen3, QwQ, Hermes, Granite 4",
+        '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>',
+    ),
+    "qwen3_coder": (
+        "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5",
+        "<tool_call><function=f><parameter=x>1</parameter></function></tool_call>",
+    ),
+    "mimo": (
+        "MiMo: values as they are, line breaks around them included",
+        "<tool_call><function=f><parameter=x>1</parameter></function></tool_call>",
+    ),
+    "seed_oss": (
+        "Seed-OSS",
+        "<seed:tool_call><function=f><parameter=x>1</parameter></function></seed:tool_call>",
+    ),
+    "minimax_m2": (
+        "MiniMax M2",
+        '<minimax:tool_call><invoke name="f"><parameter name="x">1</parameter></invoke>'
+        "</minimax:tool_call>",
+    ),
+    "deepseek_v32": (
+        "DeepSeek V3.2",
+        '<｜DSML｜invoke name="f"><｜DSML｜parameter name="x" string="false">1'
+        "</｜DSML｜parameter></｜DSML｜invoke>",
+    ),
+    "deepseek_v3": (
+        "DeepSeek V3, R1",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f ```json {...}```<｜tool▁call▁end｜>",
+    ),
+    "deepseek_v31": (
+        "DeepSeek V3.1",
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>",
+    ),
+    "kimi_k2": (
+        "Kimi K2",
+        "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{...}<|tool_call_end|>",
+    ),
+    "glm45": (
+        "GLM 4.5 to 4.7",
+        "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>",
+    ),
+    "openai": (
+        "gpt-oss",
+        "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>",
+    ),
+    "llama3_json": ("Llama 3.1 to 3.3, Llama 4", '{"name": "f", "parameters": {...}}'),
+    "mistral": (
+        "Mistral, Magistral, Devstral",
+        '[TOOL_CALLS]f[ARGS]{...}, or [TOOL_CALLS] [{"name": "f", "arguments": {...}}]',
+    ),
+    "longcat": ("LongCat", '<longcat_tool_call>{"name": "f", ...}</longcat_tool_call>'),
+    "granite": ("Granite 3", '<|tool_call|>[{"name": "f", "arguments": {...}}]'),
+    "granite-20b-fc": ("Granite 20B function calling", '<function_call> {"name": "f", ...}'),
+    "phi4_mini_json": ("Phi-4-mini", 'functools[{"name": "f", "arguments": {...}}]'),
+    "jamba": ("Jamba, Hunyuan A13B", '<tool_calls>[{"name": "f", ...}]</tool_calls>'),
+    "internlm": ("InternLM 2, Intern-S1", '<|action_start|><|plugin|>{"name": "f", ...}'),
+    "apertus": ("Apertus", '<|tools_prefix|>[{"f": {"x": 1}}]<|tools_suffix|>'),
+    "pythonic": ("Llama 3.2, ToolACE", "[f(x=1), g()]"),
+    "llama4_pythonic": ("Llama 4", "<|python_start|>[f(x=1)]<|python_end|>"),
+    "olmo3": ("Olmo 3", "<function_calls>f(x=1)</function_calls>"),
+    "lfm2": ("LFM2", "<|tool_call_start|>[f(x=1)]<|tool_call_end|>"),
+}
+THOUGHTS: Mapping[str, str] = {
+    "qwen3": "Qwen3, GLM 4.5, DeepSeek V3.1, Kimi K2, Nemotron, Olmo 3",
+    "deepseek_r1": "DeepSeek R1, QwQ, Qwen3 Thinking, MiniMax M2",
+    "seed_oss": "Seed-OSS",
+    "mistral": "Magistral",
+    "kimi": "Kimi-VL",
+    "granite": "Granite 3",
+}
+
+_HEAD = """# Tool calls and thoughts: who reads what
+
+Made by `python docs/make_parsers.py` from the tables in `agentrl_cli/tracking/parsers/`.
+
+A model writes tool calls and thoughts as text. `engine.tool_call_parser` and
+`engine.reasoning_parser` say how that text is read, by the names that vLLM and SGLang have for
+the formats. Both are `auto` by default: the chat template of the model tells its family;
+`agentrl train --config C --dry-run` shows what was chosen. `none` leaves the text as it is.
+
+Whatever a model writes:
+
+- nothing raises. A call that is malformed or cut off stays in `content`; valid calls beside it
+  are kept.
+- text around calls stays in `content`, their tags do not. `arguments` is one JSON object as text.
+- what a thought contains is part of the thought, also what looks like a call.
+- a streamed reply is the same reply, however its tokens come.
+- special tokens (`[TOOL_CALLS]`, `<|channel|>`) that a format means something by are shown to its
+  parser alone.
+
+## Tool calls
+
+"Held to" says whether `tool_choice: required` (or a named tool) and strict tools can hold the
+sampling to the format.
+
+"""
+_MIDDLE = """
+`hf` (SGLang: `response_template`) reads by the response template that a tokenizer brings, through
+transformers' `ResponseParser`; thoughts as well. `auto` takes it where the family is not known
+otherwise and the tokenizer has one. Sampling cannot be held to it.
+
+## Thoughts
+
+Where the prompt ends inside a thought (`<think>` stands in the chat template), the reply begins in
+it. `deepseek_r1` begins in it always, unless the prompt closed it.
+
+"""
+_TAIL = """
+`gpt-oss` (vLLM: `openai_gptoss`) is read with the tool calls of `openai`, for both are one grammar.
+
+A thought is returned as `reasoning_content` and found again however a framework sends it back: as
+`reasoning_content` or `reasoning`, inside the content between tags, or not at all. What becomes of
+its tokens in the next prompt is `engine.keep_thinking`'s: with `false` they stay where the chat
+template shows thoughts; where it strips them the prompt is rendered as it does, and the break is
+recorded as `thinking_stripped`. With `true` they stay always.
+
+## Why not the parsers of vLLM, SGLang or transformers
+
+They were measured against the promises above. vLLM's parsers can only be had by importing vLLM (15
+to 20 s, and a package that the trainer need not have), or by its server's
+`/v1/chat/completions/derender`, which does not stream and does not exist for the embedded engine.
+Of 22 formats, given a broken call and a valid one after it, vLLM 0.32's parsers raise in 4
+(`granite`, `mistral`, `deepseek_v31`, `internlm`) and lose the valid call in 10 more.
+transformers' `ResponseParser` raises on a call that is no JSON, drops the text before a second
+region of content, and ends a call at a closing tag inside of an argument; it serves tokenizers
+that bring a response template, wrapped so that it keeps the promises.
+
+vLLM's parsers are the judge of what is well-formed: where vLLM is installed, a test reads one, two
+and three calls, calls after text, and no call, in each format, by its parser and by ours. Seven of
+these texts only ours reads: several calls with a list among the arguments (`phi4_mini_json`),
+several calls (`internlm`), and calls after text (`llama4_pythonic`).
+"""
+
+
+def format_page() -> str:
+    """The whole page."""
+    return _HEAD + _format_calls() + _MIDDLE + _format_thoughts() + _TAIL
+
+
+def _format_calls() -> str:
+    lines = [
+        "| name | other names | models | a call | served by | held to | judged by |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, one in TOOL_CALL_FORMATS.items():
+        models, example = CALLS[name]
+        judge = f"vLLM's `{name}`" if name != "openai" else "messages worked by hand"
+        held = "yes" if one.syntax is not None and not one.reads_thoughts else "no"
+        cells = [
+            f"`{name}`", _list_names(TOOL_CALL_ALIASES, name), models, f"`{_escape(example)}`",
+            f"`{_find_module(name)}`", held, judge,
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _format_thoughts() -> str:
+    lines = ["| name | other names | models | a thought |", "|---|---|---|---|"]
+    for name, one in REASONING_FORMATS.items():
+        example = f"`{one.syntax.begin}` ... `{one.syntax.end}`"
+        names = _list_names(REASONING_ALIASES, name)
+        lines.append(f"| `{name}` | {names} | {THOUGHTS[name]} | {example} |")
+    for name in REASONING_BY_TOOL_CALLS:
+        lines.append(f"| `{name}` | | gpt-oss | `<|channel|>analysis` |".replace("<|", "<\\|"))
+    return "\n".join(lines).replace("l|>", "l\\|>") + "\n"
+
+
+def _find_module(name: str) -> str:
+    """The file of the reader."""
+    modules = {
+        "xml_calls.py": ("qwen3_coder", "mimo", "seed_oss", "minimax_m2", "deepseek_v32", "glm45"),
+        "named_calls.py": ("deepseek_v3", "deepseek_v31", "kimi_k2", "mistral"),
+        "python_calls.py": ("pythonic", "llama4_pythonic", "olmo3", "lfm2"),
+        "harmony.py": ("openai",),
+    }
+    return next((file for file, names in modules.items() if name in names), "json_calls.py")
+
+
+def _list_names(aliases: Mapping[str, str], name: str) -> str:
+    return ", ".join(f"`{alias}`" for alias, target in aliases.items() if target == name)
+
+
+def _escape(text: str) -> str:
+    """A cell of a table may not hold a bare bar."""
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(format_page(), encoding="utf-8")
+    print(f"wrote {PAGE.name}")
