@@ -1,9 +1,8 @@
-"""``/v1/messages`` on the embedded engine with a tiny model, judged by Anthropic's SDK."""
+"""``/v1/messages`` on engines that sample, with Anthropic's official SDK as the judge."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -14,13 +13,11 @@ from anthropic import AsyncAnthropic
 from pydantic import BaseModel
 
 from agentrl_cli import build_anthropic_client
-from agentrl_cli.config.engine import EngineConfig
-from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.tracking.client import TrackingClient
-from agentrl_cli.tracking.gateway import Gateway
 
-pytestmark = [pytest.mark.anthropic, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.anthropic
 
+Open = Callable[..., TrackingClient]
 USER: Any = {"role": "user", "content": "What is 2 + 2?"}
 TOOLS: Any = [
     {
@@ -38,33 +35,6 @@ TOOLS: Any = [
 ENOUGH = 120
 
 
-@pytest.fixture(scope="module")
-def model(build_qwen2: Callable[..., Any], chat_tokenizer: Any) -> Any:
-    return build_qwen2(chat_tokenizer)
-
-
-@pytest.fixture
-async def open_session(
-    model: Any, chat_tokenizer: Any, recording_engine: Any
-) -> AsyncIterator[Callable[..., Any]]:
-    """Opens sessions on one engine: ``sdk, tracking, engine = open_session(Sampling())``."""
-    from agentrl_cli.engine.embedded import EmbeddedEngine
-
-    config = EngineConfig(max_model_len=2048, max_num_seqs=8, num_threads=1)
-    embedded = EmbeddedEngine(model, chat_tokenizer, config, model_name="tiny")
-    engine = recording_engine(embedded)
-    gateway = Gateway(engine, chat_tokenizer)
-
-    def open_one(sampling: Sampling) -> tuple[AsyncAnthropic, TrackingClient, Any]:
-        session = gateway.open_session(sampling=sampling)
-        tracking = TrackingClient(gateway=gateway, session=session)
-        return build_anthropic_client(tracking), tracking, engine
-
-    yield open_one
-    await gateway.close()
-    await embedded.close()
-
-
 async def ask(sdk: AsyncAnthropic, *, stream: bool, **options: Any) -> Any:
     """A message whose prompt has the tokens that were counted before."""
     tools = {k: v for k, v in options.items() if k in ("tools", "tool_choice")}
@@ -80,9 +50,10 @@ async def ask(sdk: AsyncAnthropic, *, stream: bool, **options: Any) -> Any:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_tool_conversation_exports_what_was_sampled(
-    open_session: Any, check_tensors: Any, stream: bool
+    open_client: Open, engine: Any, check_sampled: Any, stream: bool
 ) -> None:
-    sdk, tracking, engine = open_session(Sampling(seed=3))
+    tracking = open_client(seed=3)
+    sdk = build_anthropic_client(tracking)
     messages: list[Any] = [USER]
     choices: list[Any] = [
         {"type": "any", "disable_parallel_tool_use": True},
@@ -115,22 +86,23 @@ async def test_a_tool_conversation_exports_what_was_sampled(
             assert calls == []
             messages.append({"role": "user", "content": "Go on."})
     interactions = tracking.interactions
-    assert len(interactions) == len(engine.sampled) == len(choices)
+    assert len(interactions) == len(choices)
     assert [i.break_cause for i in interactions] == [None] * len(choices)
     assert all(i.extends_parent for i in interactions[1:])
     assert [i.structural_tag is not None for i in interactions[:3]] == [True] * 3
-    check_tensors([SimpleNamespace(interactions=interactions)], engine)
+    check_sampled(tracking, engine)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_reply_ends_at_a_stop_sequence_and_names_it(
-    open_session: Any, stream: bool
+    open_client: Open, stream: bool
 ) -> None:
-    sdk, *_ = open_session(Sampling(seed=5))
+    sdk = build_anthropic_client(open_client(seed=5))
     free = await ask(sdk, stream=stream, messages=[USER], max_tokens=40)
     text = free.content[0].text
     stop = text[len(text) // 2 : len(text) // 2 + 3]
-    sdk, tracking, _ = open_session(Sampling(seed=5))
+    tracking = open_client(seed=5)
+    sdk = build_anthropic_client(tracking)
     message = await ask(
         sdk, stream=stream, messages=[USER], max_tokens=40, stop_sequences=["never", stop]
     )
@@ -149,8 +121,8 @@ class Weather(BaseModel):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_structured_output_is_what_the_class_says(open_session: Any, stream: bool) -> None:
-    sdk, *_ = open_session(Sampling(seed=6))
+async def test_structured_output_is_what_the_class_says(open_client: Open, stream: bool) -> None:
+    sdk = build_anthropic_client(open_client(seed=6))
     options: Any = {"model": "m", "max_tokens": 400, "messages": [USER]}
     if stream:
         async with sdk.messages.stream(output_format=Weather, **options) as events:
