@@ -62,8 +62,9 @@ class WorkerPool:
         self._log_path: Path | None = None
         self._host: HostProcess | None = None
         self._workers: dict[int, WorkerLease] = {}
+        """All whose channel is open."""
+        self._working: set[int] = set()
         """Those that work or will; not those that only clean up."""
-        self._ended: dict[int, WorkerLease] = {}
         self._unready: list[WorkerLease] = []
         self._ready: deque[WorkerLease] = deque()
         self._num_failed = 0
@@ -146,16 +147,14 @@ class WorkerPool:
     def _give_back(self, worker: WorkerLease, on_loop: _OnLoop) -> None:
         self._learn(worker.modules)
         if self._on_loop is not on_loop or worker.has_ended:
-            self._workers.pop(worker.number, None)
-            worker.close_channel()
+            self._forget(worker)
         elif worker.state == "idle":
             self._ready.append(worker)
         elif worker.state == "finished" and worker.num_tasks < self._max_tasks:
             on_loop.spawn(self._admit(worker))
         else:
             # Not killed: what the agent has registered for its end shall run.
-            self._workers.pop(worker.number, None)
-            self._ended[worker.number] = worker
+            self._working.discard(worker.number)
             on_loop.spawn(self._retire(worker))
         on_loop.changed.set()
         if not self._is_closed:
@@ -170,11 +169,17 @@ class WorkerPool:
 
     async def _retire(self, worker: WorkerLease) -> None:
         await worker.retire(_RETIRE_SECONDS)
-        self._ended.pop(worker.number, None)
+        self._forget(worker)
+
+    def _forget(self, worker: WorkerLease) -> None:
+        """Lets go of a worker that is no more."""
+        self._working.discard(worker.number)
+        self._workers.pop(worker.number, None)
+        worker.close_channel()
 
     def _fill(self) -> None:
         """Starts workers until there are enough."""
-        while len(self._workers) < self._num_workers and self._error is None:
+        while len(self._working) < self._num_workers and self._error is None:
             host = self._host or self._start_host()
             try:
                 number, channel = host.start_worker()
@@ -185,6 +190,7 @@ class WorkerPool:
                 continue
             worker = WorkerLease(number, channel, self._kill, self._max_memory_gib)
             self._workers[number] = worker
+            self._working.add(number)
             self._unready.append(worker)
         if self._on_loop is not None:
             unready, self._unready = self._unready, []
@@ -197,7 +203,7 @@ class WorkerPool:
             self._num_failed = 0
             self._ready.append(worker)
         else:
-            self._workers.pop(worker.number, None)
+            self._forget(worker)
             if worker.num_tasks == 0:
                 self._count_failure(worker.end)
         if self._on_loop is not None:
@@ -260,8 +266,8 @@ class WorkerPool:
 
     def _take_report(self, message: Message) -> None:
         if message["op"] == "ended":
-            number = message["worker"]
-            worker = self._workers.pop(number, None) or self._ended.get(number)
+            worker = self._workers.get(message["worker"])
+            self._working.discard(message["worker"])
             if worker is not None:
                 worker.set_ended(message)
             if self._on_loop is not None:
@@ -279,11 +285,11 @@ class WorkerPool:
     def _lose_host(self) -> None:
         """Ends the host, if there is one, and gives up its workers."""
         host, self._host = self._host, None
-        for worker in (*self._workers.values(), *self._ended.values()):
+        for worker in self._workers.values():
             worker.set_ended(worker.end)
             worker.close_channel()
         self._workers.clear()
-        self._ended.clear()
+        self._working.clear()
         self._ready.clear()
         self._unready.clear()
         if self._on_loop is not None and not self._on_loop.loop.is_closed():

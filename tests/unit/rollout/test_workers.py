@@ -1,0 +1,422 @@
+"""Agents in real worker processes: what each fault costs, and whom."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.errors import (
+    BuilderError,
+    ConfigError,
+    DatasetError,
+    ImportPathError,
+    RolloutFailedError,
+)
+from agentrl_cli.records import Boundary
+from agentrl_cli.rollout.building import build_workflow, open_workers
+from agentrl_cli.rollout.dataset import build_eval_tasks
+from agentrl_cli.rollout.scheduler import run_tasks
+from agentrl_cli.rollout.worker_agents import LOG_NAME
+from agentrl_cli.rollout.worker_host_process import HostProcess
+
+PROJECT = Path(__file__).parents[3]
+
+AGENTS = '''
+import asyncio, ctypes, os, signal, subprocess, sys, threading, time
+import openai
+from beside import ANSWER   # The user's folder is importable, as in the main process.
+
+def speak(data):
+    """The environment as it is now, as plain code reads it."""
+    client = openai.OpenAI(max_retries=0)
+    reply = client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": data["question"]}])
+    return reply
+
+AT_IMPORT = openai.OpenAI(max_retries=0)
+
+def solve(data):
+    what = data["question"]
+    print("about to", what)
+    speak(data)
+    if what == "crash":
+        ctypes.string_at(0)
+    elif what == "exit":
+        os._exit(3)
+    elif what == "sys.exit":
+        sys.exit("enough")
+    elif what == "be killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "fill memory":
+        held = []
+        while True:
+            held.append(bytearray(b"1") * 20_000_000)
+            time.sleep(0.005)
+    elif what == "fill memory by a child":
+        code = "held = bytearray(b'1') * 700_000_000; import time; time.sleep(60)"
+        subprocess.run([sys.executable, "-c", code])
+    elif what == "hang":
+        time.sleep(600)
+    elif what == "leave a child":
+        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        open("child", "w").write(str(child.pid))
+        os._exit(0)
+    elif what == "raise":
+        raise KeyError("state")
+    elif what == "say too much":
+        return "x" * 34_000_000
+    elif what == "ask the person":
+        return input("name? ")
+    elif what == "return nonsense":
+        return object()
+    return 1
+
+async def reward_by_client(data, client, model):
+    first = await client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "one"}])
+    second = await client.with_options(timeout=60).chat.completions.create(
+        model=model, messages=[{"role": "user", "content": "two"}])
+    client.set_reward(first.id, 0.25)
+    try:
+        client.set_reward("chatcmpl-nope", 1.0)
+    except KeyError as error:
+        print("refused:", error)
+    client.set_final_reward(True)
+
+def reward_by_blocking_client(data, client):
+    reply = client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "one"}])
+    client.set_reward(reply.id, 0.5)
+
+def reward_by_dict(data):
+    return {speak(data).id: 1.5, speak(data).id: float("nan")}
+
+def tell_environment(data, base_url, api_key):
+    assert os.environ["OPENAI_BASE_URL"] == base_url and base_url.endswith("/v1")
+    assert os.environ["ANTHROPIC_BASE_URL"] == base_url.removesuffix("/v1")
+    assert os.environ["OPENAI_API_KEY"] == os.environ["ANTHROPIC_API_KEY"] == api_key
+    assert "ANTHROPIC_AUTH_TOKEN" not in os.environ
+    assert "127.0.0.1" in os.environ["NO_PROXY"]
+    os.environ["LEFT_BEHIND"] = os.environ.get("LEFT_BEHIND", "") + "x"
+    speak(data)
+    return f"{os.getpid()} {os.environ['LEFT_BEHIND']} {ANSWER}"
+
+def use_client_of_import(data):
+    AT_IMPORT.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "x"}])
+    return 1
+
+def build(name="solve"): return globals()[name]
+
+def build_raising(): raise RuntimeError("no weather today")
+def build_nothing(): pass
+def build_with(style): return solve
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder, which is the current one."""
+    (tmp_path / "beside.py").write_text("ANSWER = 42\n")
+    (tmp_path / "my_agents.py").write_text(AGENTS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "a person's own")
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    return tmp_path
+
+
+def configure(builder: str = "my_agents.build", **options: Any) -> ExperimentConfig:
+    rollout = {"num_workers": 2, **options.pop("rollout", {})}
+    return ExperimentConfig(
+        experiment_name="x",
+        model={"path": "builtin:calculator"},
+        train_dataset={"path": "x.jsonl"},
+        agent_builder_path=builder,
+        rollout={"agent_mode": "subprocess", **rollout},
+        **options,
+    )
+
+
+@pytest.fixture
+def run(folder, chat_tokenizer, scripted_engine, open_client):
+    """Runs one agent on a row for each question; the trajectories, in order."""
+
+    async def run_questions(*questions, name="solve", agents=None, **rollout):
+        kwargs = {"agent_builder_kwargs": {"name": name}}
+        if agents is not None:
+            builder = {"agent_builder_path": "my_agents.build"}
+            kwargs = {
+                "agents": {n: {**builder, "agent_builder_kwargs": {"name": n}} for n in agents}
+            }
+        config = configure(None if agents else "my_agents.build", rollout=rollout, **kwargs)
+        names = agents or [None] * len(questions)
+        rows = [{"question": q} | ({"agent_name": n} if n else {})
+                for q, n in zip(questions, names, strict=True)]  # fmt: skip
+        with open_workers(config) as workers:
+            workflow = build_workflow(
+                config, chat_tokenizer, open_client=open_client, workers=workers
+            )
+            workflow.log_to(folder)
+            workflow.check_rows(rows, "train_dataset")
+            try:
+                return await run_tasks(
+                    workflow, scripted_engine(lambda _: "4"), build_eval_tasks(rows),
+                    n_samples=1, max_concurrent=8,
+                )  # fmt: skip
+            except RolloutFailedError as error:
+                return error.trajectories
+
+    return run_questions
+
+
+async def test_each_fault_is_one_trajectorys_own(run, folder):
+    faults = {
+        "crash": (Boundary.AGENT, "AgentCrashError", "killed by SIGSEGV"),
+        "exit": (Boundary.AGENT, "AgentExitError", "exit status 3"),
+        "sys.exit": (Boundary.AGENT, "RuntimeError", "the agent called exit('enough')"),
+        "be killed": (Boundary.AGENT, "AgentCrashError", "ran out of memory"),
+        "hang": (Boundary.TIMEOUT, "DeadlineError", "its process was killed"),
+        "raise": (Boundary.AGENT, "KeyError", "state"),
+        "say too much": (Boundary.AGENT, "TypeError", "bytes are too many"),
+        "ask the person": (Boundary.AGENT, "EOFError", "EOF"),
+        "return nonsense": (Boundary.REWARD, "RewardError", "object"),
+    }
+    questions = [q for fault in faults for q in (fault, "answer")]
+    trajectories = await run(*questions, timeout_seconds=8)
+    for question, trajectory in zip(questions, trajectories, strict=True):
+        # What was sampled is kept, whatever happened afterwards.
+        assert trajectory.num_turns == 1, (question, trajectory.failure)
+        if question == "answer":
+            assert (trajectory.failure, trajectory.reward) == (None, 1.0)
+            continue
+        boundary, kind, words = faults[question]
+        failure = trajectory.failure
+        assert (failure.boundary, failure.kind) == (boundary, kind), failure
+        assert words in failure.message
+        if kind.startswith("Agent") or boundary is Boundary.TIMEOUT:
+            # The last lines that it wrote.
+            assert f"about to {question}" in failure.message
+    # The traceback of the other process, with the user's own line.
+    assert 'raise KeyError("state")' in trajectories[10].failure.traceback
+    lines = (folder / LOG_NAME).read_text().splitlines()
+    assert f"{trajectories[0].id} | about to crash" in lines
+    assert f"{trajectories[1].id} | about to answer" in lines
+
+
+async def test_memory_is_limited_with_what_an_agent_starts(run):
+    questions = ("fill memory", "fill memory by a child", "answer")
+    alone, child, answer = await run(*questions, worker_max_memory_gib=0.5, timeout_seconds=30)
+    for trajectory in (alone, child):
+        failure = trajectory.failure
+        assert (failure.boundary, failure.kind) == (Boundary.AGENT, "AgentMemoryError")
+        assert "rollout.worker_max_memory_gib is 0.5" in failure.message
+    assert answer.failure is None
+
+
+async def test_nothing_that_an_agent_starts_outlives_its_process(run, folder):
+    left, _ = await run("leave a child", "answer")
+    assert left.failure.kind == "AgentExitError"
+    pid = int((folder / "child").read_text())
+    wait_until_gone([pid])
+
+
+async def test_agents_give_rewards_as_they_do_inline(run, folder):
+    names = ["reward_by_client", "reward_by_blocking_client", "reward_by_dict"]
+    by_client, blocking, by_dict = await run("a", "b", "c", agents=names)
+    assert [i.reward for i in by_client.interactions] == [0.25, 1.0], by_client.failure
+    assert [i.turn_return for i in by_client.interactions] == [0.25, 1.0]
+    assert by_client.reward == 1.0
+    assert (blocking.reward, blocking.failure) == (0.5, None)
+    assert [i.reward for i in by_dict.interactions] == [1.5, None], by_dict.failure
+    assert "no completed interaction 'chatcmpl-nope'" in (folder / LOG_NAME).read_text()
+
+
+@pytest.mark.parametrize(("max_tasks", "num_processes"), [(1, 5), (2, 3)])
+async def test_the_environment_is_each_trajectorys_own(run, max_tasks, num_processes):
+    trajectories = await run(
+        *"abcde", name="tell_environment", num_workers=1, worker_max_tasks=max_tasks
+    )
+    answers = [t.final_answer.split() for t in trajectories if t.final_answer]
+    # Nothing gives a reward; that is judged when the agent has answered.
+    assert {t.failure.boundary for t in trajectories} == {Boundary.REWARD}
+    assert [a[1:] for a in answers] == [["x", "42"]] * 5
+    assert len({a[0] for a in answers}) == num_processes
+
+
+async def test_a_client_made_at_import_is_right_in_a_process_of_its_own(run):
+    first, second = await run("a", "b", name="use_client_of_import", num_workers=1)
+    assert (first.failure, second.failure) == (None, None)
+    first, second = await run(
+        "a", "b", name="use_client_of_import", num_workers=1, worker_max_tasks=2
+    )
+    # Kept for the next trajectory it has the key of the one before, which opens nothing.
+    assert first.failure is None
+    assert (second.failure.boundary, second.failure.kind) == (
+        Boundary.GATEWAY,
+        "AuthenticationError",
+    )
+
+
+async def test_libraries_with_threads_are_not_forked(run, folder, monkeypatch, caplog):
+    (folder / "with_thread.py").write_text(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,), daemon=True, name='watcher').start()\n"
+    )
+    monkeypatch.syspath_prepend(str(folder))
+    try_agents = HostProcess.try_agents
+
+    def try_with_thread(self, specs):
+        reply = try_agents(self, specs)
+        return {**reply, "modules": [*reply["modules"], "with_thread"]}
+
+    monkeypatch.setattr(HostProcess, "try_agents", try_with_thread)
+    crash, answer = await run("crash", "answer", num_workers=1)
+    assert crash.failure.kind == "AgentCrashError"
+    assert (answer.reward, answer.failure) == (1.0, None)
+    assert "started threads (watcher)" in caplog.text
+
+
+async def test_the_hosts_death_costs_what_runs_and_no_more(
+    folder, chat_tokenizer, scripted_engine, open_client
+):
+    config = configure(rollout={"timeout_seconds": 60.0})
+    tasks = build_eval_tasks([{"question": "hang"}, {"question": "answer"}])
+    with open_workers(config) as workers:
+        workflow = build_workflow(config, None, open_client=open_client, workers=workers)
+        running = asyncio.create_task(
+            run_tasks(
+                workflow, scripted_engine(lambda _: "4"), tasks[:1], n_samples=1, max_concurrent=1
+            )
+        )
+        guard = await find_worker_guard()
+        await asyncio.sleep(1.0)
+        (host,) = guard.children()
+        below = guard.children(recursive=True)
+        host.kill()
+        with pytest.raises(Exception, match="lost together with its host"):
+            await asyncio.wait_for(running, 20)
+        wait_until_gone([p.pid for p in below])
+        (answer,) = await run_tasks(
+            workflow, scripted_engine(lambda _: "4"), tasks[1:], n_samples=1, max_concurrent=1
+        )
+        assert (answer.reward, answer.failure) == (1.0, None)
+
+
+async def find_worker_guard() -> psutil.Process:
+    for _ in range(200):
+        for child in psutil.Process().children():
+            if any("guard.py" in part for part in child.cmdline()):
+                return child
+        await asyncio.sleep(0.05)
+    raise AssertionError("there is no guard")
+
+
+def wait_until_gone(pids: list[int], seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while left := [p for p in pids if psutil.pid_exists(p) and not is_zombie(p)]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_no_worker_outlives_a_killed_trainer(folder: Path) -> None:
+    code = """
+        import os, time
+        from agentrl_cli.config.experiment import ExperimentConfig
+        from agentrl_cli.rollout.building import open_workers
+        config = ExperimentConfig(
+            experiment_name="x", model={"path": "m"}, train_dataset={"path": "x"},
+            agent_builder_path="my_agents.build",
+            rollout={"agent_mode": "subprocess", "num_workers": 2},
+        )
+        with open_workers(config):
+            print("ready", flush=True)
+            time.sleep(600)
+    """
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+        stdout=subprocess.PIPE,
+    )
+    assert trainer.stdout is not None
+    try:
+        assert trainer.stdout.readline() == b"ready\n"
+        deadline = time.monotonic() + 30
+        while len(below := psutil.Process(trainer.pid).children(recursive=True)) < 4:
+            assert time.monotonic() < deadline, "a guard, a host and two workers"
+            time.sleep(0.05)
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+        trainer.stdout.close()
+    wait_until_gone([process.pid for process in below])
+
+
+@pytest.mark.parametrize(
+    ("builder", "error"),
+    [
+        ("my_agents.build_raising", BuilderError),
+        ("my_agents.build_nothing", BuilderError),
+        ("my_agents.build_with", BuilderError),
+        ("my_agents.biuld", ImportPathError),
+        ("my_agent.build", ImportPathError),
+        ("my_agents.solve", BuilderError),
+    ],
+)
+def test_a_wrong_builder_is_refused_in_the_words_of_a_run_inline(
+    folder, monkeypatch, builder, error
+):
+    monkeypatch.setenv("OPENAI_API_KEY", "for the client that is made at import")
+    monkeypatch.syspath_prepend(str(folder))
+    config = configure(builder)
+    with pytest.raises(error) as inline:
+        build_workflow(config, None)
+    with pytest.raises(error) as remote, open_workers(config):
+        pass
+    assert str(remote.value) == str(inline.value)
+    for name in ("my_agents", "beside"):
+        sys.modules.pop(name, None)
+
+
+def test_a_builder_that_kills_its_process_is_a_mistake_of_the_users(folder):
+    (folder / "deadly.py").write_text("import os\nprint('farewell')\nos._exit(7)\n")
+    with (
+        pytest.raises(BuilderError, match=r"exit status 7(.|\n)*farewell"),
+        open_workers(configure("deadly.py:build")),
+    ):
+        pass
+
+
+async def test_what_cannot_reach_another_process_is_refused(folder):
+    with (
+        pytest.raises(ConfigError, match=r"agent_builder_kwargs\.day: .* is date"),
+        open_workers(configure(agent_builder_kwargs={"day": datetime.date(2026, 1, 1)})),
+    ):
+        pass
+    config = configure()
+    with open_workers(config) as workers:
+        workflow = build_workflow(config, None, workers=workers)
+        workflow.check_rows([{"question": "x", "n": [1, {"a": None}]}], "train_dataset")
+        with pytest.raises(DatasetError, match=r"row 2 .*meta\.when\[0\] is datetime"):
+            workflow.check_rows(
+                [{"question": "x"}, {"question": "x", "meta": {"when": [datetime.datetime.now()]}}],
+                "train_dataset",
+            )
