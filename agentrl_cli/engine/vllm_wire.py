@@ -36,6 +36,8 @@ def format_generate(
     stop = [text for text in sampling.stop if text]
     params: dict[str, Any] = {
         **_format_sampling(sampling, max_tokens),
+        # The sampled token is counted among them, wherever it ranks.
+        "logprobs": sampling.num_top_logprobs + 1 if sampling.num_top_logprobs else 0,
         "stream_interval": stream_interval,
         # Text is made only where it is looked at: it costs the server as much as the rest.
         "detokenize": bool(stop),
@@ -70,6 +72,7 @@ def format_completion(
         "top_k": 0,
         "min_p": 0.0,
         "repetition_penalty": 1.0,
+        "logprobs": sampling.num_top_logprobs,
         "return_token_ids": True,
         # Likeliest tokens come by their texts otherwise, of which several tokens may have the same.
         "return_tokens_as_token_ids": True,
@@ -88,7 +91,6 @@ def _format_sampling(sampling: Sampling, max_tokens: int) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "stop_token_ids": list(sampling.stop_token_ids),
         "seed": sampling.seed,
-        "logprobs": sampling.num_top_logprobs,
     }
     if sampling.structural_tag is not None:
         params["structured_outputs"] = {"structural_tag": sampling.structural_tag}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import agentrl_cli.engine
 from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.engine.request_check import MAX_TOP_LOGPROBS
 from agentrl_cli.engine.sglang_command import build_sglang_command
 from agentrl_cli.launch.devices import resolve_gpu_memory_utilization
 
@@ -67,6 +68,8 @@ def build_vllm_command(config: ExperimentConfig, spec: ServerSpec) -> Command:
         # Token ids in, token ids out.
         "--enable-scale-out",
         *("--logprobs-mode", "processed_logprobs", "--enable-prefix-caching"),
+        # One more than the likeliest tokens that a call may ask for: see format_generate.
+        *("--max-logprobs", str(MAX_TOP_LOGPROBS + 1)),
         # Else vLLM would take another grammar library for what it finds wrong, and the trainer,
         # which makes the same masks, would make others.
         *("--structured-outputs-config", '{"backend": "xgrammar"}'),
