@@ -139,7 +139,7 @@ recorded as `thinking_stripped`. With `true` they stay always.
 They were measured against the promises above. vLLM's parsers can only be had by importing vLLM (15
 to 20 s, and a package that the trainer need not have), or by its server's
 `/v1/chat/completions/derender`, which does not stream and does not exist for the embedded engine.
-Of 22 formats, given a broken call and a valid one after it, vLLM 0.32's parsers raise in 4
+Of 22 of these formats, given a broken call and a valid one after it, vLLM 0.32's parsers raise in 4
 (`granite`, `mistral`, `deepseek_v31`, `internlm`) and lose the valid call in 10 more.
 transformers' `ResponseParser` raises on a call that is no JSON, drops the text before a second
 region of content, and ends a call at a closing tag inside of an argument; it serves tokenizers

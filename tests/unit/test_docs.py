@@ -35,7 +35,11 @@ def test_pages_made_from_code_are_current(script: str) -> None:
 
 def test_parsers_page_names_every_format_once() -> None:
     text = (ROOT / "docs" / "parsers.md").read_text(encoding="utf-8")
-    calls, thoughts = text.split("## Thoughts")
+    rows = (
+        "\n".join(line for line in part.splitlines() if line.startswith("|"))
+        for part in text.split("## Thoughts")
+    )
+    calls, thoughts = rows
     for name in (*TOOL_CALL_FORMATS, *TOOL_CALL_ALIASES):
         assert len(re.findall(rf"[|,] `{re.escape(name)}`", calls)) == 1, name
     for name in (*REASONING_FORMATS, *REASONING_ALIASES, *REASONING_BY_TOOL_CALLS):
