@@ -292,6 +292,29 @@ def test_thinking_that_was_taken_out_is_put_back(
 
 
 @settings(max_examples=30, deadline=None)
+@given(turns=talks("thinking"), system=st.booleans(), keep=st.booleans())
+def test_a_template_that_strips_thinking_breaks_unless_it_is_kept(
+    thinking_tokenizer: Any, turns: Any, system: bool, keep: bool
+) -> None:
+    """The remedy that is told with the cause mends it."""
+    template = ChatTemplate(thinking_tokenizer)
+    tree = ConversationTree(template, keep_thinking=keep)
+    talk = Talk(template, tree, [dict(SYSTEM)] if system else [])
+    for kind, arguments in turns:
+        talk.take_turn(kind, arguments)
+    talk.ask(talk.next_messages())
+    causes = [i.break_cause for i in talk.interactions]
+    if keep:
+        assert set(causes) == {None}
+        assert all(i.extends_parent for i in talk.interactions[1:])
+    else:
+        assert set(causes) == {None, BreakCause.THINKING_STRIPPED}
+        first = next(n for n, (kind, _) in enumerate(turns) if kind == "thinking")
+        assert causes.index(BreakCause.THINKING_STRIPPED) == first + 1
+    talk.check_training()
+
+
+@settings(max_examples=30, deadline=None)
 @given(turns=talks("call", "text and call", "two calls"), system=st.booleans(), data=st.data())
 def test_other_tool_arguments_are_named(
     tokenizer: Any, turns: Any, system: bool, data: Any
