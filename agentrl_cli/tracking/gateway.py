@@ -54,6 +54,7 @@ _PROTOCOLS: tuple[WireProtocol, ...] = (
 #: Whose errors are shown where no protocol was asked for.
 _DEFAULT_PROTOCOL = _PROTOCOLS[0]
 _ANTHROPIC_PROTOCOL = _PROTOCOLS[2]
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 #: Sampling twice what failed once would hide the failure and cost a turn.
 _NO_RETRY = {"x-should-retry": "false"}
 _BUSY_SECONDS = 1
@@ -80,7 +81,7 @@ class BaseGateway(ABC):
             routes=[
                 *(Route(path, self._answer_call, methods=["POST"]) for path in self._protocols),
                 Route("/v1/models", self._list_models, methods=["GET"]),
-                Route("/v1/{path:path}", self._unknown_path, methods=["GET", "POST"]),
+                Route("/v1/{path:path}", self._unknown_path, methods=_METHODS),
             ]
         )
         self.http_client = SharedClient(self.app)

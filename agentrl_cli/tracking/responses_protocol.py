@@ -68,9 +68,14 @@ class ResponsesProtocol:
                 raise
 
     def format_error(self, problem: Problem) -> dict[str, Any]:
-        """OpenAI's error object."""
-        param = "input" if problem.param == "messages" else problem.param
-        return format_error(problem.message, problem.kind, param=param, code=problem.code)
+        """OpenAI's error object; what chat completions call otherwise gets this API's name."""
+        message, param = problem.message, problem.param
+        if param == "messages":
+            param = "input"
+        elif param is not None and param.startswith("response_format"):
+            message = message.replace("response_format", "text.format")
+            param = param.replace("response_format", "text.format")
+        return format_error(message, problem.kind, param=param, code=problem.code)
 
     def format_stream_error(self, problem: Problem) -> bytes:
         """An ``error`` event."""

@@ -359,6 +359,14 @@ async def test_unknown_previous_response_is_refused_as_openai_does(open_client: 
         assert caught.value.param == "previous_response_id"
 
 
+async def test_stored_responses_are_not_served(open_client: Open) -> None:
+    client = open_client("a")
+    response = await create(client)
+    for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
+        with pytest.raises(openai.NotFoundError, match="POST /v1/responses"):
+            await ask(response.id)
+
+
 async def test_session_settings_hold_and_limit(open_client: Open) -> None:
     client = open_client("a", "b", sampling=Sampling(max_tokens=50, temperature=0.7))
     await create(client, max_output_tokens=500)
@@ -429,6 +437,10 @@ IMAGE = {"type": "input_image", "image_url": "data:,x"}
         ),
         ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "built-in tools do not run"),
         ({"text": {"format": {"type": "xml"}}}, "allowed: text, json_object, json_schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "s", "schema": {"type": 5}}}},
+            "text.format.json_schema.schema",
+        ),
         ({"text": {"verbosity": "low"}}, "verbosity = 'low' is not supported"),
         ({"reasoning": {"effort": "most"}}, "reasoning.effort is 'most'"),
         ({"background": True}, "background = True is not supported"),
