@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +13,8 @@ from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.embedded import EmbeddedEngine
 from agentrl_cli.engine.protocol import Generation, InferenceEngine, Sampling
-from agentrl_cli.engine.server import ServerEndpoint
-from agentrl_cli.engine.vllm import VllmServer
+from agentrl_cli.launch.connecting import open_router
+from agentrl_cli.launch.handover import RunningServers
 from agentrl_cli.launch.servers import ServerFleet
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.records import Interaction, InteractionStatus
@@ -125,14 +124,14 @@ def tiny_model(chat_tokenizer: Any, build_qwen2: Callable[..., Any]) -> Any:
 
 
 @pytest.fixture(scope="session")
-def vllm_endpoint(
+def vllm_config(
     tiny_model: Any, chat_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ServerEndpoint]:
-    """One real vLLM server with the tiny model, for the whole session."""
-    folder: Path = tmp_path_factory.mktemp("conformance")
+) -> ExperimentConfig:
+    """An experiment with the tiny model, in a folder, on vLLM."""
+    folder = tmp_path_factory.mktemp("conformance")
     tiny_model.save_pretrained(folder)
     chat_tokenizer.save_pretrained(folder)
-    config = ExperimentConfig.model_validate(
+    return ExperimentConfig.model_validate(
         {
             "experiment_name": "conformance",
             "model": {"path": str(folder), "dtype": "float32"},
@@ -145,19 +144,29 @@ def vllm_endpoint(
                 "num_threads": 1,
                 "cpu_kv_cache_gib": 0.25,
                 "start_timeout_seconds": 300.0,
+                "generate_timeout_seconds": 120.0,
             },
         }
     )
+
+
+@pytest.fixture(scope="session")
+def vllm_servers(
+    vllm_config: ExperimentConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServers]:
+    """One real vLLM server, for the whole session."""
     fleet = ServerFleet(
-        config,
-        str(folder),
+        vllm_config,
+        vllm_config.model.path,
         purpose="train",
         num_gpus=0,
         log_dir=tmp_path_factory.mktemp("conformance-logs"),
         observer=SilentObserver(),
     )
     with fleet:
-        yield fleet.endpoints[0]
+        yield RunningServers(
+            kind="vllm", endpoints=tuple(fleet.endpoints), untied_head=False, num_gpus=0
+        )
 
 
 @pytest.fixture(params=["embedded", pytest.param("vllm", marks=VLLM_MARKS)])
@@ -167,16 +176,16 @@ async def engine(
     """Each engine in turn."""
     inner: Any
     if request.param == "vllm":
-        endpoint = request.getfixturevalue("vllm_endpoint")
-        config = EngineConfig(max_model_len=MAX_MODEL_LEN, generate_timeout_seconds=120)
-        inner = VllmServer(endpoint, config, model_name="tiny")
-        await inner.check_health()
-        await inner.set_policy_version(0)
+        config = request.getfixturevalue("vllm_config")
+        servers = request.getfixturevalue("vllm_servers")
+        inner = await open_router(config, config.model.path, servers, 0, {})
     else:
-        config = EngineConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=8, num_threads=1)
-        inner = EmbeddedEngine(tiny_model, chat_tokenizer, config, model_name="tiny")
-    yield RecordingEngine(inner)
-    await inner.close()
+        settings = EngineConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=8, num_threads=1)
+        inner = EmbeddedEngine(tiny_model, chat_tokenizer, settings, model_name="tiny")
+    try:
+        yield RecordingEngine(inner)
+    finally:
+        await inner.close()
 
 
 @pytest.fixture
