@@ -27,8 +27,31 @@ def serve_command(
             min=1024, max=65535, help="Port on this machine; any free one otherwise.", metavar="N"
         ),
     ] = None,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Address to listen at; one that other machines reach needs a key.", metavar="ADDR"
+        ),
+    ] = "127.0.0.1",
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="The key to ask for, instead of a random one; other users of this machine see "
+            "what is typed, so rather set the variable.",
+            envvar="AGENTRL_API_KEY",
+            metavar="KEY",
+        ),
+    ] = None,
+    online: Annotated[
+        bool,
+        typer.Option(
+            "--online",
+            help="Give out sessions to programs elsewhere and store their trajectories "
+            "(docs/external-agents.md).",
+        ),
+    ] = False,
 ) -> None:
-    """Serve the model on this machine, to try an agent by hand; Ctrl-C ends it."""
+    """Serve the model, to try an agent by hand or to record programs; Ctrl-C ends it."""
     from agentrl_cli.config.loading import load_config
 
     experiment = load_config(config, overrides or [])
@@ -36,6 +59,7 @@ def serve_command(
     from agentrl_cli.cli.display import build_observer
     from agentrl_cli.cli.failures import crashes_logged
     from agentrl_cli.cli.interrupt import stop_on_signals
+    from agentrl_cli.launch.online import serve_online
     from agentrl_cli.launch.serving import serve_model
     from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 
@@ -45,16 +69,39 @@ def serve_command(
     ):
         # The display ends before anything is shown that will be copied: it breaks long lines.
         with build_observer() as observer:
-            served = stack.enter_context(serve_model(experiment, port=port, observer=observer))
+            if online:
+                service = stack.enter_context(
+                    serve_online(
+                        experiment,
+                        observer=observer,
+                        port=port,
+                        host=host,
+                        api_key=api_key,
+                        on_finished=lambda text: typer.echo(text),
+                    )
+                )
+                shown, check = service.text, service.check
+            else:
+                served = stack.enter_context(
+                    serve_model(
+                        experiment, observer=observer, port=port, host=host, api_key=api_key
+                    )
+                )
+                shown, check = format_served(served), served.check
         with stop_on_signals(lambda _: typer.echo("stopping")) as stop:
-            typer.echo(format_served(served))
+            typer.echo(shown)
             while not stop.is_set():
+                check()
                 time.sleep(_POLL_SECONDS)
     typer.echo("stopped serving")
 
 
 def format_served(served: ServedModel) -> str:
     """What a person types to use the model."""
+    key = served.api_key if served.is_own_key else "$AGENTRL_API_KEY"
+    authorization = (
+        f"'Authorization: Bearer {key}'" if served.is_own_key else f'"Authorization: Bearer {key}"'
+    )
     request = json.dumps(
         {
             "model": served.model_name,
@@ -64,11 +111,11 @@ def format_served(served: ServedModel) -> str:
     return (
         f"{served.model_name} is served (Ctrl-C ends it; logs: {served.log_dir}). For an agent:\n\n"
         f"  export OPENAI_BASE_URL={served.base_url}\n"
-        f"  export OPENAI_API_KEY={served.api_key}\n"
+        f"  export OPENAI_API_KEY={key}\n"
         f"  model name: {served.model_name}\n\n"
         f"By hand:\n\n"
         f"  curl {served.base_url}/chat/completions \\\n"
-        f"    -H 'Authorization: Bearer {served.api_key}' \\\n"
+        f"    -H {authorization} \\\n"
         f"    -H 'Content-Type: application/json' \\\n"
         f"    -d {shlex.quote(request)}\n"
     )

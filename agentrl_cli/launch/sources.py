@@ -74,6 +74,16 @@ class EngineSource:
         self._config = config
         self._model_path = model_path
         self._observer = observer
+        self._fleet: StartingFleet | None = None
+
+    def check(self) -> None:
+        """Returns while the servers, if there are any, are started again when they die.
+
+        Raises:
+            AgentrlError: they died too often.
+        """
+        if self._fleet is not None:
+            self._fleet.check()
 
     @cached_property
     def model_folder(self) -> str:
@@ -116,6 +126,7 @@ class EngineSource:
         )
         if fleet is not None:
             fleet.end_with_servers(engine)
+        self._fleet = fleet
         stack.callback(lambda: background.run(engine.close(), _CLOSE_SECONDS))
         gateway = get_gateway(engine, self.tokenizer, **self._config.engine.list_reading_options())
         stack.callback(lambda: background.run(gateway.close(), _CLOSE_SECONDS))

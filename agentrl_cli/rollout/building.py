@@ -90,7 +90,11 @@ def build_workflow(
 
 
 def open_external_access(
-    config: ExperimentConfig, announce: Callable[[str], None], *, waits: Literal["limited", "ever"]
+    config: ExperimentConfig,
+    announce: Callable[[str], None],
+    *,
+    waits: Literal["limited", "ever"],
+    key: str | None = None,
 ) -> ExternalAccess:
     """The way in for programs elsewhere, at ``rollout.external``; it opens with the first task.
 
@@ -98,6 +102,7 @@ def open_external_access(
         config: the configuration.
         announce: shows where it is, and its key, to the user.
         waits: how long tasks wait for programs: ``max_wait_seconds``, or for ever.
+        key: opens it; None: that in AGENTRL_API_KEY, else a random one.
 
     Raises:
         UserInputError: the address cannot be used.
@@ -107,7 +112,7 @@ def open_external_access(
         max_wait_seconds=external.max_wait_seconds if waits == "limited" else None,
         max_sessions=config.rollout.max_concurrent,
     )
-    return ExternalAccess(board, ExternalDoor(external, announce))
+    return ExternalAccess(board, ExternalDoor(external, announce, key=key))
 
 
 def _make_client_factory(tokenizer: Any, config: EngineConfig) -> ClientFactory:

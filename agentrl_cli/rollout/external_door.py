@@ -19,15 +19,18 @@ class ExternalDoor:
     Args:
         config: where to listen.
         announce: shows a text to the user, and keeps it nowhere.
+        key: of the user's choice; None: that in AGENTRL_API_KEY, if there is one.
 
     Raises:
         UserInputError: the port cannot be used, or other machines would get in without a key.
     """
 
-    def __init__(self, config: ExternalConfig, announce: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: ExternalConfig, announce: Callable[[str], None], *, key: str | None = None
+    ) -> None:
         self._config = config
         self._announce = announce
-        given = os.environ.get(KEY_VARIABLE)
+        given = key or os.environ.get(KEY_VARIABLE) or None
         check_binding(config.host, given, "rollout.external.host")
         # Said before a model is loaded for minutes.
         open_listener(config.port or 0, config.host).close()
@@ -46,8 +49,8 @@ class ExternalDoor:
         routes = AdminRoutes(desk, self._key, gateway.model_name, gateway.limits)
         gateway.add_routes(routes.list_routes())
         base_url = await gateway.serve(self._config.port or 0, self._config.host)
-        self.is_open = True
         self._announce(format_door(base_url.removesuffix("/v1"), self._key if self._is_own else ""))
+        self.is_open = True
 
 
 def format_door(url: str, key: str) -> str:
