@@ -12,7 +12,12 @@ from typing import Any, Literal
 from agentrl_cli.errors import format_nearest
 from agentrl_cli.records import Interaction, InteractionStatus, Message
 from agentrl_cli.tracking.messages_blocks import convert_messages, convert_system, sign_thinking
-from agentrl_cli.tracking.model_request import ModelRequest, ReplyRules, RequestError
+from agentrl_cli.tracking.model_request import (
+    ModelRequest,
+    NotFoundError,
+    ReplyRules,
+    RequestError,
+)
 from agentrl_cli.tracking.request_fields import (
     check_keys,
     drop_nulls,
@@ -142,7 +147,10 @@ def _parse_conversation(
 
 
 def _find_continued(body: Mapping[str, Any], session: Session) -> Interaction | None:
-    """The turn that a thread goes on from: the server holds what came before."""
+    """The turn that a thread goes on from: the server holds what came before.
+
+    Any turn of the session will do, created as a thread or not, and more than once.
+    """
     thread = take(body, "thread", dict, {})
     if not thread or take_choice(thread, "type", ("create", "continue"), "thread.") == "create":
         return None
@@ -158,7 +166,7 @@ def _find_continued(body: Mapping[str, Any], session: Session) -> Interaction | 
         completed = interaction.status is InteractionStatus.COMPLETED
         if interaction.id == previous_id and completed:
             return interaction
-    raise RequestError(
+    raise NotFoundError(
         f"thread.previous_message_id {previous_id!r:.80} is no reply of this session; send the "
         "whole conversation with thread: {'type': 'create'}",
         "thread.previous_message_id",

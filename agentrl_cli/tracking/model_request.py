@@ -44,6 +44,10 @@ class ReplyRules:
     """False: a reply holds one call at most."""
 
 
+class NotFoundError(RequestError):
+    """A request that names what is not there: status 404."""
+
+
 class TooLargeError(RequestError):
     """A request that is refused with status 413."""
 

@@ -12,6 +12,7 @@ from agentrl_cli.tracking.model_calls import Choice, ModelCalls
 from agentrl_cli.tracking.model_request import (
     BusyError,
     ModelRequest,
+    NotFoundError,
     RequestError,
     TooLargeError,
 )
@@ -80,6 +81,8 @@ def describe_error(error: Exception) -> Problem:
     """The problem that an exception stands for."""
     if isinstance(error, TooLargeError):
         return Problem(413, str(error), param=error.param, code="request_too_large")
+    if isinstance(error, NotFoundError):
+        return Problem(404, str(error), param=error.param, code=error.code)
     if isinstance(error, BusyError):
         return Problem(429, str(error), "rate_limit_error", code="too_many_calls")
     if isinstance(error, RequestError):

@@ -84,7 +84,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"budget_tokens": 2000}}, "thinking.type is missing"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format is {'type': 'xml'}"),
     ({"output_config": {"effort": "huge"}}, "output_config.effort is 'huge'"),
-    ({"thread": {"type": "continue", "previous_message_id": "msg_1"}}, "'msg_1' is no reply of"),
+    (
+        {"thread": {"type": "continue", "previous_message_id": "msg_1"}, "system": "Be."},
+        "system stays as it was when the thread was created",
+    ),
+    ({"thread": {"type": "fork"}}, "thread.type is 'fork'; allowed: continue, create"),
     ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
     ({"container": "c"}, "'container' is not supported here"),
     ({"compaction": {"type": "summarize"}}, "'compaction' is not supported here"),
@@ -112,7 +116,7 @@ async def test_an_unknown_previous_reply_has_the_code_that_the_sdk_acts_on(
     open_conversation: Open,
 ) -> None:
     conversation = open_conversation("never")
-    with pytest.raises(anthropic.BadRequestError) as caught:
+    with pytest.raises(anthropic.NotFoundError, match="'msg_1' is no reply of this") as caught:
         await conversation.sdk.beta.messages.create(
             model="m",
             max_tokens=9,
