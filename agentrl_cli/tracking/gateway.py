@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route, Router
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
+from agentrl_cli.log import get_logger
 from agentrl_cli.tracking.answers import Answer, AnswerBook, CallKey, wait_cancelled
 from agentrl_cli.tracking.chat_protocol import ChatProtocol
 from agentrl_cli.tracking.constraints import constrain
@@ -43,6 +44,8 @@ from agentrl_cli.tracking.wire import (
     describe_error,
     unknown_key_problem,
 )
+
+_log = get_logger(__name__)
 
 #: Every API that agents may speak; what is recorded is the same.
 _PROTOCOLS: tuple[WireProtocol, ...] = (
@@ -269,6 +272,7 @@ class Gateway(BaseGateway):
         super().__init__(engine.model_name, _PROTOCOLS)
         self.engine = engine
         formats = choose_formats(tokenizer, tool_call_parser, reasoning_parser)
+        _log.info(formats.describe())
         self.template = ChatTemplate(tokenizer, formats)
         self._keep_thinking = keep_thinking
 

@@ -66,13 +66,11 @@ class ReasoningFormat:
 
     def is_inside(self, prompt_end: str) -> bool:
         """Whether a reply to a prompt that ends so begins inside a thought."""
-        opened = prompt_end.rfind(self.syntax.begin)
-        closed = prompt_end.rfind(self.syntax.end)
-        # An earlier turn's thought may be shown too: what counts is what the prompt ends with.
-        tail = prompt_end.rstrip()
-        if tail.endswith(self.syntax.end):
+        # Thoughts of earlier turns may be shown too: what counts is what the prompt ends with.
+        end = prompt_end.rstrip()
+        if end.endswith(self.syntax.end):
             return False
-        return (tail.endswith(self.syntax.begin) and opened > closed) or self.begins_inside
+        return end.endswith(self.syntax.begin) or self.begins_inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,3 +79,12 @@ class ReplyFormats:
 
     tool_calls: ToolCallFormat | None = None
     reasoning: ReasoningFormat | None = None
+
+    def describe(self) -> str:
+        """Which formats they are, as a line."""
+        calls = "nothing" if self.tool_calls is None else self.tool_calls.name
+        if self.tool_calls is not None and self.tool_calls.reads_thoughts:
+            thoughts = self.tool_calls.name
+        else:
+            thoughts = "nothing" if self.reasoning is None else self.reasoning.name
+        return f"tool calls are read as {calls}, thoughts as {thoughts}"
