@@ -36,7 +36,7 @@ from agentrl_cli.rollout.worker_children import (
 from agentrl_cli.rollout.worker_client import warm_up
 from agentrl_cli.rollout.worker_command import build_command
 from agentrl_cli.rollout.worker_log import WorkerLog
-from agentrl_cli.rollout.worker_process import Worker, import_modules
+from agentrl_cli.rollout.worker_process import Worker, end_process, import_modules
 
 #: The memory of the workers is looked at this often: a process fills about 0.3 GiB in that time.
 _TICK_SECONDS = 0.2
@@ -285,9 +285,11 @@ def run_host(control: str, max_memory_bytes: str) -> None:
     channel = Host(Channel(socket.socket(fileno=int(control))), limit).serve()
     if channel is not None:
         Worker(channel).run()
+        end_process()
 
 
 def run_started_worker(host: str, channel: str) -> None:
     """The whole life of a worker with an interpreter of its own."""
     end_with_parent(int(host))
     Worker(Channel(socket.socket(fileno=int(channel)))).run()
+    end_process()

@@ -22,7 +22,7 @@ _log = get_logger(__name__)
 
 #: A new interpreter that imports a framework takes 3 seconds alone, and many start together.
 _START_SECONDS = 300.0
-#: How long a worker may clean up after its last trajectory.
+#: How long a worker may clean up after a trajectory.
 _RETIRE_SECONDS = 10.0
 #: So many starts, or hosts, that fail in a row end the run.
 _MAX_FAILED_STARTS = 3
@@ -199,12 +199,13 @@ class WorkerPool:
 
     async def _admit(self, worker: WorkerLease) -> None:
         """Waits until a worker is ready, and has it wait for work."""
-        if await worker.begin(self._modules, _START_SECONDS):
+        is_new = worker.num_tasks == 0
+        if await worker.begin(self._modules, _START_SECONDS if is_new else _RETIRE_SECONDS):
             self._num_failed = 0
             self._ready.append(worker)
         else:
             self._forget(worker)
-            if worker.num_tasks == 0:
+            if is_new:
                 self._count_failure(worker.end)
         if self._on_loop is not None:
             self._on_loop.changed.set()

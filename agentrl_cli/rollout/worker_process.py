@@ -8,16 +8,18 @@ as a client, is then right for the first trajectory of the process.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import faulthandler
 import importlib
 import os
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from agentrl_cli.agents.building import AgentSource
 from agentrl_cli.agents.runner import AgentOutcome
@@ -158,6 +160,21 @@ class Worker:
         finally:
             line.close()
             await client.close()
+
+
+def end_process() -> NoReturn:
+    """Ends a worker as an interpreter ends, but for taking itself apart object by object.
+
+    That takes 75 ms of CPU in a process with a framework in it, most of them for copying memory
+    that it shared with its host until then.
+    """
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
 
 
 def build_environment(

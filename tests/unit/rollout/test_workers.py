@@ -195,6 +195,7 @@ async def test_each_fault_is_one_trajectorys_own(run, folder):
     }
     questions = [q for fault in faults for q in (fault, "answer")]
     trajectories = await run(*questions, timeout_seconds=8)
+    assert "my_agents" not in sys.modules, "what may crash is imported by workers alone"
     for question, trajectory in zip(questions, trajectories, strict=True):
         # What was sampled is kept, whatever happened afterwards.
         assert trajectory.num_turns == 1, (question, trajectory.failure)
