@@ -6,14 +6,18 @@ import json
 import shlex
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from agentrl_cli.cli.options import ConfigOption, OverridesArgument
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from agentrl_cli.config.experiment import ExperimentConfig
     from agentrl_cli.launch.serving import ServedModel
+    from agentrl_cli.log import Observer
 
 _POLL_SECONDS = 0.1
 
@@ -59,8 +63,6 @@ def serve_command(
     from agentrl_cli.cli.display import build_observer
     from agentrl_cli.cli.failures import crashes_logged
     from agentrl_cli.cli.interrupt import stop_on_signals
-    from agentrl_cli.launch.online import serve_online
-    from agentrl_cli.launch.serving import serve_model
     from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 
     with (
@@ -69,31 +71,39 @@ def serve_command(
     ):
         # The display ends before anything is shown that will be copied: it breaks long lines.
         with build_observer() as observer:
-            if online:
-                service = stack.enter_context(
-                    serve_online(
-                        experiment,
-                        observer=observer,
-                        port=port,
-                        host=host,
-                        api_key=api_key,
-                        on_finished=lambda text: typer.echo(text),
-                    )
-                )
-                shown, check = service.text, service.check
-            else:
-                served = stack.enter_context(
-                    serve_model(
-                        experiment, observer=observer, port=port, host=host, api_key=api_key
-                    )
-                )
-                shown, check = format_served(served), served.check
+            listening = _Listening(observer, port, host, api_key)
+            shown, check = _start(experiment, listening, stack, is_online=online)
         with stop_on_signals(lambda _: typer.echo("stopping")) as stop:
             typer.echo(shown)
             while not stop.is_set():
                 check()
                 time.sleep(_POLL_SECONDS)
     typer.echo("stopped serving")
+
+
+class _Listening(NamedTuple):
+    """What both ways of serving are told."""
+
+    observer: Observer
+    port: int | None
+    host: str
+    api_key: str | None
+
+
+def _start(
+    experiment: ExperimentConfig, listening: _Listening, stack: ExitStack, *, is_online: bool
+) -> tuple[str, Callable[[], None]]:
+    """Starts to serve; what to show, and what raises once it cannot go on."""
+    from agentrl_cli.launch.online import serve_online
+    from agentrl_cli.launch.serving import serve_model
+
+    options: dict[str, Any] = listening._asdict()
+    if is_online:
+        service = serve_online(experiment, on_finished=typer.echo, **options)
+        online = stack.enter_context(service)
+        return online.text, online.check
+    served = stack.enter_context(serve_model(experiment, **options))
+    return format_served(served), served.check
 
 
 def format_served(served: ServedModel) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from agentrl_cli.log import Observer, file_log
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.rollout.building import ExternalAccess, build_workflow, open_external_access
-from agentrl_cli.rollout.dataset import TaskStream
+from agentrl_cli.rollout.dataset import Row, TaskStream
 from agentrl_cli.rollout.pool import TrajectoryPool
 from agentrl_cli.rollout.workflow import Attempt
 from agentrl_cli.store.run_folder import RunFolder
@@ -108,37 +108,40 @@ def serve_online(
         recorder = OnlineRecorder(folder, on_finished)
         pool = TrajectoryPool(workflow, engine, config.rollout.max_concurrent, recorder.add)
         stack.callback(lambda: background.run(pool.close(), _CLOSE_SECONDS))
-        feeder = background.submit(_feed(pool, config, TaskStream(
-            rows,
-            batch_size=config.train_dataset.batch_size,
-            shuffle=config.train_dataset.shuffle,
-            seed=config.seed,
-        )))  # fmt: skip
+        feeder = background.submit(_feed(pool, config, rows))
         stack.callback(feeder.cancel)
 
         def check() -> None:
             if pool.error is not None:
                 raise pool.error
-            if feeder.done():
-                feeder.result()
             source.check()
 
         _wait_for_door(access, check)
-        yield OnlineService(
-            f"{engine.model_name} is served (Ctrl-C ends it; logs: {folder.log_dir('serve')}; "
-            f"trajectories: agentrl inspect-trajectories {folder.path} --evals), and {shown[0]}",
-            check,
-        )
+        yield OnlineService(_format_text(engine.model_name, folder, shown[0]), check)
 
 
-async def _feed(pool: TrajectoryPool, config: ExperimentConfig, stream: TaskStream) -> None:
+def _format_text(model_name: str, folder: RunFolder, door: str) -> str:
+    return (
+        f"{model_name} is served (Ctrl-C ends it; logs: {folder.log_dir('serve')}; "
+        f"trajectories: agentrl inspect-trajectories {folder.path} --evals), and {door}"
+    )
+
+
+async def _feed(pool: TrajectoryPool, config: ExperimentConfig, rows: Sequence[Row]) -> None:
     """Offers every task again and again, as many at once as may be in progress."""
-    for step in itertools.count(1):
-        for task in stream.batch(step):
-            for index in range(config.gconfig.n_samples):
-                await pool.start(Attempt(task=task, sample_index=index))
-                if pool.error is not None:
-                    return
+    dataset = config.train_dataset
+    stream = TaskStream(
+        rows, batch_size=dataset.batch_size, shuffle=dataset.shuffle, seed=config.seed
+    )
+    try:
+        for step in itertools.count(1):
+            for task in stream.batch(step):
+                for index in range(config.gconfig.n_samples):
+                    await pool.start(Attempt(task=task, sample_index=index))
+                    if pool.error is not None:
+                        return
+    except Exception as error:
+        pool.fail(error)
 
 
 def _wait_for_door(access: ExternalAccess, check: Callable[[], None]) -> None:

@@ -1,0 +1,224 @@
+"""What a gateway does not take: too much at once, strangers' keys, pickles."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import hmac
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from agentrl_cli.errors import UserInputError
+from agentrl_cli.records import InteractionStatus, StopReason
+from agentrl_cli.tracking import gateway as gateway_module
+from agentrl_cli.tracking.client import TrackingClient
+from agentrl_cli.tracking.request_body import Limits
+from agentrl_cli.tracking.server import check_binding
+from agentrl_cli.tracking.session import Budget
+
+Open = Callable[..., TrackingClient]
+USER: Any = {"role": "user", "content": "hi"}
+REPLY: Any = {"role": "assistant", "content": "hello"}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": "m", "messages": [USER]},
+    "/v1/responses": {"model": "m", "input": "hi"},
+    "/v1/messages": {"model": "m", "max_tokens": 9, "messages": [USER]},
+}
+EVERY_PATH = pytest.mark.parametrize("path", list(BODIES))
+STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+
+
+def post(client: TrackingClient, path: str, body: Any, key: str | None = None) -> Any:
+    return client.gateway.http_client.post(
+        f"http://x.invalid{path}",
+        content=body if isinstance(body, bytes) else json.dumps(body),
+        headers={"Authorization": f"Bearer {key or client.session_key}"},
+    )
+
+
+def read_message(reply: Any) -> str:
+    return str(reply.json()["error"]["message"])
+
+
+def limit(client: TrackingClient, **limits: int) -> None:
+    client.gateway.limits = Limits(**limits)
+
+
+@EVERY_PATH
+async def test_large_bodies_and_long_conversations_are_413(open_client: Open, path: str) -> None:
+    client = open_client("never")
+    limit(client, max_body_bytes=1000, max_messages=3)
+    reply = await post(client, path, {**BODIES[path], "user": "x" * 2000})
+    assert (reply.status_code, read_message(reply)) == (413, "the body is larger than 1000 bytes")
+    key = "input" if path.endswith("responses") else "messages"
+    reply = await post(client, path, {**BODIES[path], key: [USER, REPLY] * 2})
+    assert reply.status_code == 413
+    assert "has 4 messages; allowed are 3" in read_message(reply)
+    assert client.interactions == ()
+
+
+@EVERY_PATH
+async def test_too_many_calls_at_once_are_429_and_may_be_repeated(
+    open_client: Open, path: str
+) -> None:
+    client = open_client("one", "two", "three")
+    other = TrackingClient(gateway=client.gateway)
+    engine: Any = client.gateway.engine
+    engine.gate = asyncio.Event()
+    limit(client, max_session_calls=2, max_calls=2)
+    running = [asyncio.create_task(post(client, path, BODIES[path])) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    for asking, message in ((client, "this session has 2 calls in flight"), (other, "2 calls are")):
+        reply = await post(asking, path, BODIES[path])
+        assert (reply.status_code, reply.headers["retry-after"]) == (429, "1")
+        assert "x-should-retry" not in reply.headers
+        assert message in read_message(reply)
+    engine.gate.set()
+    assert [r.status_code for r in await asyncio.gather(*running)] == [200, 200]
+    assert (await post(other, path, BODIES[path])).status_code == 200
+    await other.close()
+
+
+@EVERY_PATH
+@STREAMED
+async def test_every_budget_says_so_in_every_protocol(
+    open_client: Open, path: str, stream: bool
+) -> None:
+    budgets = {
+        "rollout.max_turns = 0": (Budget(max_turns=0), StopReason.MAX_TURNS),
+        "rollout.max_tokens_per_trajectory = 0": (Budget(max_tokens=0), StopReason.MAX_TOKENS),
+        "rollout.timeout_seconds = 0": (Budget(max_seconds=0.0), StopReason.MAX_SECONDS),
+    }
+    for named, (budget, reason) in budgets.items():
+        client = open_client("never", budget=budget)
+        reply = await post(client, path, {**BODIES[path], "stream": stream})
+        assert (reply.status_code, reply.headers["x-should-retry"]) == (400, "false")
+        assert named in read_message(reply)
+        assert client.session.stop_reason is reason
+        assert client.interactions == ()
+
+
+@EVERY_PATH
+@STREAMED
+async def test_the_end_of_the_time_ends_a_call_in_flight(
+    open_client: Open, path: str, stream: bool
+) -> None:
+    client = open_client("The answer is forty two.", budget=Budget(max_seconds=0.2))
+    engine: Any = client.gateway.engine
+    engine.gate, engine.gate_position = asyncio.Event(), 2
+    reply = await post(client, path, {**BODIES[path], "stream": stream})
+    assert reply.status_code == (200 if stream else 400)
+    assert "rollout.timeout_seconds = 0.2" in reply.text
+    [interaction] = client.interactions
+    assert interaction.status is InteractionStatus.CANCELLED
+    assert client.session.stop_reason is StopReason.MAX_SECONDS
+    assert client.export_interactions() == {}
+    assert engine.num_aborted == 1
+
+
+async def test_the_sdks_do_not_repeat_what_a_budget_refused(open_client: Open) -> None:
+    client = open_client("never", budget=Budget(max_turns=0))
+    base_url = await client.gateway.serve()
+    root = base_url.removesuffix("/v1")
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=client.session_key) as mine:
+        with pytest.raises(openai.BadRequestError, match="used up its budget"):
+            await mine.chat.completions.create(model="m", messages=[USER])
+    async with anthropic.AsyncAnthropic(base_url=root, api_key=client.session_key) as mine:
+        with pytest.raises(anthropic.BadRequestError, match="used up its budget"):
+            await mine.messages.create(model="m", max_tokens=9, messages=[USER])
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"[" * 100_000, "nested too deep"),
+        (b'{"messages": NaN}', "NaN is no JSON"),
+        (b'{"a": 1e999}{', "not JSON"),
+        (b"\xff\xfe\xfa", "not JSON"),
+        (b"", "not JSON"),
+    ],
+)
+@EVERY_PATH
+async def test_no_body_breaks_the_gateway(
+    open_client: Open, path: str, body: bytes, message: str
+) -> None:
+    reply = await post(open_client("never"), path, body)
+    assert (reply.status_code, message in read_message(reply)) == (400, True), reply.text
+
+
+@EVERY_PATH
+async def test_a_session_answers_to_its_own_key_in_constant_time(
+    open_client: Open, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = open_client("a", "b")
+    other = TrackingClient(gateway=client.gateway)
+    compared: list[Any] = []
+    genuine = hmac.compare_digest
+
+    def record(one: Any, two: Any) -> bool:
+        compared.append((one, two))
+        return genuine(one, two)
+
+    monkeypatch.setattr(gateway_module.hmac, "compare_digest", record)
+    assert (await post(client, path, BODIES[path])).status_code == 200
+    assert compared == [(client.session_key.encode(),) * 2]
+    for key in ("sk-wrong", client.session_key[:-1], client.session_key + "x", "Ω"):
+        reply = await client.gateway.http_client.post(
+            f"http://x.invalid{path}",
+            content=json.dumps(BODIES[path]),
+            headers={"Authorization": f"Bearer {key}".encode()},
+        )
+        assert reply.status_code == 401
+    assert (len(client.interactions), len(other.interactions)) == (1, 0)
+    await other.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "message"),
+    [
+        ("127.0.0.1", None, None),
+        ("127.8.8.8", None, None),
+        ("localhost", None, None),
+        ("::1", None, None),
+        ("0.0.0.0", "k" * 16, None),
+        ("0.0.0.0", None, "lets other machines in"),
+        ("::", None, "lets other machines in"),
+        ("10.0.0.5", None, "lets other machines in"),
+        ("gpu-box", None, "lets other machines in"),
+        ("127.0.0.1", "k" * 15, "has 15 characters"),
+    ],
+)
+def test_other_machines_need_a_chosen_key(host: str, key: str | None, message: str | None) -> None:
+    if message is None:
+        check_binding(host, key, "--host")
+        return
+    with pytest.raises(UserInputError, match=message):
+        check_binding(host, key, "--host")
+
+
+async def test_a_session_that_serves_for_ever_forgets(open_client: Open) -> None:
+    client = open_client(*"abcdefg", max_kept=3)
+    messages: list[Any] = []
+    for number in range(7):
+        messages.append(USER)
+        reply = await client.chat.completions.create(model="m", messages=messages)
+        messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+        assert len(client.interactions) <= 3
+        assert reply.choices[0].message.content == "abcdefg"[number]
+    assert client.interactions[0].messages == tuple(messages[:-1])
+
+
+def test_nothing_is_unpickled_where_sockets_are_read() -> None:
+    folder = Path(gateway_module.__file__).parent
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found = {n.split(".")[0] for n in names}
+            assert not found & {"pickle", "marshal", "shelve", "cloudpickle", "dill"}, path

@@ -1,0 +1,115 @@
+"""500 sessions in one gateway: nobody hears another, and nothing stays when they have ended."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import pytest
+
+from agentrl_cli.tracking.client import TrackingClient
+from agentrl_cli.tracking.gateway import Gateway
+from agentrl_cli.tracking.session import Session, collect_sessions
+
+Open = Callable[..., TrackingClient]
+NUM_SESSIONS = 500
+NUM_TURNS = 3
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+def echo(prompt: str) -> str:
+    return prompt.rsplit("user\n", 1)[1].split("<|im_end|>")[0]
+
+
+Post = Callable[[str, dict[str, Any], dict[str, str]], Any]
+
+
+async def run_session(gateway: Gateway, number: int, post: Post, watched: list[Any]) -> None:
+    """A conversation in which every turn must come back to who said it; then its export."""
+    session = gateway.open_session()
+    headers = {"Authorization": f"Bearer {session.key}"}
+    messages: list[Any] = []
+    for turn in range(NUM_TURNS):
+        said = f"{number} says {turn}"
+        messages.append({"role": "user", "content": said})
+        body = {"model": "m", "messages": messages, "stream": False}
+        reply = await post("/v1/chat/completions", body, headers)
+        assert reply["choices"][0]["message"]["content"] == said
+        if turn == 0:
+            again = await post("/v1/chat/completions", body, headers | RETRY)
+            assert again["id"] == reply["id"]
+        messages.append(reply["choices"][0]["message"])
+    assert len(session.interactions) == NUM_TURNS
+    assert all(i.extends_parent for i in session.interactions[1:])
+    [exported] = session.export_interactions().values()
+    assert sum(exported.sequence.loss_mask) == sum(
+        i.num_completion_tokens for i in session.interactions
+    )
+    watched += [weakref.ref(session), weakref.ref(session._tree)]
+    await gateway.end_session(session)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["in process", "socket"])
+async def test_500_sessions_do_not_mix_and_leave_nothing(open_client: Open, way: str) -> None:
+    first = open_client(*[echo] * (NUM_SESSIONS * NUM_TURNS))
+    gateway: Any = first.gateway
+    engine: Any = gateway.engine
+    watched: list[Any] = []
+    if way == "socket":
+        root = (await gateway.serve()).removesuffix("/v1")
+        http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+
+        async def post(path: str, body: Any, headers: Any) -> Any:
+            async with http.post(root + path, json=body, headers=headers) as reply:
+                return await reply.json()
+    else:
+
+        async def post(path: str, body: Any, headers: Any) -> Any:
+            url = f"http://x.invalid{path}"
+            return (await gateway.http_client.post(url, json=body, headers=headers)).json()
+
+    works = [run_session(gateway, n, post, watched) for n in range(NUM_SESSIONS)]
+    await asyncio.gather(*works)
+    if way == "socket":
+        await http.close()
+    del works
+    await asyncio.sleep(0.05)
+    gc.collect()
+    assert gateway.num_open_sessions == 1
+    assert len(engine.prompts) == NUM_SESSIONS * NUM_TURNS, "a retry was sampled"
+    book = gateway._answers
+    assert (book.num_running, len(book._kept), book._by_session, book._num_kept_bytes) == (
+        0, 0, {}, 0,
+    )  # fmt: skip
+    alive = [ref() for ref in watched if ref() is not None]
+    assert len(watched) == 2 * NUM_SESSIONS
+    assert alive == []
+
+
+async def test_a_server_does_not_hold_the_trajectory_that_first_needed_it(
+    open_client: Open,
+) -> None:
+    client = open_client("a", "b")
+    gateway = client.gateway
+
+    async def run() -> weakref.ref[list[Session]]:
+        with collect_sessions() as sessions:
+            base_url = await gateway.serve()
+            assert sessions == []
+        async with aiohttp.ClientSession() as http:
+            headers = {"Authorization": f"Bearer {client.session_key}"}
+            async with http.get(f"{base_url}/models", headers=headers) as reply:
+                assert reply.status == 200
+        collected = gateway.open_session()
+        assert sessions == [], "opened outside of the block"
+        await gateway.end_session(collected)
+        return weakref.ref(collected)
+
+    held = await asyncio.create_task(run())
+    gc.collect()
+    assert held() is None
