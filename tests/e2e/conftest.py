@@ -77,8 +77,6 @@ class RecordingEngine:
 
 def check_exported_tensors(trajectories: Sequence[Trajectory], engine: RecordingEngine) -> None:
     """Every token that the engine sampled is in one tensor, trained there, and no other is."""
-    import torch
-
     for style in ("concat", "individual"):
         tensors = [
             exported.to_tensor_dict()
@@ -91,26 +89,34 @@ def check_exported_tensors(trajectories: Sequence[Trajectory], engine: Recording
             unsampled = ~tensor["loss_mask"][0]
             assert (tensor["versions"][0][unsampled] == -1).all()
             assert (tensor["logprobs"][0][unsampled] == 0).all()
-        waiting = list(tensors)
-        used: dict[int, set[int]] = {id(t): set() for t in waiting}
+        taken: set[tuple[int, int]] = set()
         for sampled in engine.sampled:
-            expected = sampled.generation
-            start, num_new = len(sampled.prompt_ids), len(expected.completion_ids)
-            seen = [*sampled.prompt_ids, *expected.completion_ids]
+            start = len(sampled.prompt_ids)
+            # The same tokens may have been sampled twice, with logprobs that differ in a last bit.
             homes = [
-                t
-                for t in waiting
-                if t["input_ids"][0, : start + num_new].tolist() == seen
-                and t["loss_mask"][0, start : start + num_new].all()
-                and start not in used[id(t)]
+                number
+                for number, tensor in enumerate(tensors)
+                if (number, start) not in taken and _holds(tensor, sampled)
             ]
-            assert homes, f"the {num_new} tokens after a prompt of {start} are nowhere ({style})"
-            home = homes[0]
-            used[id(home)].add(start)
-            span = slice(start, start + num_new)
-            assert home["versions"][0, span].tolist() == list(expected.versions)
-            logprobs = torch.tensor(expected.rollout_logprobs, dtype=torch.float32)
-            assert torch.equal(home["logprobs"][0, span], logprobs)
+            assert homes, f"{sampled.generation} after a prompt of {start} is nowhere ({style})"
+            taken.add((homes[0], start))
+
+
+def _holds(tensor: dict[str, Any], sampled: Sampled) -> bool:
+    """Whether the completion stands in the tensor, trained, after the prompt that it had."""
+    import torch
+
+    expected = sampled.generation
+    start = len(sampled.prompt_ids)
+    span = slice(start, start + len(expected.completion_ids))
+    seen = [*sampled.prompt_ids, *expected.completion_ids]
+    logprobs = torch.tensor(expected.rollout_logprobs, dtype=torch.float32)
+    return (
+        tensor["input_ids"][0, : span.stop].tolist() == seen
+        and bool(tensor["loss_mask"][0, span].all())
+        and tensor["versions"][0, span].tolist() == list(expected.versions)
+        and torch.equal(tensor["logprobs"][0, span], logprobs)
+    )
 
 
 @pytest.fixture

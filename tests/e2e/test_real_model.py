@@ -18,6 +18,8 @@ from agentrl_cli.rollout.building import build_workflow
 from agentrl_cli.rollout.dataset import build_eval_tasks
 from agentrl_cli.rollout.scheduler import run_tasks
 from agentrl_cli.rollout.worker_agents import WorkerAgents
+from agentrl_cli.tracking.client import TrackingClient
+from agentrl_cli.tracking.gateway import Gateway
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,7 +72,7 @@ def calculator(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 
     folder = resolve_model_folder("builtin:calculator", SilentObserver())
     assert Path(folder).is_dir()
-    return load_model(folder, "float32"), load_tokenizer(folder)
+    return load_model(folder, "float32", "cpu"), load_tokenizer(folder)
 
 
 @pytest.fixture
@@ -100,17 +102,26 @@ async def test_real_conversations_export_what_was_sampled(
             "rollout.num_workers=2",
         ],
     )
+    gateway = Gateway(engine, calculator[1])
+
+    def open_client(_: Any, sampling: Any, budget: Any) -> TrackingClient:
+        session = gateway.open_session(sampling=sampling, budget=budget)
+        return TrackingClient(gateway=gateway, session=session)
+
     with contextlib.ExitStack() as stack:
         workers = None
         if mode == "subprocess":
             workers = await asyncio.to_thread(WorkerAgents, config)
             stack.callback(workers.close)
-        workflow = build_workflow(config, calculator[1], seed=7, workers=workers)
+        workflow = build_workflow(
+            config, calculator[1], seed=7, workers=workers, open_client=open_client
+        )
         stack.callback(workflow.close)
         trajectories = await run_tasks(
             workflow, engine, build_eval_tasks(build_rows("test")[:16]),
             n_samples=2, max_concurrent=32,
         )  # fmt: skip
+    await gateway.close()
     assert {t.failure for t in trajectories} == {None}
     assert len(trajectories) == 32
     # The model calls its tool in about a third of the conversations, and then is nearly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import threading
 import time
@@ -173,6 +174,29 @@ async def test_every_cell_trains_what_was_sampled(
     assert played.breaks == []
     assert played.prompts[-1].count("<tool_response>\n42\n</tool_response>") == 4
     assert all(i.id.startswith(loop_type.prefix) for i in trajectory.interactions)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda i: {"completion_ids": i.completion_ids[::-1]},
+        lambda i: {"rollout_logprobs": (0.0, *i.rollout_logprobs[1:])},
+        lambda i: {"versions": tuple(v + 1 for v in i.versions)},
+        lambda i: {"prompt_ids": i.prompt_ids[1:]},
+        lambda _: {"temperature": 0.0},
+        lambda _: {"status": InteractionStatus.FAILED},
+    ],
+)
+async def test_the_check_of_every_cell_finds_what_was_not_sampled(
+    play_agent, check_tensors, change
+):
+    played = await play_agent(build_async_agent, "It is 42.")
+    [interaction] = played.trajectory.interactions
+    wrong = dataclasses.replace(interaction, **change(interaction))
+    with pytest.raises(AssertionError):
+        check_tensors(
+            [dataclasses.replace(played.trajectory, interactions=(wrong,))], played.engine
+        )
 
 
 @pytest.mark.parametrize("builder", [build_async_agent, build_blocking_agent])
