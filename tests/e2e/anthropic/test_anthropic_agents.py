@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -15,18 +14,11 @@ pytest.importorskip("anthropic")
 from anthropic import AsyncAnthropic
 
 from agentrl_cli import build_anthropic_client
-from agentrl_cli.agents.building import AgentSource
-from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
 from agentrl_cli.models.calculator_prompt import CALCULATE_TOOL, SYSTEM_PROMPT
-from agentrl_cli.records import Boundary
-from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow
-from agentrl_cli.rollout.dataset import Task
-from agentrl_cli.rollout.rewards import AsyncRewardWrapper
-from agentrl_cli.rollout.workflow import Attempt
+from agentrl_cli.records import StopReason
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.tracking.sequences import build_sequences
 from builders.anthropic_agent import build_anthropic_agent, build_blocking_anthropic_agent
-from rewards.exact_answer import exact_answer_reward_fn
 
 pytestmark = pytest.mark.anthropic
 
@@ -34,76 +26,52 @@ ROOT = Path(__file__).parents[3]
 ROW = {"question": "What is 20 plus 22?", "answer": "42"}
 
 
-async def reward_fn(completions, answer):
-    return exact_answer_reward_fn(completions, answer)
-
-
-@pytest.fixture
-def play(open_client, scripted_engine):
-    """Runs one trajectory of a builder's agent whose model replies as given."""
-
-    async def run(builder, *replies, row=ROW, **rollout):
-        engine = scripted_engine(replies)
-        workflow = AgentRolloutWorkflow(
-            {None: AgentSource(builder, {}, "agent_builder_path")},
-            reward=AsyncRewardWrapper(reward_fn),
-            gconfig=GenerationConfig(),
-            rollout=RolloutConfig(**rollout),
-            open_client=open_client,
-        )
-        task = Task(task_id="0", row=row, group_id="000001.000")
-        trajectory = await workflow.arun_trajectory(engine, Attempt(task=task, step=1))
-        left = {task.get_coro().__qualname__ for task in asyncio.all_tasks()}
-        assert left - {"Server.serve"} == {asyncio.current_task().get_coro().__qualname__}
-        return trajectory, engine
-
-    return run
-
-
 @pytest.mark.parametrize("builder", [build_anthropic_agent, build_blocking_anthropic_agent])
-async def test_a_tool_loop_is_one_sequence(play, tool_call, builder):
+async def test_a_tool_loop_is_one_sequence(play_agent, tool_call, builder):
     calls = "\n".join(tool_call("calculate", f'{{"expression": "{n} + 1"}}') for n in (1, 2))
-    trajectory, engine = await play(
+    played = await play_agent(
         builder, f"Let me see.\n{calls}", tool_call("calculate", '{"expression": "20+22"}'), "42"
     )
+    trajectory = played.trajectory
     assert trajectory.failure is None
     assert (trajectory.reward, trajectory.final_answer) == (1.0, "42")
     assert (trajectory.num_turns, trajectory.num_tool_calls) == (3, 3)
-    assert "<tool_response>\n2\n</tool_response>" in engine.prompts[1]
-    assert "<tool_response>\n42\n</tool_response>" in engine.prompts[2]
-    assert [i.break_cause for i in trajectory.interactions] == [None] * 3
+    assert "<tool_response>\n2\n</tool_response>" in played.prompts[1]
+    assert "<tool_response>\n42\n</tool_response>" in played.prompts[2]
+    assert played.breaks == []
     assert [i.turn_return for i in trajectory.interactions] == [1.0] * 3
     [sequence] = build_sequences(trajectory.interactions, "concat")
     assert sum(sequence.loss_mask) == trajectory.num_completion_tokens
 
 
-async def test_the_prompt_is_that_of_the_demonstrations(play, chat_tokenizer):
+async def test_the_prompt_is_that_of_the_demonstrations(play_agent, chat_tokenizer):
     """The built-in model knows no other."""
-    _, engine = await play(build_anthropic_agent, "42")
+    played = await play_agent(build_anthropic_agent, "42", row=ROW)
     messages = [
         {"role": "system", "content": SYSTEM_PROMPT},
         {"role": "user", "content": ROW["question"]},
     ]
-    assert engine.prompts == [
+    assert played.prompts == [
         chat_tokenizer.apply_chat_template(
             messages, tools=[CALCULATE_TOOL], add_generation_prompt=True, tokenize=False
         )
     ]
 
 
-async def test_a_loop_without_end_meets_the_budget(play, tool_call):
+async def test_a_loop_without_end_meets_the_budget(play_agent, tool_call):
     async def loop(data, anthropic_client, model):
         while True:
             await anthropic_client.messages.create(
                 model=model, max_tokens=9, messages=[{"role": "user", "content": "Again."}]
             )
 
-    trajectory, _ = await play(lambda: loop, *["a"] * 9, max_turns=3)
-    assert trajectory.failure.boundary is Boundary.BUDGET
-    assert trajectory.num_turns == 3
+    played = await play_agent(lambda: loop, *["a"] * 9, max_turns=3)
+    assert played.trajectory.failure is None, "it is judged by what it has said"
+    assert played.trajectory.stop_reason is StopReason.MAX_TURNS
+    assert played.trajectory.num_turns == 3
 
 
-async def test_a_client_of_the_agents_own_may_be_closed_by_it(play):
+async def test_a_client_of_the_agents_own_may_be_closed_by_it(play_agent):
     """In process by http_client, by the socket, and out of the tracking client."""
 
     async def own(data, base_url, api_key, http_client, client, model):
@@ -122,7 +90,7 @@ async def test_a_client_of_the_agents_own_may_be_closed_by_it(play):
                 answers.append(reply.content[0].text)
         return "".join(answers)
 
-    trajectory, _ = await play(lambda: own, "4", "2", "0", "0")
+    trajectory = (await play_agent(lambda: own, "4", "2", "0", "0")).trajectory
     assert trajectory.failure is None
     assert trajectory.final_answer == "4200"
     assert trajectory.num_turns == 4
