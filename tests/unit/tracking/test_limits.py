@@ -57,9 +57,9 @@ async def test_large_bodies_and_long_conversations_are_413(open_client: Open, pa
     reply = await post(client, path, {**BODIES[path], "user": "x" * 2000})
     assert (reply.status_code, read_message(reply)) == (413, "the body is larger than 1000 bytes")
     key = "input" if path.endswith("responses") else "messages"
-    reply = await post(client, path, {**BODIES[path], key: [USER, REPLY] * 2})
+    reply = await post(client, path, {**BODIES[path], key: [USER, REPLY, USER, REPLY, USER]})
     assert reply.status_code == 413
-    assert "has 4 messages; allowed are 3" in read_message(reply)
+    assert "has 5 messages; allowed are 3" in read_message(reply)
     assert client.interactions == ()
 
 
