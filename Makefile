@@ -39,6 +39,7 @@ bench: $(VENV)/.installed-test  ## Every benchmark, one after the other.
 	$(BIN)/python -m benchmarks.embedded_engine
 	$(BIN)/python -m benchmarks.training
 	$(BIN)/python -m benchmarks.frameworks
+	$(BIN)/python -m benchmarks.agent_workers
 
 bench-vllm: $(VENV)/.installed-vllm  ## Serving and publishing on real vLLM servers.
 	$(BIN)/python -m benchmarks.vllm_serving
