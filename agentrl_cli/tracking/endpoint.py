@@ -38,6 +38,9 @@ class _NoTemplate:
     def render(self, messages: Any, inputs: TemplateInputs) -> str:
         return ""
 
+    def render_past(self, messages: Any, inputs: TemplateInputs) -> str:
+        return ""
+
     def encode(self, text: str) -> tuple[int, ...]:
         return ()
 

@@ -8,6 +8,7 @@ placeholder in the sampled turn's place: what follows the placeholder is what is
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class ChatTemplate:
         self._hidden_ids = _find_hidden_ids(tokenizer, self.formats)
         # A run of bytes is decoded as one: what its first ones are depends on the last.
         self.decodes_in_runs = b"ByteFallback" in _dump_decoder(tokenizer)
+        self._wants_text = False
         self._thought_key = _find_thought_key(collect_template_text(tokenizer.chat_template))
 
     def render(self, messages: Sequence[Message], inputs: TemplateInputs) -> str:
@@ -87,12 +89,35 @@ class ChatTemplate:
         """
         return self._render(messages, inputs, is_prompt=True)
 
-    def _render(
-        self, messages: Sequence[Message], inputs: TemplateInputs, *, is_prompt: bool
+    def render_past(self, messages: Sequence[Message], inputs: TemplateInputs) -> str:
+        """The text of the messages alone, without what begins the assistant's turn.
+
+        Raises:
+            TemplateError: the template's own complaint.
+        """
+        return self._render(messages, inputs, is_prompt=False)
+
+    def _render(self, messages: Sequence[Message], inputs: TemplateInputs, is_prompt: bool) -> str:
+        try:
+            return self._apply(messages, inputs, is_prompt, wants_text=self._wants_text)
+        except TemplateError as error:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            # Most templates want arguments as objects, DeepSeek's put them together as text.
+            wants_text = not self._wants_text
+            try:
+                text = self._apply(messages, inputs, is_prompt, wants_text=wants_text)
+            except TemplateError:
+                raise error from error.__cause__
+        self._wants_text = wants_text
+        return text
+
+    def _apply(
+        self, messages: Sequence[Message], inputs: TemplateInputs, is_prompt: bool, wants_text: bool
     ) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
-                [_to_template_message(m, self._thought_key) for m in messages],
+                [_to_template_message(m, self._thought_key, wants_text) for m in messages],
                 tools=list(inputs.tools) or None,
                 add_generation_prompt=is_prompt,
                 tokenize=False,
@@ -151,7 +176,7 @@ class ChatTemplate:
         messages = [message.get(_SAMPLED_KEY, message) for message in skeleton]
         try:
             before = self.render(messages[:last], inputs)
-            closed = self._render(messages[: last + 1], inputs, is_prompt=False)
+            closed = self.render_past(messages[: last + 1], inputs)
             text = self.render(messages, inputs)
         except TemplateError:
             return None
@@ -238,8 +263,9 @@ def _find_thought_key(template: str) -> str | None:
     return None
 
 
-def _to_template_message(message: Message, thought_key: str | None) -> Message:
-    """A message as templates expect it: text content, arguments as objects, no nulls."""
+def _to_template_message(message: Message, thought_key: str | None, wants_text: bool) -> Message:
+    """A message as templates expect it: text content, no nulls, and arguments as objects, or as
+    JSON text with ``wants_text``."""
     rendered = {k: v for k, v in message.items() if v is not None and k != _SAMPLED_KEY}
     rendered["content"] = extract_text(message.get("content"))
     if message["role"] == "assistant":
@@ -248,18 +274,19 @@ def _to_template_message(message: Message, thought_key: str | None) -> Message:
         rendered["role"] = "system"
     if message.get("tool_calls"):
         rendered["tool_calls"] = [
-            {
-                **call,
-                "function": {
-                    **call["function"],
-                    "arguments": parse_arguments(call["function"].get("arguments") or "{}"),
-                },
-            }
+            {**call, "function": _to_template_function(call["function"], wants_text)}
             for call in message["tool_calls"]
         ]
     else:
         rendered.pop("tool_calls", None)
     return rendered
+
+
+def _to_template_function(function: dict[str, Any], wants_text: bool) -> dict[str, Any]:
+    arguments = parse_arguments(function.get("arguments") or "{}")
+    if wants_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**function, "arguments": arguments}
 
 
 def _place_thought(message: Message, key: str | None) -> Message:

@@ -82,6 +82,10 @@ class TurnTemplate(Protocol):
         """The prompt's text."""
         ...
 
+    def render_past(self, messages: Sequence[Message], inputs: TemplateInputs) -> str:
+        """The messages' text, without what begins the assistant's turn."""
+        ...
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of template text."""
         ...
@@ -287,13 +291,20 @@ class ConversationTree:
             return BreakCause.THINKING_STRIPPED
         if split is None:
             return BreakCause.RETOKENIZED
-        # The template must show the past as it did when the turn was sampled. Before the turn
-        # there may be less than what only a generation prompt has, or more: what the model
-        # wrote itself, such as an empty thought.
-        past = parent.plan.skeleton_text
-        if not past.startswith(split.before) and not split.before.startswith(past):
+        if not self._shows_past(parent.plan, split.before):
             return BreakCause.THINKING_STRIPPED if is_stripped else BreakCause.TEMPLATE_CHANGED
         return None
+
+    def _shows_past(self, plan: PromptPlan, before: str) -> bool:
+        """Whether the text before a sampled turn is what the turn was sampled after.
+
+        It may lack what only a generation prompt has, or have more: what the model wrote
+        itself, such as an empty thought; or it begins the turn in another way.
+        """
+        past = plan.skeleton_text
+        if past.startswith(before) or before.startswith(past):
+            return True
+        return before.startswith(self._template.render_past(plan.skeleton, plan.inputs))
 
 
 def _restore_thoughts(

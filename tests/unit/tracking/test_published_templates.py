@@ -1,0 +1,118 @@
+"""What published chat templates do that others do not, and that turns are spliced all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agentrl_cli.records import BreakCause
+from agentrl_cli.tracking.client import TrackingClient
+
+Open = Callable[..., TrackingClient]
+USER = {"role": "user", "content": "What is the weather in Paris?"}
+AGAIN = {"role": "user", "content": "And then?"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+OTHER = {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}}
+
+#: As DeepSeek V3.1: the prompt opens a thought, a turn of the past begins with its end; arguments
+#: are put together as text; nothing begins the turn after a tool's result.
+DEEPSEEK = """\
+{%- set ns = namespace(user=false) %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{% set ns.user = true %}{{- '<|im_start|>' + m.content }}
+{%- elif m.role == 'tool' %}{% set ns.user = false %}{{- '<|im_start|>output ' + m.content }}
+{%- else %}
+{%- if ns.user %}{{- '<|im_start|>assistant</think>' }}{% endif %}{% set ns.user = false %}
+{{- m.content.split('</think>')[-1] }}
+{%- for c in m.tool_calls or [] %}
+{{- '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' + c.function.arguments }}
+{{- '<｜tool▁call▁end｜>' }}{% endfor %}
+{{- '<|im_end|>' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt and ns.user %}{{- '<|im_start|>assistant<think>' }}{% endif %}"""
+DEEPSEEK_CALL = '<｜tool▁call▁begin｜>f<｜tool▁sep｜>{"x":1}<｜tool▁call▁end｜>'
+#: As GLM 4.5: no end of turn; what follows a turn ends it, and the model samples that.
+GLM = """\
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{- '<|im_end|>' + m.content }}
+{%- elif m.role == 'tool' %}{{- '<|endoftext|><tool_response>' + m.content }}
+{%- else %}{{- '<|im_start|>' }}
+{%- if m.reasoning_content %}{{- '\\n<think>' + m.reasoning_content + '</think>' }}
+{%- else %}{{- '\\n<think></think>' }}{% endif %}
+{{- '\\n' + m.content }}
+{%- for c in m.tool_calls or [] %}
+{{- '\\n<tool_call>' + c.function.name }}
+{%- for k, v in c.function.arguments.items() %}
+{{- '\\n<arg_key>' + k + '</arg_key>\\n<arg_value>' + (v | tojson) + '</arg_value>' }}{% endfor %}
+{{- '</tool_call>' }}{% endfor %}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"""
+
+
+async def ask(client: TrackingClient, messages: list[Any], **options: Any) -> dict[str, Any]:
+    completion = await client.chat.completions.create(model="m", messages=messages, **options)
+    return completion.choices[0].message.model_dump(exclude_none=True)
+
+
+def assert_spliced(client: TrackingClient, child: Any, parent: Any, after: str) -> None:
+    text_ids = client.gateway.template.encode(after)  # type: ignore[attr-defined]
+    assert child.prompt_ids == parent.prompt_ids + parent.completion_ids + text_ids
+    assert (child.parent_id, child.break_cause) == (parent.id, None)
+
+
+@pytest.mark.parametrize("keep_thinking", [False, True])
+async def test_deepseek_begins_past_turns_in_another_way(
+    open_client: Open, make_tokenizer: Callable[[str], Any], keep_thinking: bool
+) -> None:
+    script = ["hm</think>" + DEEPSEEK_CALL, "sunny", "bye"]
+    reading = {"keep_thinking": keep_thinking}
+    client = open_client(*script, tokenizer=make_tokenizer(DEEPSEEK), reading=reading)
+    first = await ask(client, [USER], tools=[TOOL])
+    assert first["reasoning_content"] == "hm"
+    result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "20"}
+    second = await ask(client, [USER, first, result], tools=[TOOL])
+    await ask(client, [USER, first, result, second, AGAIN], tools=[TOOL])
+    one, two, three = client.interactions
+    if keep_thinking:
+        assert_spliced(client, two, one, "<|im_start|>output 20")
+    else:
+        assert two.break_cause is BreakCause.THINKING_STRIPPED
+        text = client.gateway.template.tokenizer.decode(two.prompt_ids)  # type: ignore[attr-defined]
+        assert text == (
+            "<|im_start|>What is the weather in Paris?<|im_start|>assistant</think>"
+            + DEEPSEEK_CALL.replace('"x":1', '"x": 1')
+            + "<|im_end|><|im_start|>output 20"
+        )
+    assert_spliced(client, three, two, "<|im_start|>And then?<|im_start|>assistant<think>")
+
+
+async def test_glm_ends_a_turn_with_what_follows(
+    open_client: Open, make_tokenizer: Callable[[str], Any]
+) -> None:
+    call = "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+    script = [
+        (f"\n<think>hm</think>\nI look.{call}<|endoftext|>", "length"),
+        ("\n<think></think>\nsunny", "stop"),
+        "bye",
+    ]
+    client = open_client(*script, tokenizer=make_tokenizer(GLM))
+    first = await ask(client, [USER], tools=[TOOL])
+    assert (first["reasoning_content"], first["content"]) == ("hm", "I look.")
+    assert first["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
+    result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "20"}
+    second = await ask(client, [USER, first, result], tools=[TOOL])
+    await ask(client, [USER, first, result, second, AGAIN], tools=[TOOL])
+    one, two, three = client.interactions
+    assert_spliced(client, two, one, "<tool_response>20<|im_start|>")
+    assert_spliced(client, three, two, "And then?<|im_start|>")
+
+
+async def test_changed_tools_are_still_a_changed_template(
+    open_client: Open, make_tokenizer: Callable[[str], Any]
+) -> None:
+    template = "{{ tools | tojson if tools }}" + DEEPSEEK
+    script = ["</think>Paris", "yes"]
+    client = open_client(*script, tokenizer=make_tokenizer(template))
+    first = await ask(client, [USER], tools=[TOOL])
+    await ask(client, [USER, first, AGAIN], tools=[OTHER])
+    assert client.interactions[1].break_cause is BreakCause.TEMPLATE_CHANGED
