@@ -142,8 +142,7 @@ def compute_logprobs(
         temperatures: float32 [tokens], above 0.
         top_ps: float32 [tokens]; below 1, the distribution is renormalized within the
             nucleus of these logits, in which the target is always kept.
-        masks: of constrained targets, which they allow: the distribution is over the tokens
-            that a mask allows. Put on before temperature and nucleus, as engines do.
+        masks: what constrained targets were among; put on before temperature and nucleus.
         max_logits: bounds the rows of a chunk. With several chunks, each is computed again
             in the backward pass, so that the logits of one chunk alone stand at a time.
     """
