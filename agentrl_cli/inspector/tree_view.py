@@ -141,6 +141,8 @@ def _add_outcome(tree: Tree, trajectory: Trajectory) -> None:
     parts = "  ".join(f"{k} {format_number(v)}" for k, v in trajectory.reward_parts.items())
     reward = Text(f"reward: {format_number(trajectory.reward)}", style="bold")
     tree.add(reward.append(f"  {clean(parts)}" if parts else "", style="dim"))
+    if trajectory.stop_reason is not None:
+        tree.add(Text(f"stopped by its budget: {trajectory.stop_reason}", style="yellow"))
     failure = trajectory.failure
     if failure is not None:
         text = Text(f"failed in {failure.boundary.value}: ", style="bold red")

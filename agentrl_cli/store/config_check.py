@@ -52,6 +52,7 @@ MAY_CHANGE_ON_RESUME: dict[str, str] = {
     "rollout.reward_timeout_seconds": "deadline",
     "rollout.reward_workers": "speed",
     "rollout.agent_mode": "where agents run",
+    "rollout.external.": "where programs elsewhere knock, and patience with them",
     "rollout.num_workers": "speed",
     "rollout.worker_max_tasks": "speed, for agents that leave nothing behind",
     "rollout.worker_max_memory_gib": "memory",

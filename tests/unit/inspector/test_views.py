@@ -13,7 +13,7 @@ from agentrl_cli.inspector.query import TrajectoryQuery
 from agentrl_cli.inspector.show import inspect_run
 from agentrl_cli.inspector.tokens_view import list_tokens
 from agentrl_cli.inspector.tree_view import build_tree, find_new_messages
-from agentrl_cli.records import BreakCause, Interaction, Trajectory
+from agentrl_cli.records import BreakCause, Interaction, StopReason, Trajectory
 from agentrl_cli.store.run_folder import RunFolder
 
 
@@ -61,6 +61,12 @@ def test_a_tree_shows_each_message_once_and_its_branches(forked: Trajectory) -> 
     assert "failed: the engine died" in text
     assert "reward: 1.000  exact 1.000" in text
     assert "final answer: 391" in text
+
+
+def test_the_budget_that_stopped_it_is_named(forked: Trajectory) -> None:
+    stopped = dataclasses.replace(forked, stop_reason=StopReason.MAX_TURNS)
+    assert "stopped by its budget: max_turns" in render(build_tree(stopped, "step 1"))
+    assert "stopped by" not in render(build_tree(forked, "step 1"))
 
 
 def test_only_forks_are_indented() -> None:
