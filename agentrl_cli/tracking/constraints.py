@@ -61,16 +61,35 @@ async def constrain(request: ModelRequest, formats: ReplyFormats, prompt_end: st
             xgrammar is not installed.
     """
     rules, tools = request.rules, request.inputs.tools
+    tool_format = formats.tool_calls
+    if not rules.parallel_tool_calls and tool_format is not None and not tool_format.end_of_call:
+        # No text ends a call, so the grammar has to.
+        rules = _name_tools(rules, tools, tool_format)
     tag = build_structural_tag(rules, tools, formats, prompt_end=prompt_end)
     if tag is not None:
         await _check_tag(tag, "tool_choice" if rules.response_format is None else "response_format")
         return replace(request.sampling, structural_tag=tag)
-    end_of_call = formats.tool_calls.end_of_call if formats.tool_calls is not None else None
+    end_of_call = tool_format.end_of_call if tool_format is not None else None
     if rules.parallel_tool_calls or not tools or not end_of_call:
         return request.sampling
     # One call a turn: sampling ends where the first one does, so that the message says all that
     # was sampled.
     return replace(request.sampling, stop=(*request.sampling.stop, end_of_call))
+
+
+def _name_tools(
+    rules: ReplyRules, tools: Sequence[dict[str, Any]], tool_format: ToolCallFormat
+) -> ReplyRules:
+    """The same rules, naming every tool, which is what makes a grammar of them."""
+    if not tools or rules.callable_tools is not None:
+        return rules
+    if tool_format.syntax is None:
+        raise RequestError(
+            f"one call a turn cannot be asked of calls as {tool_format.name!r} reads them "
+            "(engine.tool_call_parser): nothing ends a call. Leave parallel_tool_calls out",
+            "parallel_tool_calls",
+        )
+    return replace(rules, callable_tools=tuple(tool["function"]["name"] for tool in tools))
 
 
 async def _check_tag(tag: str, param: str) -> None:

@@ -10,7 +10,12 @@ import openai
 import pydantic
 import pytest
 
+from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.tracking.client import TrackingClient
+from agentrl_cli.tracking.constraints import constrain
+from agentrl_cli.tracking.model_request import ModelRequest, ReplyRules, RequestError
+from agentrl_cli.tracking.parsers.choosing import choose_formats
+from agentrl_cli.tracking.template import TemplateInputs
 
 Open = Callable[..., TrackingClient]
 USER: Any = {"role": "user", "content": "What?"}
@@ -150,6 +155,29 @@ async def test_one_call_a_turn_ends_sampling_where_the_call_does(open_client: Op
     await create(client, parallel_tool_calls=False)
     with_tools, without = list_samplings(client)
     assert (with_tools.stop, without.stop) == (("</tool_call>",), ())
+
+
+@pytest.mark.parametrize(
+    ("parser", "is_held"), [("mistral", True), ("llama3_json", True), ("pythonic", False)]
+)
+async def test_one_call_a_turn_where_no_text_ends_a_call(
+    tokenizer: Any, parser: str, is_held: bool
+) -> None:
+    request = ModelRequest(
+        messages=(USER,),
+        inputs=TemplateInputs(tuple(TOOLS)),
+        sampling=Sampling(),
+        rules=ReplyRules(parallel_tool_calls=False),
+        parse_tools=True,
+    )
+    formats = choose_formats(tokenizer, parser)
+    if not is_held:
+        with pytest.raises(RequestError, match="Leave parallel_tool_calls out"):
+            await constrain(request, formats, "")
+        return
+    sampling = await constrain(request, formats, "")
+    assert sampling.structural_tag is not None
+    assert '"stop_after_first": true' in sampling.structural_tag
 
 
 class Answer(pydantic.BaseModel):
