@@ -236,7 +236,7 @@ async def test_a_blocking_agent_that_passes_its_deadline_is_cut_off(play_agent):
                 )
             except Exception as error:
                 errors.append(error.__cause__ or error)
-                time.sleep(0.05)
+                time.sleep(1.0)
         ended.set()
 
     async def never(prompt):
@@ -246,8 +246,11 @@ async def test_a_blocking_agent_that_passes_its_deadline_is_cut_off(play_agent):
     failure = played.trajectory.failure
     assert failure.boundary is Boundary.TIMEOUT
     assert [i.status for i in played.trajectory.interactions] == [InteractionStatus.CANCELLED]
-    assert await asyncio.to_thread(ended.wait, 5)
-    assert [type(e).__name__ for e in errors] == ["BlockingCallError"] * 2
+    assert await asyncio.to_thread(ended.wait, 30)
+    # The call in flight is refused for its time, or cut off; the next one finds nobody.
+    first, second = (type(error).__name__ for error in errors)
+    assert first in ("BadRequestError", "BlockingCallError")
+    assert second == "BlockingCallError"
     assert played.engine.sampled == []
 
 
