@@ -74,8 +74,9 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.formats = formats if formats is not None else choose_formats(tokenizer)
         self._backend = _find_backend(tokenizer)
-        self._special_ids = frozenset(tokenizer.all_special_ids)
-        self._hidden_ids = _find_hidden_ids(tokenizer, self.formats)
+        self._end_ids = frozenset(tokenizer.all_special_ids)
+        self._special_tokens = _list_special_tokens(tokenizer)
+        self._hidden_ids = _find_hidden_ids(self._special_tokens, self.formats)
         # A run of bytes is decoded as one: what its first ones are depends on the last.
         self.decodes_in_runs = b"ByteFallback" in _dump_decoder(tokenizer)
         self._wants_text = False
@@ -182,7 +183,7 @@ class ChatTemplate:
             return None
         if not text.startswith(closed):
             return None
-        ends = [closed.rfind(token) for token in self.tokenizer.all_special_tokens]
+        ends = [closed.rfind(token) for token in self._special_tokens.values()]
         end = max((at for at in ends if at >= len(before)), default=len(closed))
         return SplitPrompt(before, text[end:], text)
 
@@ -201,9 +202,9 @@ class ChatTemplate:
         """
         after_ids = self.encode(text_after)
         if completion_ids and after_ids:
-            sampled_end = finish_reason != "length" and completion_ids[-1] in self._special_ids
+            sampled_end = finish_reason != "length" and completion_ids[-1] in self._end_ids
             if completion_ids[-1] == after_ids[0] or (
-                sampled_end and after_ids[0] in self._special_ids
+                sampled_end and after_ids[0] in self._special_tokens
             ):
                 after_ids = after_ids[1:]
         return prompt_ids + completion_ids + after_ids
@@ -214,11 +215,15 @@ def _dump_decoder(tokenizer: Any) -> bytes:
     return decoder.__getstate__() if decoder is not None else b""
 
 
-def _find_hidden_ids(tokenizer: Any, formats: ReplyFormats) -> frozenset[int]:
-    """Special tokens that are not part of a reply's text."""
+def _list_special_tokens(tokenizer: Any) -> dict[int, str]:
+    """All special tokens by id, also those that are no named one such as ``eos_token``."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {i: str(token) for i, token in added.items() if token.special}
-    special |= {i: tokenizer.convert_ids_to_tokens(i) for i in tokenizer.all_special_ids}
+    return special | {i: tokenizer.convert_ids_to_tokens(i) for i in tokenizer.all_special_ids}
+
+
+def _find_hidden_ids(special: dict[int, str], formats: ReplyFormats) -> frozenset[int]:
+    """Special tokens that are not part of a reply's text."""
     shown: set[str] = set()
     if formats.tool_calls is not None:
         if formats.tool_calls.special_texts is None:

@@ -49,6 +49,31 @@ GLM = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"""
 
 
+#: As gpt-oss: a call is a message of its own, a result wants to see its call, and a turn of the
+#: past ends with another token than the one that is sampled.
+GPT_OSS = """\
+{%- set ns = namespace(called=none) %}
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{- '<|start|>user<|message|>' + m.content + '<|end|>' }}
+{%- elif m.role == 'tool' %}
+{%- if ns.called is none %}{{- raise_exception('no previous tool call') }}{% endif %}
+{{- '<|start|>functions.' + ns.called + ' to=assistant<|channel|>commentary<|message|>' }}
+{{- (m.content | tojson) + '<|end|>' }}
+{%- elif m.tool_calls %}
+{%- if m.thinking %}{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking }}
+{{- '<|end|>' }}{% endif %}
+{%- set c = m.tool_calls[0].function %}{% set ns.called = c.name %}
+{{- '<|start|>assistant to=functions.' + c.name + '<|channel|>commentary json<|message|>' }}
+{{- (c.arguments | tojson) + '<|call|>' }}
+{%- else %}{% set ns.called = none %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+GPT_OSS_TOKENS = [
+    "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>", "<|return|>",
+]  # fmt: skip
+
+
 async def ask(client: TrackingClient, messages: list[Any], **options: Any) -> dict[str, Any]:
     completion = await client.chat.completions.create(model="m", messages=messages, **options)
     return completion.choices[0].message.model_dump(exclude_none=True)
@@ -105,6 +130,41 @@ async def test_glm_ends_a_turn_with_what_follows(
     one, two, three = client.interactions
     assert_spliced(client, two, one, "<tool_response>20<|im_start|>")
     assert_spliced(client, three, two, "And then?<|im_start|>")
+
+
+@pytest.mark.parametrize("way", ["kept", "dropped"])
+async def test_gpt_oss_wants_to_see_the_call_and_ends_turns_of_the_past_otherwise(
+    open_client: Open, make_tokenizer: Callable[[str], Any], way: str
+) -> None:
+    tokenizer = make_tokenizer(GPT_OSS)
+    tokenizer.add_special_tokens({"additional_special_tokens": GPT_OSS_TOKENS})
+    tokenizer.eos_token = "<|return|>"
+    call = ' to=functions.f<|channel|>commentary json<|message|>{"x":1}<|call|>'
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    script: list[Any] = [
+        (thought + call, "length"),
+        "<|channel|>final<|message|>sunny",
+        "<|channel|>final<|message|>bye",
+    ]
+    client = open_client(*script, tokenizer=tokenizer, reading={"keep_thinking": True})
+    first = await ask(client, [USER], tools=[TOOL])
+    assert first["reasoning_content"] == "hm"
+    assert first["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
+    if way == "dropped":
+        del first["reasoning_content"]
+    result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "20"}
+    second = await ask(client, [USER, first, result], tools=[TOOL])
+    assert second["content"] == "sunny"
+    await ask(client, [USER, first, result, second, AGAIN], tools=[TOOL])
+    one, two, three = client.interactions
+    assert_spliced(
+        client, two, one,
+        '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"20"<|end|>'
+        "<|start|>assistant",
+    )  # fmt: skip
+    # The end that was sampled stays, in place of the one that the template would write.
+    assert tokenizer.decode(two.completion_ids[-1]) == "<|return|>"
+    assert_spliced(client, three, two, "<|start|>user<|message|>And then?<|end|><|start|>assistant")
 
 
 async def test_changed_tools_are_still_a_changed_template(
