@@ -19,23 +19,33 @@ import aiohttp
 
 
 async def talk_in_tokens(
-    http: aiohttp.ClientSession, job: dict[str, Any], key: str, seconds: list[float]
+    http: aiohttp.ClientSession,
+    job: dict[str, Any],
+    key: str,
+    lengths: list[int],
+    seconds: list[float],
 ) -> None:
     """The turns as token ids, to vLLM itself."""
     prompt_ids = list(job["prompt_ids"])
-    for _ in range(job["num_turns"]):
-        body = {"token_ids": prompt_ids, "sampling_params": job["sampling_params"]}
+    for length in lengths:
+        params = {**job["sampling_params"], "max_tokens": length}
+        body = {"token_ids": prompt_ids, "sampling_params": params}
         reply = await _post(http, job["url"], key, body, seconds)
         prompt_ids += reply["choices"][0]["token_ids"] + job["next_ids"]
 
 
 async def talk_in_messages(
-    http: aiohttp.ClientSession, job: dict[str, Any], key: str, seconds: list[float]
+    http: aiohttp.ClientSession,
+    job: dict[str, Any],
+    key: str,
+    lengths: list[int],
+    seconds: list[float],
 ) -> None:
     """The turns as messages, to a gateway."""
     messages = [job["question"]]
-    for _ in range(job["num_turns"]):
-        reply = await _post(http, job["url"], key, {"model": "m", "messages": messages}, seconds)
+    for length in lengths:
+        body = {"model": "m", "messages": messages, "max_tokens": length}
+        reply = await _post(http, job["url"], key, body, seconds)
         message = reply["choices"][0]["message"]
         messages += [{"role": "assistant", "content": message["content"]}, job["question"]]
 
@@ -54,11 +64,17 @@ async def _post(
 
 
 async def run(job: dict[str, Any], http: aiohttp.ClientSession) -> dict[str, float]:
-    """All sessions at once, one for each key."""
+    """One session for each key, ``num_concurrent`` at any time, as a rollout has them."""
     talk = talk_in_tokens if "prompt_ids" in job else talk_in_messages
     durations: list[float] = []
     started = time.perf_counter()
-    await asyncio.gather(*(talk(http, job, key, durations) for key in job["keys"]))
+    sessions = zip(job["keys"], job["lengths"], strict=True)
+
+    async def work() -> None:
+        for key, lengths in sessions:
+            await talk(http, job, key, lengths, durations)
+
+    await asyncio.gather(*(work() for _ in range(job["num_concurrent"])))
     seconds = time.perf_counter() - started
     return {
         "requests_per_second": len(durations) / seconds,

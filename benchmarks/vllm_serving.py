@@ -29,6 +29,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
@@ -49,7 +50,10 @@ from agentrl_cli.models.tokenizer import train_tokenizer
 from agentrl_cli.tracking.gateway import Gateway
 
 _NUM_TURNS = 3
-_NUM_NEW_TOKENS = 24
+#: Sessions of a round for each that is open at the same time: when one ends, another begins.
+_NUM_SUCCESSORS = 3
+#: Tokens of a completion, from and to; equal lengths would make all sessions send at once.
+_NEW_TOKENS = (12, 36)
 _QUESTION = {"role": "user", "content": "What is the sum of the numbers from one to ten?"}
 _MAX_MODEL_LEN = 512
 
@@ -181,20 +185,19 @@ class Comparison:
         self._endpoint = endpoint
         self._load = load
 
-    async def run(self, num_sessions: int, num_rounds: int) -> dict[str, Round]:
+    async def run(self, num_concurrent: int, num_rounds: int) -> dict[str, Round]:
         """Medians over the rounds, by way."""
         rounds: dict[str, list[Round]] = {"bare server": [], "gateway + router": []}
         for number in range(num_rounds + 1):
-            bare = await self._measure(self._build_bare_job(num_sessions))
-            sessions = [
-                self._gateway.open_session(sampling=Sampling(max_tokens=_NUM_NEW_TOKENS))
-                for _ in range(num_sessions)
-            ]
+            lengths = draw_lengths(num_concurrent * _NUM_SUCCESSORS, seed=number)
+            job = {"lengths": lengths, "num_concurrent": num_concurrent}
+            bare = await self._measure(job | self._build_bare_job(len(lengths)))
+            sessions = [self._gateway.open_session() for _ in lengths]
             routed = await self._measure(
-                {
+                job
+                | {
                     "url": f"{await self._gateway.serve()}/chat/completions",
                     "keys": [session.key for session in sessions],
-                    "num_turns": _NUM_TURNS,
                     "question": _QUESTION,
                 }
             )
@@ -217,13 +220,9 @@ class Comparison:
         return {
             "url": f"{self._endpoint.base_url}{GENERATE_PATH}",
             "keys": [self._endpoint.api_key] * num_sessions,
-            "num_turns": _NUM_TURNS,
             "prompt_ids": list(template.encode(first)),
             "next_ids": list(template.encode(second.removeprefix(first))),
-            "sampling_params": {
-                **{"max_tokens": _NUM_NEW_TOKENS, "temperature": 1.0, "logprobs": 0},
-                "detokenize": False,
-            },
+            "sampling_params": {"temperature": 1.0, "logprobs": 0, "detokenize": False},
         }
 
     async def _measure(self, job: Mapping[str, Any]) -> Round:
@@ -236,12 +235,18 @@ class Comparison:
         if not line:
             raise RuntimeError("the client failed; its message stands above")
         figures = json.loads(line)
-        num_requests = len(job["keys"]) * job["num_turns"]
+        num_requests = len(job["keys"]) * _NUM_TURNS
         return Round(**figures, cpu_ms=1e3 * cpu / num_requests)
 
     async def close(self) -> None:
         """Closes the gateway."""
         await self._gateway.close()
+
+
+def draw_lengths(num_sessions: int, seed: int) -> list[list[int]]:
+    """How many tokens each session's turns sample."""
+    random = Random(seed)
+    return [[random.randint(*_NEW_TOKENS) for _ in range(_NUM_TURNS)] for _ in range(num_sessions)]
 
 
 def _compute_median(rounds: list[Round]) -> Round:
@@ -260,8 +265,8 @@ async def compare(
     arguments: argparse.Namespace,
 ) -> None:
     """Both ways at every load, as a table."""
-    print(f"\n{title}: sessions of {_NUM_TURNS} turns at once, {arguments.rounds} rounds\n")
-    print("| sessions | way | requests/s | of bare | p50 ms | added ms | CPU ms a request |")
+    print(f"\n{title}: sessions of {_NUM_TURNS} turns, {arguments.rounds} rounds\n")
+    print("| at once | way | requests/s | of bare | p50 ms | added ms | CPU ms a request |")
     print("|---|---|---|---|---|---|---|")
     async with open_process("benchmarks.load") as load:
         comparison = Comparison(router, endpoint, load)
@@ -282,7 +287,7 @@ async def compare(
 async def measure_null(folder: Path, arguments: argparse.Namespace) -> None:
     """Gateway and router before a server that answers at once."""
     config = build_config(str(folder), str(folder), max(arguments.sessions))
-    async with open_process("benchmarks.null_server", str(_NUM_NEW_TOKENS)) as process:
+    async with open_process("benchmarks.null_server", str(sum(_NEW_TOKENS) // 2)) as process:
         assert process.stdout is not None
         url = f"http://127.0.0.1:{int(await process.stdout.readline())}"
         endpoint = ServerEndpoint(name="null-0", base_url=url, api_key="none")
@@ -318,16 +323,18 @@ async def measure_publication(folder: Path, arguments: argparse.Namespace) -> No
     config = build_config(str(folder), str(folder), 8)
     fleet, transfer = build_fleet(config, folder), build_transfer(config, folder)
     copying, writing, publishing = [], [], []
+    # Each of the folders that take turns is written twice before it is as fast as later.
+    num_warming = 6
     try:
         await asyncio.to_thread(fleet.start)
         async with open_router(config, transfer, fleet.endpoints) as router:
-            for number in range(arguments.rounds + 1):
+            for number in range(arguments.rounds + num_warming):
                 started = time.perf_counter()
                 for name, tensor in weights.items():
                     copies[name].copy_(tensor)
                 copied = time.perf_counter()
                 await router.publish_weights(number + 1, weights)
-                if number:  # the first round warms up
+                if number >= num_warming:
                     copying.append(copied - started)
                     writing.append(transfer.prepare_seconds)
                     publishing.append(time.perf_counter() - copied)
@@ -365,7 +372,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
     parser.add_argument("--sessions", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--publish-layers", type=int, default=4, help="48 MB each")
     arguments = parser.parse_args()
     logging.disable_progress_bar()

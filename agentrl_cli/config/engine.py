@@ -54,7 +54,7 @@ class EngineConfig(StrictConfig):
     """Most completions sampled at the same time (by each server)."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads of the embedded engine (null: half of the cores, at least one), or of each
-    server on CPU (null: an equal share of the cores, at least one)."""
+    server on CPU (null: an equal share of the cores but one, at least one)."""
     first_port: int | None = Field(None, ge=1024, le=65000)
     """Loopback port of the first server, the others follow; null: ports that are free."""
     server_args: Annotated[tuple[str, ...], Field(strict=False)] = ()

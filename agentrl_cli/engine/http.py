@@ -113,15 +113,18 @@ class ServerHttp:
     async def stream_events(self, path: str, body: object, *, leg: str) -> AsyncGenerator[bytes]:
         """The data of each server-sent event of a POST, up to ``[DONE]``, which is not yielded.
 
-        There is no deadline. Closing the generator closes the connection, by which the server
-        hears that nobody waits any more.
+        A JSON reply counts as one event. There is no deadline. Closing the generator closes
+        the connection, by which the server hears that nobody waits any more.
 
         Raises:
             ServerDownError: the connection was refused, or lost before ``[DONE]``.
             HttpStatusError: the server answered with an error.
-            EngineError: the reply is no event stream, or this client was closed.
+            EngineError: the reply is neither, or this client was closed.
         """
         async with self._open("POST", path, body, leg) as response:
+            if response.content_type == "application/json":
+                yield await response.read()
+                return
             if response.content_type != "text/event-stream":
                 start = await response.content.read(_SHOWN_CHARS)
                 raise EngineError(

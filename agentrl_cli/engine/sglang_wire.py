@@ -55,10 +55,11 @@ def format_generate(
     adapter: str | None = None,
     stream_interval: int | None = None,
 ) -> dict[str, Any]:
-    """The body for ``/generate``; streamed if there is a ``stream_interval``."""
+    """The body for ``/generate``, streamed if it may come in several pieces."""
     room = max_model_len - len(prompt_ids)
+    max_tokens = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     params: dict[str, Any] = {
-        "max_new_tokens": room if sampling.max_tokens is None else min(sampling.max_tokens, room),
+        "max_new_tokens": max_tokens,
         "temperature": sampling.temperature,
     }
     body: dict[str, Any] = {"input_ids": list(prompt_ids), "sampling_params": params}
@@ -79,7 +80,7 @@ def format_generate(
         params["sampling_seed"] = sampling.seed
     if adapter is not None:
         body["lora_path"] = adapter
-    if stream_interval is not None:
+    if stream_interval is not None and stream_interval < max_tokens:
         params["stream_interval"] = stream_interval
         body["stream"] = True
     return body

@@ -32,7 +32,7 @@ def format_generate(
     adapter: str | None,
     stream_interval: int,
 ) -> dict[str, Any]:
-    """A streamed request to ``/inference/v1/generate``."""
+    """A request to ``/inference/v1/generate``, streamed if it may come in several pieces."""
     stop = [text for text in sampling.stop if text]
     params: dict[str, Any] = {
         **_format_sampling(sampling, max_tokens),
@@ -47,7 +47,7 @@ def format_generate(
         "token_ids": list(prompt_ids),
         "sampling_params": params,
         "cache_salt": cache_salt,
-        "stream": True,
+        "stream": stream_interval < max_tokens,
     }
     if sampling.structural_tag is not None:
         # The tag says itself where a thought may stand; a reasoning parser must not pass it by.
@@ -64,7 +64,7 @@ def format_completion(
     adapter: str | None,
     stream_interval: int,
 ) -> dict[str, Any]:
-    """A streamed request to ``/v1/completions`` that says the same."""
+    """A request to ``/v1/completions`` that says the same."""
     body = {
         "prompt": list(prompt_ids),
         **_format_sampling(sampling, max_tokens),
@@ -78,7 +78,7 @@ def format_completion(
         "return_tokens_as_token_ids": True,
         "stream_interval": stream_interval,
         "cache_salt": cache_salt,
-        "stream": True,
+        "stream": stream_interval < max_tokens,
         **_format_stop([text for text in sampling.stop if text]),
     }
     return body if adapter is None else {**body, "model": adapter}

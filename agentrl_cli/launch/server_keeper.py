@@ -281,7 +281,7 @@ class ServerKeeper:
         return self.process.read_log().replace(self.endpoint.api_key, "***")
 
     def _tail(self) -> str:
-        return "\n".join(self._read_log().splitlines()[1:][-_NUM_TAIL_LINES:])
+        return self.process.tail(_NUM_TAIL_LINES).replace(self.endpoint.api_key, "***")
 
     def _tell(self, text: str) -> None:
         self._observer.on_message(text)

@@ -279,6 +279,15 @@ async def test_a_stream_read_to_its_end_leaves_its_connection_to_the_next() -> N
     assert connections == 1
 
 
+async def test_a_reply_that_is_not_streamed_is_one_event() -> None:
+    reply = make_reply(b'{"a": 1}\n')
+    async with serve(answer_with(reply)) as http:
+        assert await collect(http) == [b'{"a": 1}\n']
+    async with serve(answer_with(reply[:-1], then_close=True)) as http:
+        with pytest.raises(ServerDownError):
+            await collect(http)
+
+
 @pytest.mark.parametrize("leave", ["break", "cancel"])
 async def test_leaving_a_stream_closes_its_connection(leave: str) -> None:
     left = asyncio.Event()

@@ -170,7 +170,7 @@ def test_sglang_understands_every_word_of_a_call(
     assert set(body) <= set(api.GenerateRequest.__struct_fields__)
     assert set(body) <= set(find_fields(package / "srt/managers/io_struct.py", "GenerateReqInput"))
     decoded = api.GenerateRequest.from_json_value(json.loads(json.dumps(body)))
-    assert decoded.stream is (stream_interval is not None)
+    assert decoded.stream is (stream_interval is not None and name == "unlimited")
     params = sampling_params.SamplingParams(**body["sampling_params"])
     params.verify(vocab_size=100)
     assert params.max_new_tokens == (61 if name == "unlimited" else 5)

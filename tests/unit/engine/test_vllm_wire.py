@@ -13,7 +13,7 @@ from agentrl_cli.errors import UserInputError
 
 
 def say(make: Any, sampling: Sampling, adapter: str | None = None) -> dict[str, Any]:
-    return make((1, 2), sampling, max_tokens=7, cache_salt="s", adapter=adapter, stream_interval=16)
+    return make((1, 2), sampling, max_tokens=7, cache_salt="s", adapter=adapter, stream_interval=4)
 
 
 def test_a_request_asks_for_tokens_logprobs_and_pieces() -> None:
@@ -27,7 +27,7 @@ def test_a_request_asks_for_tokens_logprobs_and_pieces() -> None:
             "seed": 3,
             "stop_token_ids": [5],
             "logprobs": 0,
-            "stream_interval": 16,
+            "stream_interval": 4,
             "detokenize": False,
         },
         "cache_salt": "s",
@@ -59,6 +59,18 @@ def test_what_constrains_a_completion_is_said(make: Any) -> None:
         assert params["logprobs"] == 4
         assert body["return_tokens_as_token_ids"] is True
     assert "structured_outputs" not in say(make, Sampling()).get("sampling_params", {})
+
+
+@pytest.mark.parametrize("make", [format_generate, format_completion])
+@pytest.mark.parametrize(("interval", "streamed"), [(6, True), (7, False)])
+def test_what_comes_in_one_piece_anyway_is_not_streamed(
+    make: Any, interval: int, streamed: bool
+) -> None:
+    """A stream costs the server more, and its first token comes alone."""
+    body = make(
+        (1, 2), Sampling(), max_tokens=7, cache_salt="s", adapter=None, stream_interval=interval
+    )
+    assert body["stream"] is streamed
 
 
 def test_text_is_made_only_to_find_stop_texts_in_it() -> None:
