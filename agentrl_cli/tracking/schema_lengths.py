@@ -12,6 +12,9 @@ from typing import Any
 #: bounds leave them out too; as an alternative they make a mask ten times as slow), and not the
 #: halves of surrogate pairs, whose bytes a decoder takes for three characters each.
 _CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
+#: Of a pattern that repeats more often, xgrammar's masks allow tokens that it then refuses (those
+#: that end the string and go on). Its own bounds of length are right there.
+MAX_REPEATS = 128
 _BOUNDS = ("minLength", "maxLength")
 _PARTS = ("items", "additionalProperties", "propertyNames")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -19,7 +22,7 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def write_lengths(schema: Any) -> Any:
-    """A copy of a checked schema whose bounds of length are patterns."""
+    """A copy of a checked schema whose bounds of length, up to ``MAX_REPEATS``, are patterns."""
     if not isinstance(schema, dict):
         return schema
     copy = dict(schema)
@@ -33,6 +36,8 @@ def write_lengths(schema: Any) -> Any:
         if isinstance(copy.get(key), dict):
             copy[key] = {name: write_lengths(part) for name, part in copy[key].items()}
     if "pattern" in copy or not any(bound in copy for bound in _BOUNDS):
+        return copy
+    if max(copy.get(bound, 0) for bound in _BOUNDS) > MAX_REPEATS:
         return copy
     least, most = copy.pop("minLength", 0), copy.pop("maxLength", "")
     return copy | {"pattern": f"^{_CHARACTER}{{{least},{most}}}$"}

@@ -12,6 +12,7 @@ from itertools import combinations
 from typing import Any, NoReturn
 
 from agentrl_cli.tracking.schema_endings import find_ending, has_end
+from agentrl_cli.tracking.schema_lengths import MAX_REPEATS
 
 #: The same as vLLM's.
 MAX_NESTING = 64
@@ -49,6 +50,7 @@ _UNSAFE_PATTERN = re.compile(
     r'["\x00-\x1f]|\\[\\nrtfv0c]|\\x([01]|22|5[cC])|\\u\{?0*([01]?[0-9a-fA-F]\b|22|5[cC])'
 )
 _LOOKAROUND = re.compile(r"\(\?<?[=!]")
+_REPEATS = re.compile(r"\{(\d*),?(\d*)\}")
 _JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
     "string": str,
     "integer": int,
@@ -295,6 +297,13 @@ def _check_string(schema: dict[str, Any], at: str) -> None:
         raise SchemaError(at, f"'pattern' must be text, found {pattern!r:.60}")
     if _LOOKAROUND.search(pattern):
         _refuse(at, f"the pattern {pattern!r:.60} looks ahead or behind, which cannot be held to")
+    counts = [int(n) for found in _REPEATS.findall(pattern) for n in found if n]
+    if max(counts, default=0) > MAX_REPEATS:
+        _refuse(
+            at,
+            f"the pattern {pattern!r:.60} repeats a part {max(counts)} times; at most "
+            f"{MAX_REPEATS} can be held to",
+        )
     if _UNSAFE_PATTERN.search(pattern):
         _refuse(
             at,

@@ -94,6 +94,7 @@ def test_what_can_be_held_to_passes(schema: dict[str, Any]) -> None:
         ({"type": "string", "pattern": "^a\\nb$"}, "#", "a control character"),
         ({"type": "string", "pattern": "^\\\\d$"}, "#", "a backslash"),
         ({"type": "string", "pattern": "^\\x0a$"}, "#", "a control character"),
+        ({"type": "string", "pattern": "^[a-z]{1,129}$"}, "#", "repeats a part 129 times"),
         ({"oneOf": [INTEGER, {"type": "number"}]}, "#", "may overlap"),
         ({"oneOf": [TAGGED[0], TAGGED[0]]}, "#", "may overlap"),
         (
@@ -195,6 +196,8 @@ def test_lengths_become_patterns_where_a_schema_stands_and_nowhere_else() -> Non
     pattern = written["properties"]["maxLength"]["pattern"]
     assert pattern.endswith("{0,3}$")
     assert written["properties"]["list"]["items"] == {"type": "string", "pattern": pattern}
+    long = {"type": "string", "minLength": 1, "maxLength": 129}
+    assert write_lengths(long) == long
     assert written["default"] == schema["default"]
     assert written["$defs"] == schema["$defs"]
     assert schema["properties"]["maxLength"] == {"type": "string", "maxLength": 3}
