@@ -103,7 +103,8 @@ class RolloutConfig(StrictConfig):
     """Where agents run."""
     external: ExternalConfig = ExternalConfig()
     timeout_seconds: float = Field(600.0, gt=0.0)
-    """Deadline of one trajectory."""
+    """Deadline of one trajectory: calls are refused then, and the agent is ended a few seconds
+    later if it has not returned."""
     max_turns: int = Field(16, ge=1)
     """Most model calls of one trajectory."""
     max_tokens_per_trajectory: int = Field(32768, ge=1)

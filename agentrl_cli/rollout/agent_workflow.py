@@ -232,7 +232,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
                 self._run_agent(engine, client, attempt.task.row, worker),
                 self.timeout_seconds,
                 f"trajectory {attempt.id}",
-                grace=min(_WIND_DOWN_SECONDS, self.timeout_seconds / 10),
+                grace=min(_WIND_DOWN_SECONDS, 0.2 + self.timeout_seconds / 10),
                 describe_late=None if worker is None else worker.describe_late,
             )
         except UserInputError:

@@ -314,7 +314,7 @@ async def test_an_agent_may_return_what_it_has_when_its_time_is_over(
         except openai.BadRequestError as error:
             return 0.25 if error.code == "budget_exceeded" else 0.0
 
-    workflow = make_workflow(agent, timeout_seconds=0.5)
+    workflow = make_workflow(agent, timeout_seconds=1.0)
     trajectory = await workflow.arun_trajectory(
         scripted_engine(lambda prompt: next(calls)(prompt)), _attempt()
     )

@@ -45,7 +45,7 @@ class Program:
         return await self.http.request(method, url, json=body or None, headers=headers)
 
     async def start(self, **wish: Any) -> Any:
-        reply = await self.call("POST", "", **{"wait_seconds": 5, **wish})
+        reply = await self.call("POST", "", **{"wait_seconds": 30, **wish})
         assert reply.status_code == 201, reply.text
         return SimpleNamespace(**reply.json())
 
@@ -92,7 +92,7 @@ async def outside(open_client: Any, scripted_engine: Any, monkeypatch: Any) -> O
         while not shown:
             await asyncio.sleep(0.01)
         url, key = re.findall(r"=(\S+)\n", shown[0])
-        async with httpx2.AsyncClient(timeout=20) as http:
+        async with httpx2.AsyncClient(timeout=60) as http:
             try:
                 yield SimpleNamespace(program=Program(http, url, key), tasks=tasks, engine=engine)
             finally:
@@ -169,7 +169,7 @@ async def test_anthropics_sdk_speaks_through_the_same_session(outside: Outside) 
 
 
 async def test_a_task_given_back_or_left_alone_goes_to_another_program(outside: Outside) -> None:
-    async with outside([attempt()], idle=0.3) as it:
+    async with outside([attempt()], idle=2.0) as it:
         program = it.program
         first = await program.start()
         await program.ask(first)
@@ -227,7 +227,7 @@ async def test_own_tasks_take_the_place_of_a_group(outside: Outside) -> None:
 
 
 async def test_a_program_that_takes_too_long_is_out_of_time(outside: Outside) -> None:
-    async with outside([attempt()], timeout_seconds=0.4) as it:
+    async with outside([attempt()], timeout_seconds=3.0) as it:
         session = await it.program.start()
         await it.program.ask(session)
         trajectory = await it.tasks[0]
