@@ -89,6 +89,12 @@ class OpenAIAgentRunner:
         except tripwires as error:
             _log.info("an agent ended by its guardrail: %s", error)
             return AgentOutcome(final_answer="")
+        except agents.ModelBehaviorError as error:
+            # A reply that ``max_tokens`` cut off: an error through responses, a text through
+            # chat. It is judged by what it says either way, or models would not learn to end.
+            if "max_output_tokens" not in str(error):
+                raise
+            return AgentOutcome()
         except agents.MaxTurnsExceeded as error:
             raise BoundaryError(Boundary.BUDGET, error) from error
         except (agents.ToolTimeoutError, agents.MCPToolCancellationError) as error:

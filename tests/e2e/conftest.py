@@ -41,10 +41,11 @@ class Sampled:
 
 
 class RecordingEngine:
-    """Any engine, and every completion that it made to the end."""
+    """Any engine, and every completion that it made to the end, cut off after ``max_tokens``."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, max_tokens: int | None = None) -> None:
         self._engine = engine
+        self._max_tokens = max_tokens
         self.sampled: list[Sampled] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -53,7 +54,9 @@ class RecordingEngine:
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
     ) -> Generation:
-        generation = await self._engine.generate(prompt_ids, sampling, session_id=session_id)
+        generation = self._cut(
+            await self._engine.generate(prompt_ids, sampling, session_id=session_id)
+        )
         self.sampled.append(Sampled(tuple(prompt_ids), generation))
         return generation
 
@@ -63,7 +66,8 @@ class RecordingEngine:
         ids: tuple[int, ...] = ()
         logprobs: tuple[float, ...] = ()
         versions: tuple[int, ...] = ()
-        async for piece in self._engine.stream(prompt_ids, sampling, session_id=session_id):
+        async for whole_piece in self._engine.stream(prompt_ids, sampling, session_id=session_id):
+            piece = self._cut(whole_piece)
             ids += piece.completion_ids
             logprobs += piece.rollout_logprobs
             versions += piece.versions
@@ -73,6 +77,19 @@ class RecordingEngine:
                 )
                 self.sampled.append(Sampled(tuple(prompt_ids), whole))
             yield piece
+
+    def _cut(self, generation: Generation) -> Generation:
+        """Of engines whose streams have one piece."""
+        limit = self._max_tokens
+        if limit is None or len(generation.completion_ids) <= limit:
+            return generation
+        return replace(
+            generation,
+            completion_ids=generation.completion_ids[:limit],
+            rollout_logprobs=generation.rollout_logprobs[:limit],
+            versions=generation.versions[:limit],
+            finish_reason="length",
+        )
 
 
 def check_exported_tensors(trajectories: Sequence[Trajectory], engine: RecordingEngine) -> None:
@@ -159,10 +176,15 @@ def play_agent(open_client: Any, scripted_engine: Any) -> Callable[..., Any]:
         return float(answer in completions)
 
     async def play(
-        builder: Any, *replies: Any, row: dict[str, Any] = ROW, kwargs: Any = None, **rollout: Any
+        builder: Any,
+        *replies: Any,
+        row: dict[str, Any] = ROW,
+        kwargs: Any = None,
+        max_tokens: int | None = None,
+        **rollout: Any,
     ) -> Play:
         scripted = scripted_engine(replies)
-        engine = RecordingEngine(scripted)
+        engine = RecordingEngine(scripted, max_tokens)
         workflow = AgentRolloutWorkflow(
             {None: AgentSource(builder, kwargs or {}, "agent_builder_path")},
             reward=AsyncRewardWrapper(reward_fn),

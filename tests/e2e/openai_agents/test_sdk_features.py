@@ -119,6 +119,17 @@ async def test_failures_cross_the_same_boundary_whatever_the_way(
     assert (await fail(tool_call("search", "{}")))[0] is Boundary.AGENT
 
 
+@pytest.mark.parametrize(("api", "delivery"), CELLS)
+async def test_a_reply_that_is_cut_off_is_judged_by_what_it_says(play_agent, api, delivery):
+    kwargs = {"api": api, "delivery": delivery}
+    played = await play_agent(build_calculator_run, "x" * 40, kwargs=kwargs, max_tokens=5)
+    trajectory = played.trajectory
+    assert trajectory.failure is None
+    assert (trajectory.reward, trajectory.interactions[0].finish_reason) == (0.0, "length")
+    assert trajectory.final_answer
+    assert set(trajectory.final_answer) == {"x"}
+
+
 async def test_an_output_guardrail_is_an_end_that_is_judged_as_silence(play_agent):
     played = await play_agent(build_guarded_agent, "no number")
     trajectory = played.trajectory
