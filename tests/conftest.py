@@ -8,6 +8,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says more of the machine than of what is tested.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 # Read when the hub's library is imported: nothing is downloaded in a test.
 os.environ["HF_HUB_OFFLINE"] = "1"
