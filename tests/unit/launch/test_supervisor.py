@@ -135,11 +135,15 @@ class Run:
         return len((self.folder / "lives").read_text().splitlines())
 
 
+#: Of tests before: multiprocessing keeps a process of its own until the interpreter ends.
+_OTHERS: set[int] = set()
+
+
 def find_children() -> list[int]:
     return [
         p.pid
         for p in psutil.Process().children(recursive=True)
-        if p.is_running() and p.status() != psutil.STATUS_ZOMBIE
+        if p.pid not in _OTHERS and p.is_running() and p.status() != psutil.STATUS_ZOMBIE
     ]
 
 
@@ -151,6 +155,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Any:
+    _OTHERS.clear()
+    _OTHERS.update(find_children())
     yield
     assert find_children() == []
 
@@ -320,9 +326,14 @@ def test_ctrl_c_twice_stops_at_once(run: Run) -> None:
         wait_for(lambda: "rollout" in run.shown.stages)
         os.kill(os.getpid(), signal.SIGINT)
 
-    after(0.1, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run('events.on_stage("rollout", 4); signal.signal(15, signal.SIG_IGN); time.sleep(600)')
+    # A job that a shell has started in the background ignores it otherwise.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        after(0.1, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run('events.on_stage("rollout", 4); signal.signal(15, signal.SIG_IGN); time.sleep(600)')
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert run.fleet.trainers_at_stop == []
 
 
