@@ -10,10 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# How long an example takes says more of the machine than of what is tested.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
-
 # Read when the hub's library is imported: nothing is downloaded in a test.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -22,6 +18,10 @@ from agentrl_cli.models.tokenizer import train_tokenizer
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.gateway import Gateway
 from agentrl_cli.tracking.session import Budget
+
+# How long an example takes says more of the machine than of what is tested.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 #: Text of a reply, or an exception; or a function that gives one for the prompt's text.
 Reply = str | BaseException | Callable[[str], Any]
