@@ -69,7 +69,9 @@ async def test_versions_stay_within_the_allowed_staleness(engine, make_workflow,
         make_workflow(),
         engine,
         TaskStream(ROWS, batch_size=2, shuffle=True, seed=1),
-        rollout=RolloutConfig(max_concurrent=4, max_staleness=staleness),
+        # Room for two batches: were it for one, and its trajectories equally long, none of the
+        # next would begin before the publication.
+        rollout=RolloutConfig(max_concurrent=8, max_staleness=staleness),
         n_samples=2,
         first_step=1,
         last_step=last_step,
