@@ -83,7 +83,7 @@ class SglangServer:
             reply = await self._http.request_json(
                 "POST",
                 "/generate",
-                self._format(prompt_ids, sampling, adapter, None),
+                self._format(prompt_ids, sampling, adapter, self._config.max_model_len),
                 leg="generate",
                 timeout_seconds=self._config.generate_timeout_seconds,
             )
@@ -120,7 +120,7 @@ class SglangServer:
         prompt_ids: Sequence[int],
         sampling: Sampling,
         adapter: Adapter | None,
-        stream_interval: int | None,
+        stream_interval: int,
     ) -> dict[str, Any]:
         return format_generate(
             prompt_ids,

@@ -52,8 +52,8 @@ def format_generate(
     sampling: Sampling,
     *,
     max_model_len: int,
-    adapter: str | None = None,
-    stream_interval: int | None = None,
+    adapter: str | None,
+    stream_interval: int,
 ) -> dict[str, Any]:
     """The body for ``/generate``, streamed if it may come in several pieces."""
     room = max_model_len - len(prompt_ids)
@@ -80,7 +80,7 @@ def format_generate(
         params["sampling_seed"] = sampling.seed
     if adapter is not None:
         body["lora_path"] = adapter
-    if stream_interval is not None and stream_interval < max_tokens:
+    if stream_interval < max_tokens:
         params["stream_interval"] = stream_interval
         body["stream"] = True
     return body

@@ -168,8 +168,8 @@ def check_supported(config: ExperimentConfig, *, num_gpus: int = 0) -> None:
 def resolve_num_threads(config: ExperimentConfig, machine: Machine) -> int:
     """CPU threads of each server on CPU.
 
-    One core is left to the agents and the gateway: servers whose threads wait for each other
-    on cores that others use lose a fifth of their throughput.
+    One core is left to the agents and the gateway: threads that wait for each other all wait
+    for the one whose core is used by others.
     """
     fair_share = max(1, (machine.num_cores - 1) // config.engine.num_servers)
     return config.engine.num_threads or fair_share

@@ -154,6 +154,15 @@ async def test_a_stream_must_say_how_it_ended(server: SglangServer, faulty: Faul
         await collect(server)
 
 
+async def test_a_short_call_is_not_streamed(server: SglangServer, faulty: Faulty) -> None:
+    """It comes in one piece anyway; faulty answers as JSON where it has no handler."""
+    faulty.answers["/generate"] = reply([5, 2], finish=STOP)
+    [piece] = [p async for p in server.stream([1], Sampling(max_tokens=2), stream_interval=2)]
+    assert (piece.completion_ids, piece.finish_reason) == ((5, 2), "stop")
+    [(_, body)] = [asked for asked in faulty.asked if asked[0] == "/generate"]
+    assert "stream" not in body
+
+
 async def test_what_was_streamed_before_an_abort_is_kept(
     server: SglangServer, faulty: Faulty
 ) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,14 @@ def test_cpu_flags_stay_off_the_gpu() -> None:
     assert not {"--enforce-eager", "--distributed-executor-backend"} & set(server.argv)
     assert not [name for name in server.env if "CPU" in name or name == "OMP_NUM_THREADS"]
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in server.env
+
+
+def test_servers_on_the_cpu_leave_a_core_to_the_agents() -> None:
+    machine = dataclasses.replace(NO_GPU, num_cores=9)
+    for num_servers, num_threads in ((1, "8"), (2, "4"), (3, "2")):
+        config = make_config(engine={"kind": "vllm", "num_servers": num_servers})
+        for server in servers_of(build_plan(config, machine)):
+            assert server.env["OMP_NUM_THREADS"] == num_threads
 
 
 def test_threads_and_memory_are_the_users_if_he_says_so() -> None:
