@@ -23,6 +23,9 @@ from agentrl_cli.tracking.session import Budget
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
+#: float32 against float64: what a sum of hundreds of probabilities may be off by.
+NUCLEUS_ROUNDING = 1e-6
+
 #: Text of a reply, or an exception; or a function that gives one for the prompt's text.
 Reply = str | BaseException | Callable[[str], Any]
 
@@ -128,6 +131,49 @@ def build_tiny_qwen2(tokenizer: Any, seed: int = 0, *, tied: bool = True, **shap
 def build_qwen2() -> Callable[..., Any]:
     """Makes tiny models: ``build_qwen2(tokenizer, seed, tied=True)``."""
     return build_tiny_qwen2
+
+
+@pytest.fixture
+def compute_truth() -> Callable[..., Any]:
+    """Logprobs of a completion by plain forward passes: ``compute_truth(model, ids, done, how)``.
+
+    float64 [completion tokens], by a forward pass in the model's own dtype, then temperature
+    and top_p. Where a nucleus ends within rounding of top_p, it is as right with the token at
+    its end as without it (rare, but then 5e-4 to 2e-2 apart): of the two the logprob nearer to
+    the engine's is given.
+    """
+    import torch
+
+    @torch.no_grad()
+    def compute(
+        model: Any, prompt_ids: Sequence[int], generation: Generation, sampling: Sampling
+    ) -> Any:
+        completion_ids = list(generation.completion_ids)
+        logits = model(torch.tensor([[*prompt_ids, *completion_ids]])).logits[0]
+        logits = logits[len(prompt_ids) - 1 : -1].double()
+        if sampling.temperature == 0:
+            assert logits.argmax(-1).tolist() == completion_ids
+            return torch.zeros(len(completion_ids), dtype=torch.float64)
+        logprobs = (logits / sampling.temperature).log_softmax(-1)
+        chosen = logprobs.gather(1, torch.tensor(completion_ids).unsqueeze(1)).squeeze(1)
+        if sampling.top_p == 1:
+            return chosen
+        ordered = logprobs.exp().sort(-1, descending=True).values
+        mass = ordered.cumsum(-1)
+        mass_before = mass - ordered
+        found = torch.tensor(generation.rollout_logprobs, dtype=torch.float64)
+        truth = torch.full_like(chosen, torch.inf)
+        for border in (sampling.top_p - NUCLEUS_ROUNDING, sampling.top_p + NUCLEUS_ROUNDING):
+            # The last token before which the mass has not reached the border.
+            last = (mass_before < border).sum(-1, keepdim=True).clamp(min=1) - 1
+            holds_chosen = chosen.exp() >= ordered.gather(1, last).squeeze(1)
+            own = chosen - mass.gather(1, last).squeeze(1).log()
+            is_nearer = (own - found).abs() < (truth - found).abs()
+            truth = torch.where(holds_chosen & is_nearer, own, truth)
+        assert bool(truth.isfinite().all()), "a token lies outside of its nucleus"
+        return truth
+
+    return compute
 
 
 @pytest.fixture

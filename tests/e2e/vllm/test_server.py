@@ -29,6 +29,7 @@ from agentrl_cli.log import SilentObserver
 
 #: float32 on both sides.
 TOLERANCE = 1e-4
+ComputeTruth = Callable[..., torch.Tensor]
 PROMPT = (10, 20, 30, 40, 50)
 CONFIG = EngineConfig(max_model_len=512, generate_timeout_seconds=60, publish_timeout_seconds=60)
 
@@ -42,26 +43,6 @@ def pick(logits: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
     """Logprob of each token, by the logits that it was sampled from."""
     logprobs = torch.log_softmax(logits.double(), -1)
     return logprobs[torch.arange(len(ids)), torch.tensor(list(ids))]
-
-
-def compute_logprobs(
-    model: Any, prompt_ids: Sequence[int], generation: Generation, sampling: Sampling
-) -> torch.Tensor:
-    """What the model itself says: a plain forward pass, then temperature and top_p."""
-    ids = generation.completion_ids
-    logits = compute_logits(model, [*prompt_ids, *ids])[len(prompt_ids) - 1 : -1]
-    if sampling.temperature == 0:
-        assert torch.equal(logits.argmax(-1), torch.tensor(ids))
-        return torch.zeros(len(ids), dtype=torch.float64)
-    logits = logits.double() / sampling.temperature
-    probabilities, order = torch.softmax(logits, -1).sort(-1, descending=True)
-    # A token stays if those more probable than it do not reach top_p alone.
-    dropped = probabilities.cumsum(-1) - probabilities >= sampling.top_p
-    if sampling.top_p < 1:
-        logits = logits.masked_fill(
-            torch.zeros_like(dropped).scatter(-1, order, dropped), float("-inf")
-        )
-    return pick(logits, ids)
 
 
 def find_gap(logprobs: Sequence[float], expected: torch.Tensor) -> float:
@@ -136,7 +117,7 @@ async def server(endpoint: ServerEndpoint, folders: list[Path]) -> AsyncIterator
 
 
 async def test_logprobs_are_those_of_the_distribution_sampled_from(
-    server: VllmServer, models: list[Any]
+    server: VllmServer, models: list[Any], compute_truth: ComputeTruth
 ) -> None:
     """All at once, so that every batch mixes them."""
     samplings = [
@@ -148,7 +129,7 @@ async def test_logprobs_are_those_of_the_distribution_sampled_from(
     prompts = [(*PROMPT, index) for index in range(len(samplings))]
     done = await asyncio.gather(*map(server.generate, prompts, samplings))
     for prompt, sampling, generation in zip(prompts, samplings, done, strict=True):
-        expected = compute_logprobs(models[0], prompt, generation, sampling)
+        expected = compute_truth(models[0], prompt, generation, sampling)
         assert find_gap(generation.rollout_logprobs, expected) < TOLERANCE, sampling
         assert set(generation.versions) == {1}
         assert generation.finish_reason in ("length", "stop")
@@ -172,20 +153,20 @@ async def test_a_stream_is_the_completion_in_pieces(server: VllmServer) -> None:
 
 
 async def test_a_completion_spans_three_versions_and_says_so(
-    server: VllmServer, folders: list[Path], models: list[Any]
+    server: VllmServer, folders: list[Path], models: list[Any], compute_truth: ComputeTruth
 ) -> None:
     """Each token is sampled after a forward pass of its own version over all before it: what
     older weights had computed for the completion is dropped at the pause."""
     generation = await sample_over_updates(server, folders)
-    check_spans(generation, models)
+    check_spans(generation, models, compute_truth)
 
 
-def check_spans(generation: Generation, models: list[Any]) -> None:
+def check_spans(generation: Generation, models: list[Any], compute_truth: ComputeTruth) -> None:
     """Every token's logprob by its own version's weights alone, and by no others."""
     assert list(generation.versions) == sorted(generation.versions)
     assert len(generation.versions) == len(generation.completion_ids)
     for version, model in enumerate(models, 1):
-        expected = compute_logprobs(model, PROMPT, generation, Sampling())
+        expected = compute_truth(model, PROMPT, generation, Sampling())
         own = [i for i, v in enumerate(generation.versions) if v == version]
         others = [i for i, v in enumerate(generation.versions) if v != version]
         logprobs = generation.rollout_logprobs
@@ -215,7 +196,7 @@ async def sample_over_updates(server: VllmServer, folders: list[Path]) -> Genera
 
 
 async def test_calls_of_new_weights_use_no_cache_of_old_ones(
-    server: VllmServer, folders: list[Path], models: list[Any]
+    server: VllmServer, folders: list[Path], models: list[Any], compute_truth: ComputeTruth
 ) -> None:
     """Also if they are sent while the weights are replaced."""
     long = tuple(range(5, 205))
@@ -229,7 +210,7 @@ async def test_calls_of_new_weights_use_no_cache_of_old_ones(
     await server.resume()
     for generation in [*await asyncio.gather(*held), await server.generate(long, sampling)]:
         assert set(generation.versions) == {2}
-        expected = compute_logprobs(models[1], long, generation, sampling)
+        expected = compute_truth(models[1], long, generation, sampling)
         assert find_gap(generation.rollout_logprobs, expected) < TOLERANCE
     assert await server.policy_version() == 2
 
@@ -245,7 +226,9 @@ def without_generate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_generate")
-async def test_the_older_endpoint_serves_as_well(server: VllmServer, models: list[Any]) -> None:
+async def test_the_older_endpoint_serves_as_well(
+    server: VllmServer, models: list[Any], compute_truth: ComputeTruth
+) -> None:
     samplings = [
         Sampling(max_tokens=20, temperature=temperature, top_p=top_p, seed=2)
         for temperature in (0.0, 0.7, 1.0)
@@ -253,7 +236,7 @@ async def test_the_older_endpoint_serves_as_well(server: VllmServer, models: lis
     ]
     for sampling in samplings:
         generation = await server.generate(PROMPT, sampling)
-        expected = compute_logprobs(models[0], PROMPT, generation, sampling)
+        expected = compute_truth(models[0], PROMPT, generation, sampling)
         assert find_gap(generation.rollout_logprobs, expected) < TOLERANCE
         assert generation.versions == (1,) * len(generation.completion_ids)
     scores = await server.score(range(5, 25), 3)
@@ -263,10 +246,10 @@ async def test_the_older_endpoint_serves_as_well(server: VllmServer, models: lis
 
 @pytest.mark.usefixtures("without_generate")
 async def test_the_older_endpoint_claims_no_version_that_is_in_doubt(
-    server: VllmServer, folders: list[Path], models: list[Any]
+    server: VllmServer, folders: list[Path], models: list[Any], compute_truth: ComputeTruth
 ) -> None:
     generation = await sample_over_updates(server, folders)
-    check_spans(generation, models)
+    check_spans(generation, models, compute_truth)
 
 
 async def test_scores_equal_a_forward_pass_whatever_the_cache_holds(
@@ -427,7 +410,11 @@ async def test_a_folder_without_weights_does_no_harm(server: VllmServer, tmp_pat
 
 
 async def test_a_file_that_is_cut_off_says_so_and_a_whole_one_mends_it(
-    server: VllmServer, folders: list[Path], models: list[Any], tmp_path: Path
+    server: VllmServer,
+    folders: list[Path],
+    models: list[Any],
+    tmp_path: Path,
+    compute_truth: ComputeTruth,
 ) -> None:
     whole = (folders[1] / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -438,7 +425,7 @@ async def test_a_file_that_is_cut_off_says_so_and_a_whole_one_mends_it(
     await server.set_policy_version(2)
     await server.resume()
     generation = await server.generate(PROMPT, Sampling(max_tokens=10))
-    expected = compute_logprobs(models[1], PROMPT, generation, Sampling())
+    expected = compute_truth(models[1], PROMPT, generation, Sampling())
     assert find_gap(generation.rollout_logprobs, expected) < TOLERANCE
 
 

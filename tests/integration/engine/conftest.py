@@ -1,4 +1,4 @@
-"""Engines over the tiny model, and the truth they are measured against."""
+"""Engines over the tiny model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import pytest
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl_cli.config.engine import EngineConfig
@@ -38,33 +37,3 @@ def open_engine(
             await engine.close()
 
     return open_one
-
-
-@pytest.fixture
-def compute_truth() -> Callable[..., list[float]]:
-    """Logprobs of a completion by one plain forward pass, in float64, nucleus by nucleus."""
-
-    @torch.no_grad()
-    def compute(
-        model: PreTrainedModel,
-        prompt_ids: list[int],
-        completion_ids: list[int],
-        temperature: float,
-        top_p: float,
-    ) -> list[float]:
-        logits = model(torch.tensor([[*prompt_ids, *completion_ids]])).logits[0].double()
-        logprobs = []
-        for offset, token in enumerate(completion_ids):
-            row = logits[len(prompt_ids) - 1 + offset] / temperature
-            probs = row.softmax(-1)
-            kept, mass = [], 0.0
-            for index in probs.argsort(descending=True).tolist():
-                if mass >= top_p and top_p < 1:
-                    break
-                kept.append(index)
-                mass += float(probs[index])
-            assert token in kept, f"token {token} lies outside of the nucleus of {top_p}"
-            logprobs.append(float((probs[token] / mass).log()))
-        return logprobs
-
-    return compute

@@ -146,9 +146,8 @@ async def test_a_schema_is_always_obeyed_beside_calls_that_are_free(
         found = torch.tensor(generation.rollout_logprobs, dtype=torch.float64)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     for generation in others:
-        ids = list(generation.completion_ids)
-        expected = compute_truth(model, prompt_ids, ids, 1.0, 1.0)
-        assert generation.rollout_logprobs == pytest.approx(expected, abs=1e-4)
+        expected = compute_truth(model, prompt_ids, generation, free)
+        assert generation.rollout_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def _random_sampling(chance: random.Random) -> Sampling:
 async def _check_against_truth(
     engine: EmbeddedEngine,
     truth: PreTrainedModel,
-    compute_truth: Callable[..., list[float]],
+    compute_truth: Callable[..., torch.Tensor],
     vocabulary_size: int,
     num_completions: int,
     seed: int,
@@ -63,15 +63,13 @@ async def _check_against_truth(
     done = await asyncio.gather(*(engine.generate(ids, sampling) for ids, sampling in asked))
     num_tokens = 0
     for (ids, sampling), generation in zip(asked, done, strict=True):
-        completion = list(generation.completion_ids)
-        expected = compute_truth(truth, ids, completion, sampling.temperature, sampling.top_p)
         torch.testing.assert_close(
             torch.tensor(generation.rollout_logprobs, dtype=torch.float64),
-            torch.tensor(expected, dtype=torch.float64),
+            compute_truth(truth, ids, generation, sampling),
             atol=1e-4,
             rtol=0,
         )
-        num_tokens += len(completion)
+        num_tokens += len(generation.completion_ids)
     return num_tokens
 
 
@@ -348,8 +346,8 @@ async def test_a_small_cache_still_finishes_every_call(
         done = await asyncio.gather(*(engine.generate(ids, sampling) for ids in asked))
     model = build_tiny_model()
     for ids, generation in zip(asked, done, strict=True):
-        expected = compute_truth(model, ids, list(generation.completion_ids), 1.0, 1.0)
-        assert generation.rollout_logprobs == pytest.approx(expected, abs=1e-4)
+        expected = compute_truth(model, ids, generation, sampling)
+        assert generation.rollout_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
         assert len(generation.versions) == len(generation.completion_ids)
 
 

@@ -37,10 +37,9 @@ async def test_calls_in_flight_go_on_with_the_new_weights(
         streamed = [piece async for piece in stream]
     assert any(set(generation.versions) == {0, 1} for generation in done)
     for i, generation in enumerate(done):
-        completion = list(generation.completion_ids)
         assert list(generation.versions) == sorted(generation.versions)
-        by_old = compute_truth(old, [*IDS, i], completion, 1.0, 1.0)
-        by_new = compute_truth(new, [*IDS, i], completion, 1.0, 1.0)
+        by_old = compute_truth(old, [*IDS, i], generation, sampling).tolist()
+        by_new = compute_truth(new, [*IDS, i], generation, sampling).tolist()
         # Caches are computed anew: each token follows the weights of its version exactly.
         expected = [
             (by_old, by_new)[version][place] for place, version in enumerate(generation.versions)
