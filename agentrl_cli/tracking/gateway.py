@@ -159,8 +159,12 @@ class BaseGateway(ABC):
         return f"{await self._server.start(port, host)}/v1"
 
     async def close(self) -> None:
-        """Ends the socket and the in-process client."""
-        self._sessions.clear()
+        """Ends all sessions, the socket and the in-process client."""
+        sessions = list(self._sessions.values())
+        running = [answer for s in sessions for answer in self._answers.list_running(s.id)]
+        for session in sessions:
+            self.close_session(session)
+        await wait_cancelled(running)
         await self._server.stop()
         await self.http_client.end()
 
@@ -193,12 +197,14 @@ class BaseGateway(ABC):
             return refuse(protocol, unknown_key_problem())
         try:
             data = await read_body(request, self.limits)
+            if session.is_closed:
+                return refuse(protocol, unknown_key_problem())
             key = CallKey(session.id, protocol.path, hashlib.sha256(data).digest())
             repeated = self._answers.find(key) if is_retry(request) else None
             if repeated is not None:
                 return repeated
             body = parse_json(data)
-            self._check_load(session)
+            self._check_load(session, key)
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
@@ -227,15 +233,17 @@ class BaseGateway(ABC):
         finally:
             self._answers.end(answer, is_whole=is_whole)
 
-    def _check_load(self, session: Session) -> None:
+    def _check_load(self, session: Session, key: CallKey) -> None:
         """Raises BusyError when so many calls are in flight that one more is too many."""
         limits = self.limits
         if len(self._answers.list_running(session.id)) >= limits.max_session_calls:
+            self._answers.refuse(key)
             raise BusyError(
                 f"this session has {limits.max_session_calls} calls in flight, and may have no "
                 "more: wait for one of them"
             )
         if self._answers.num_running >= limits.max_calls:
+            self._answers.refuse(key)
             raise BusyError(f"{limits.max_calls} calls are in flight: ask again in a moment")
 
     def _find_session(self, request: Request) -> Session | None:

@@ -37,7 +37,7 @@ class Limits:
 def is_retry(request: Request) -> bool:
     """True when an SDK says that it sends this request again."""
     count = request.headers.get(_RETRY_HEADER, "0")
-    return count.isascii() and count.isdigit() and int(count) > 0
+    return count.isascii() and count.isdigit() and count.strip("0") != ""
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
