@@ -223,6 +223,8 @@ class AdminRoutes:
         if not isinstance(rewards, dict):
             raise AdminError(400, "invalid_reward", "rewards must be {interaction id: number}")
         if "interaction_id" in body:
+            if not isinstance(body["interaction_id"], str):
+                raise AdminError(400, "invalid_request", "interaction_id must be text")
             rewards = {**rewards, body["interaction_id"]: body.get("reward")}
         parsed = {name: _parse_reward(value) for name, value in rewards.items()}
         completed = {i.id for i in lease.session.interactions if i.ended and i.reply is not None}
@@ -299,7 +301,7 @@ def _parse_wish(body: dict[str, Any]) -> Wish:
 def _parse_reward(value: Any) -> float | None:
     try:
         return parse_reward(value)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError) as error:
         raise AdminError(400, "invalid_reward", str(error)) from None
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +29,11 @@ from agentrl_cli.tracking.parsers.choosing import choose_formats, collect_templa
 from agentrl_cli.tracking.parsers.formats import ReplyFormats
 from agentrl_cli.tracking.tool_calls import make_encodable
 
-#: Stands for a sampled turn while rendering. Plain letters: no template escapes them.
-PLACEHOLDER = "AGENTRLSAMPLEDTURN"
+#: Stands for a sampled turn while rendering. Plain letters: no template escapes them. Another in
+#: every process: in no text that an agent sends, be it this file, may it be found.
+PLACEHOLDER = "AGENTRL" + "".join(secrets.choice(string.ascii_uppercase) for _ in range(24))
 #: Under which a placeholder keeps the reply that it stands for.
-_SAMPLED_KEY = "agentrl_sampled"
+_SAMPLED_KEY = f"{PLACEHOLDER}REPLY"
 
 
 class TemplateError(UserInputError):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentrl_cli.errors import EngineError
 from agentrl_cli.records import BreakCause, Interaction, InteractionStatus
+from agentrl_cli.tracking import template as template_module
 from agentrl_cli.tracking.client import TrackingClient
 
 Open = Callable[..., TrackingClient]
@@ -316,6 +318,34 @@ async def test_cancelled_call_is_recorded_and_aborted(open_client: Open) -> None
     assert cancelled.status is InteractionStatus.CANCELLED
     assert engine.num_aborted == 1
     assert client.export_interactions() == {}
+
+
+async def test_returns_are_those_of_the_rewards_that_hold_now(open_client: Open) -> None:
+    client = open_client("The answer", "is forty two")
+    first = await ask(client, [USER])
+    await ask(client, [USER, dump(first), USER])
+    client.set_final_reward(1.0)
+    client.apply_reward_discount(0.5)
+    assert [i.turn_return for i in client.interactions] == [0.5, 1.0]
+    client.set_reward(client.interactions[0].id, 0.25)
+    assert [i.turn_return for i in client.interactions] == [None, None]
+    client.apply_reward_discount(0.5)
+    assert [i.turn_return for i in client.interactions] == [0.75, 1.0]
+    for interaction in client.interactions:
+        client.set_reward(interaction.id, float("nan"))
+    client.apply_reward_discount(0.5)
+    assert [i.turn_return for i in client.interactions] == [None, None]
+
+
+async def test_an_agent_may_read_the_source_of_the_splice(open_client: Open) -> None:
+    client = open_client("The answer", "done", max_model_len=100_000)
+    first = await ask(client, [USER])
+    source = Path(template_module.__file__).read_text()
+    messages = [USER, dump(first), {"role": "user", "content": source}]
+    await ask(client, messages)
+    one, two = client.interactions
+    assert_continues(two, one)
+    assert two.prompt_ids == rendered(client, messages)
 
 
 async def test_every_choice_is_an_interaction(open_client: Open) -> None:
