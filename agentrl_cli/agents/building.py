@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -17,6 +19,9 @@ from agentrl_cli.errors import BuilderError
 
 #: What a builder gets besides ``agent_builder_kwargs``, if its signature names it.
 SUPPLIED = ("client", "model")
+_LIBRARIES = tuple(
+    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 
 
 class AgentSource:
@@ -127,11 +132,10 @@ class AgentSource:
 
     def _describe_raised(self, error: Exception) -> str:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-        place = f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
-        return (
-            f"{self._key}: the builder raised {type(error).__name__}: {error}"
-            f"{place if frames else ''}"
-        )
+        # The user's own line says more than that of the library which raised.
+        own = [f for f in frames if not f.filename.startswith(_LIBRARIES)]
+        place = "".join(f"\n  at {f.filename}:{f.lineno}: {f.line}" for f in (own or frames)[-1:])
+        return f"{self._key}: the builder raised {type(error).__name__}: {error}{place}"
 
 
 def import_agent(import_path: str, kwargs: Mapping[str, Any], key: str) -> AgentSource:

@@ -18,6 +18,7 @@ from agentrl_cli.agents.runner import AgentOutcome
 from agentrl_cli.agents.threads import run_in_thread
 from agentrl_cli.errors import BuilderError
 from agentrl_cli.tracking.blocking_client import build_blocking_client
+from agentrl_cli.tracking.credit import parse_reward
 
 #: What is passed, by keyword, besides the row: all of it to ``**kwargs``, else what is named.
 SUPPLIED = ("base_url", "api_key", "http_client", "client", "model", "max_turns")
@@ -33,7 +34,7 @@ class CallableRunner:
     answer; anything else is a reward, a dict of rewards, or None for "use the reward function".
 
     Raises:
-        BuilderError: the signature asks for what nothing supplies.
+        BuilderError: the signature asks for what nothing supplies, or it yields.
         MissingExtraError: it names ``anthropic_client``, and the SDK is not installed.
     """
 
@@ -46,6 +47,11 @@ class CallableRunner:
         self._function = function
         self._name = name
         self._is_async = is_async(function)
+        if _yields(function):
+            raise BuilderError(
+                f"{key}: {name} has a yield, so that calling it does nothing. Return the answer: "
+                "collect what comes piece by piece, and return it at the end"
+            )
         parameters = list(inspect.signature(function).parameters.values())
         first = parameters[0] if parameters else None
         if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
@@ -107,6 +113,7 @@ class CallableRunner:
         returned = await self._call(dict(data), chosen)
         if isinstance(returned, str):
             return AgentOutcome(final_answer=returned)
+        self._check_returned(returned)
         return AgentOutcome(returned=returned)
 
     async def _call(self, row: dict[str, Any], supplied: dict[str, Any]) -> Any:
@@ -124,11 +131,39 @@ class CallableRunner:
             )
         return returned
 
+    def _check_returned(self, returned: Any) -> None:
+        """Refuses what is neither an answer nor a reward: most often a framework's reply."""
+        if returned is None or isinstance(returned, Mapping):
+            return
+        try:
+            parse_reward(returned)
+        except (TypeError, RuntimeError):
+            raise TypeError(
+                f"{self._name} returned {type(returned).__name__}: {returned!r:.120}. An agent "
+                "returns its answer as text (of a framework's reply, its text alone), a reward as "
+                "a number, a dict {interaction id: reward}, or None"
+            ) from None
+        except (ValueError, OverflowError):
+            """A number that is no reward: the caller says so where it judges."""
+
     def _takes(self, name: str) -> bool:
         return self._takes_all or name in self._named
 
 
 def is_async(function: Any) -> bool:
     """Whether calling ``function`` gives something to await, also behind a decorator."""
+    return any(inspect.iscoroutinefunction(code) for code in _find_code(function))
+
+
+def _yields(function: Any) -> bool:
+    """Whether calling ``function`` gives a generator, which nobody would walk through."""
+    return any(
+        inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code)
+        for code in _find_code(function)
+    )
+
+
+def _find_code(function: Any) -> list[Any]:
+    """What runs when ``function`` is called: itself, or its method; behind decorators."""
     candidates = (function, getattr(function, "__call__", None))  # noqa: B004 - its method, if any
-    return any(inspect.iscoroutinefunction(inspect.unwrap(c)) for c in candidates if c is not None)
+    return [inspect.unwrap(c) for c in candidates if c is not None]
