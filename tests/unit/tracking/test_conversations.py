@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -340,7 +340,7 @@ async def test_returns_are_those_of_the_rewards_that_hold_now(open_client: Open)
 async def test_an_agent_may_read_the_source_of_the_splice(open_client: Open) -> None:
     client = open_client("The answer", "done", max_model_len=100_000)
     first = await ask(client, [USER])
-    source = Path(template_module.__file__).read_text()
+    source = inspect.getsource(template_module)
     messages = [USER, dump(first), {"role": "user", "content": source}]
     await ask(client, messages)
     one, two = client.interactions
