@@ -136,13 +136,13 @@ def _holds(tensor: dict[str, Any], sampled: Sampled) -> bool:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def recording_engine() -> type[RecordingEngine]:
     """Wraps an engine: ``recording_engine(engine).sampled`` is what it made."""
     return RecordingEngine
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def check_tensors() -> Callable[..., None]:
     """Holds exported tensors to what an engine recorded."""
     return check_exported_tensors

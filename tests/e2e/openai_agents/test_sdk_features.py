@@ -30,30 +30,7 @@ from builders.openai_features import (
 
 pytestmark = pytest.mark.openai_agents
 
-EXPRESSIONS = ('{"expression": "20 + 22"}', '{"expression": "21 * 2"}')
 CELLS = [(api, delivery) for api in ("chat", "responses") for delivery in ("whole", "streamed")]
-
-
-@pytest.mark.parametrize(("api", "delivery"), CELLS)
-async def test_tool_turns_and_the_answer_are_one_sequence(play_agent, tool_call, api, delivery):
-    first, second = (tool_call("calculate", e) for e in EXPRESSIONS)
-    played = await play_agent(
-        build_calculator_run,
-        f"Let me see.\n{first}",
-        first,
-        f"{first}\n{second}",
-        "It is 42.",
-        kwargs={"api": api, "delivery": delivery},
-    )
-    trajectory = played.trajectory
-    assert trajectory.failure is None
-    assert (trajectory.reward, trajectory.final_answer) == (1.0, "It is 42.")
-    assert (trajectory.num_turns, trajectory.num_tool_calls) == (4, 4)
-    assert all(i.extends_parent for i in trajectory.interactions[1:])
-    assert played.breaks == []
-    assert played.prompts[-1].count("<tool_response>\n42\n</tool_response>") == 4
-    prefix = "chatcmpl-" if api == "chat" else "resp_"
-    assert all(i.id.startswith(prefix) for i in trajectory.interactions)
 
 
 @pytest.mark.parametrize(("api", "delivery"), CELLS)
