@@ -19,6 +19,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from agentrl_cli.tracking.transport import CANCELS_ON_HANG_UP
+
 #: How long a cancelled call may take to end before nobody waits for it.
 _CANCEL_SECONDS = 10.0
 
@@ -124,7 +126,8 @@ class Answer(Response):
             self._wake()
 
         self.num_readers += 1
-        watching = asyncio.create_task(watch())
+        is_cancelled_instead = CANCELS_ON_HANG_UP in scope.get("extensions", ())
+        watching = None if is_cancelled_instead else asyncio.create_task(watch())
         try:
             num_sent = 0
             while True:
@@ -140,7 +143,8 @@ class Answer(Response):
         except ClientDisconnect:
             return
         finally:
-            watching.cancel()
+            if watching is not None:
+                watching.cancel()
             self.num_readers -= 1
             if self.num_readers == 0 and not self.has_ended:
                 await wait_cancelled([self])

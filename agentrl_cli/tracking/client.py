@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import httpx2
 from openai import AsyncOpenAI
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.records import Interaction
 from agentrl_cli.tracking.export import ExportedInteraction
 from agentrl_cli.tracking.gateway import BaseGateway, get_gateway
+from agentrl_cli.tracking.sdk_platform import SharedPlatform
 from agentrl_cli.tracking.sequences import ExportStyle
 from agentrl_cli.tracking.session import Budget, Session
 
-_IN_PROCESS_URL = "http://agentrl.invalid/v1"
+#: Parsed once, and with the slash that the SDK would add to it for every client.
+_IN_PROCESS_URL = httpx2.URL("http://agentrl.invalid/v1/")
 
 
-class TrackingClient(AsyncOpenAI):
+class TrackingClient(SharedPlatform, AsyncOpenAI):
     """Works wherever an ``AsyncOpenAI`` does; make one per trajectory.
 
     Args:

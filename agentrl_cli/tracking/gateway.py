@@ -19,11 +19,12 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import BaseRoute, Route, Router
+from starlette.routing import BaseRoute, Route
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.log import get_logger
 from agentrl_cli.tracking.answers import Answer, AnswerBook, CallKey, wait_cancelled
+from agentrl_cli.tracking.call_router import CallRouter
 from agentrl_cli.tracking.chat_protocol import ChatProtocol
 from agentrl_cli.tracking.constraints import constrain
 from agentrl_cli.tracking.messages_protocol import CountTokensProtocol, MessagesProtocol
@@ -79,13 +80,13 @@ class BaseGateway(ABC):
         self.limits = limits or Limits()
         self._answers = AnswerBook()
         self._protocols = {protocol.path: protocol for protocol in protocols}
-        # Not Starlette around it: its middlewares answer exceptions, of which none come this far.
-        self.app = Router(
-            routes=[
-                *(Route(path, self._answer_call, methods=["POST"]) for path in self._protocols),
+        self.app = CallRouter(
+            self._protocols,
+            self._answer_call,
+            [
                 Route("/v1/models", self._list_models, methods=["GET"]),
                 Route("/v1/{path:path}", self._unknown_path, methods=_METHODS),
-            ]
+            ],
         )
         self.http_client = SharedClient(self.app)
         self._sessions: dict[bytes, Session] = {}
@@ -143,7 +144,7 @@ class BaseGateway(ABC):
         return len(self._sessions)
 
     def add_routes(self, routes: Iterable[BaseRoute]) -> None:
-        """Serves further paths, before all others."""
+        """Serves further paths, before all but those of model calls."""
         self.app.routes[:0] = list(routes)
 
     async def serve(self, port: int = 0, host: str = LOOPBACK) -> str:
@@ -190,8 +191,8 @@ class BaseGateway(ABC):
             message += ". Anthropic's SDK adds /v1 itself: give it a base_url that ends before it"
         return refuse(_guess_protocol(request), Problem(404, message))
 
-    async def _answer_call(self, request: Request) -> Response:
-        protocol = self._protocols[request.url.path]
+    async def _answer_call(self, path: str, request: Request) -> Response:
+        protocol = self._protocols[path]
         session = self._find_session(request)
         if session is None:
             return refuse(protocol, unknown_key_problem())
