@@ -146,15 +146,24 @@ class WorkerLease:
         raise build_process_error(self.end, self._max_memory_gib)
 
     def _finish(self, message: Message) -> AgentOutcome:
-        if message["op"] == "done":
-            self.state = "finished"
-            self.modules = message["modules"]
-            return AgentOutcome(final_answer=message["final_answer"], returned=message["returned"])
         self.state = "spoilt"
-        if message["op"] == "refused":
-            raise build_error(message["error"], message["message"], UserInputError.exit_code)
-        told = message["failure"]
-        raise AgentRunError(Failure(**{**told, "boundary": Boundary(told["boundary"])}))
+        try:
+            if message["op"] == "done":
+                answer, returned = message["final_answer"], message["returned"]
+                self.modules = [str(name) for name in message["modules"]]
+                self.state = "finished"
+                return AgentOutcome(final_answer=answer, returned=returned)
+            error: Exception
+            if message["op"] == "refused":
+                error = build_error(message["error"], message["message"], UserInputError.exit_code)
+            else:
+                told = message["failure"]
+                failure = Failure(**{**told, "boundary": Boundary(told["boundary"])})
+                error = AgentRunError(failure)
+        except (KeyError, TypeError, ValueError):
+            text = f"a line is no message of a worker: {str(message)[:80]}"
+            raise ChannelError(text) from None
+        raise error
 
     async def _receive(self) -> Message | None:
         """The next message; None: the process has ended."""
