@@ -83,6 +83,11 @@ class Answer(Response):
             async for piece in pieces:
                 self.add(piece)
 
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of the body that there are: of a stream, events."""
+        return len(self._pieces)
+
     async def fail(self, refusal: Response, event: bytes) -> None:
         """Says what went wrong: as a response, or in a body that has begun, as its last event."""
         if self._pieces:

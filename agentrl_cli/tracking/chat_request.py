@@ -72,6 +72,12 @@ _UNUSED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
 }
+#: Keys of messages that no chat template reads, and what says the same.
+_UNREAD_MESSAGE_KEYS: Mapping[str, str] = {
+    "audio": "send its transcript as content",
+    "function_call": "use tool_calls, and role 'tool' for the result",
+    "refusal": "send it as content",
+}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_STOPS = 64
 
@@ -90,8 +96,10 @@ def parse_chat_request(body: dict[str, Any], defaults: Sampling) -> ModelRequest
     num_top_logprobs = take_int(body, "top_logprobs", 0, minimum=0, maximum=MAX_TOP_LOGPROBS)
     if num_top_logprobs and not logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+    messages = parse_messages(body)
+    _check_all_is_read(messages)
     return ModelRequest(
-        messages=parse_messages(body),
+        messages=messages,
         inputs=parse_template_inputs(body, tools, take_effort(body, "reasoning_effort")),
         sampling=parse_sampling(
             body,
@@ -135,6 +143,14 @@ def parse_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+def _check_all_is_read(messages: tuple[Message, ...]) -> None:
+    for index, message in enumerate(messages):
+        for key, remedy in _UNREAD_MESSAGE_KEYS.items():
+            if message.get(key):
+                where = f"messages[{index}].{key}"
+                raise RequestError(f"{where} is not supported here; {remedy}", where)
+
+
 def _check_content(content: Any, where: str) -> None:
     if content is None or isinstance(content, str):
         return
@@ -175,7 +191,7 @@ def _parse_stream_options(body: Mapping[str, Any]) -> bool:
     """Whether usage is wanted at the end of a stream."""
     options = take(body, "stream_options", dict, {})
     # Obfuscation pads events against eavesdroppers, who do not exist on a loopback socket.
-    check_keys(options, ("include_usage",), ("include_obfuscation",), {})
+    check_keys(options, ("include_usage",), ("include_obfuscation",), {}, path="stream_options.")
     return take(options, "include_usage", bool, False, "stream_options.")
 
 

@@ -187,6 +187,8 @@ class BaseGateway(ABC):
             f"{request.method} {request.url.path} is not served here; served are {served} "
             "and GET /v1/models"
         )
+        if request.url.path.startswith("/v1/responses/"):
+            message += ". Replies are kept to be continued: send previous_response_id"
         if request.url.path.startswith("/v1/v1/"):
             message += ". Anthropic's SDK adds /v1 itself: give it a base_url that ends before it"
         return refuse(_guess_protocol(request), Problem(404, message))
@@ -298,6 +300,8 @@ class Gateway(BaseGateway):
         if isinstance(protocol, CountTokensProtocol):
             plan = session.plan_prompt(request.messages, request.inputs)
             return JSONResponse(protocol.format_count(len(plan.prompt_ids)))
+        sampling = await self._hold_to_rules(request, session)
+        await session.wait_for_tokens(sampling, request.num_choices)
         calls = ModelCalls(
             self.engine,
             self.template,
@@ -307,7 +311,7 @@ class Gateway(BaseGateway):
                 f"{protocol.id_prefix}{uuid.uuid4().hex}",
                 request.messages,
                 request.inputs,
-                await self._hold_to_rules(request, session),
+                sampling,
                 request.num_choices,
             ),
         )
@@ -370,7 +374,8 @@ async def _continue_events(first: bytes, events: AsyncGenerator[bytes]) -> Async
 
 
 async def _fail(answer: Answer, protocol: WireProtocol, problem: Problem) -> None:
-    await answer.fail(refuse(protocol, problem), protocol.format_stream_error(problem))
+    event = protocol.format_stream_error(problem, answer.num_pieces)
+    await answer.fail(refuse(protocol, problem), event)
 
 
 def _guess_protocol(request: Request) -> WireProtocol:

@@ -77,11 +77,13 @@ class ResponsesProtocol:
             param = param.replace("response_format", "text.format")
         return format_error(message, problem.kind, param=param, code=problem.code)
 
-    def format_stream_error(self, problem: Problem) -> bytes:
-        """An ``error`` event."""
+    def format_stream_error(self, problem: Problem, num_events: int) -> bytes:
+        """An ``error`` event, numbered like those before it."""
         error = self.format_error(problem)["error"]
         flat = {key: error[key] for key in ("code", "message", "param")}
-        return format_event({"type": "error", "sequence_number": 0, **flat, "error": error})
+        return format_event(
+            {"type": "error", "sequence_number": num_events, **flat, "error": error}
+        )
 
 
 class _EventWriter:

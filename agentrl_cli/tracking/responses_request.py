@@ -112,12 +112,12 @@ def parse_responses_request(body: dict[str, Any], session: Session) -> Responses
     # "auto" would drop items where the input is too long; that stays an error.
     take_choice(body, "truncation", ("auto", "disabled"))
     options = take(body, "stream_options", dict, {})
-    check_keys(options, (), ("include_obfuscation",), {})
+    check_keys(options, ("include_obfuscation",), (), {}, path="stream_options.")
     tools = parse_flat_tools(body)
     text = drop_nulls(take(body, "text", dict, {}))
     asked_format = take(text, "format", dict, {"type": "text"}, "text.")
     response_format = parse_format(asked_format, asked_format, "text.format")
-    check_keys(text, ("format",), (), {"verbosity": ("medium",)})
+    check_keys(text, ("format",), (), {"verbosity": ("medium",)}, path="text.")
     rules, parse_calls = parse_tool_rules(body, tools, response_format)
     reasoning = take(body, "reasoning", dict, {})
     effort = take_effort(reasoning, "effort", "reasoning.")
@@ -203,7 +203,8 @@ def _wants_summary(reasoning: Mapping[str, Any]) -> bool:
         for key in ("summary", "generate_summary")
     ]
     known = ("effort", "summary", "generate_summary")
-    check_keys(drop_nulls(reasoning), known, (), {"mode": ("standard",), "context": ("auto",)})
+    unused = {"mode": ("standard",), "context": ("auto",)}
+    check_keys(drop_nulls(reasoning), known, (), unused, path="reasoning.")
     return any(summaries)
 
 

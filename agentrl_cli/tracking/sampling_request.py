@@ -62,7 +62,7 @@ def parse_sampling(
         if key in body:
             asked = take_int(body, key, 1, minimum=1)
             limit = asked if limit is None else min(asked, limit)
-    seed = defaults.seed
+    seed = None
     if "seed" in body:
         seed = take_int(body, "seed", 0, minimum=-(2**63), maximum=2**63 - 1)
     return replace(
@@ -72,6 +72,7 @@ def parse_sampling(
         # 0 asks for the one most probable token.
         top_p=take_number(body, "top_p", defaults.top_p, 0.0, 1.0) or 1e-6,
         stop=(*defaults.stop, *stop),
+        # The session's gives each of its calls another one.
         seed=seed,
         num_top_logprobs=num_top_logprobs,
     )

@@ -210,6 +210,15 @@ async def test_several_choices_stream_side_by_side(open_client: Open) -> None:
     assert [i.finish_reason for i in client.interactions] == ["stop", "stop", "tool_calls"]
 
 
+async def test_a_seed_repeats_a_reply_and_not_its_choices(open_client: Open) -> None:
+    client = open_client(*"abcdef", sampling=Sampling(seed=7))
+    for seed in (7, 7, 8):
+        await create(client, seed=seed, n=2)
+    one, two, *again, other, another = [sampling.seed for sampling in list_samplings(client)]
+    assert again == [one, two]
+    assert len({one, two, other, another}) == 4
+
+
 async def test_effort_goes_to_the_template(open_client: Open) -> None:
     client = open_client("a")
     tokenizer = client.gateway.template.tokenizer
@@ -271,6 +280,14 @@ FILE = {"type": "file", "file": {"file_id": "x"}}
             "messages[0].reasoning_content",
             "must be text",
         ),
+        *(
+            ({"messages": [{"role": "assistant", key: value}]}, f"messages[0].{key}", remedy)
+            for key, value, remedy in [
+                ("function_call", {"name": "f", "arguments": "{}"}, "use tool_calls"),
+                ("audio", {"id": "a"}, "send its transcript as content"),
+                ("refusal", "No.", "send it as content"),
+            ]
+        ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]},
             "messages[0].tool_calls[0]",
@@ -288,7 +305,7 @@ FILE = {"type": "file", "file": {"file_id": "x"}}
         ({"presence_penalty": 1}, "presence_penalty", "leave it out"),
         ({"logit_bias": {"1": 5}}, "logit_bias", "leave it out"),
         ({"reasoning_effort": "most"}, "reasoning_effort", "allowed: high"),
-        ({"stream_options": {"x": 1}}, "x", "include_usage"),
+        ({"stream_options": {"x": 1}}, "stream_options.x", "'stream_options.x' is not supported"),
         ({"stop": ["x"] * 65}, "stop", "at most 64"),
         ({"seed": 2**63}, "seed", "whole number"),
         (
