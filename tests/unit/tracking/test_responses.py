@@ -328,6 +328,21 @@ async def test_logprobs_are_those_of_the_text(open_client: Open) -> None:
     assert [t.to_dict() for t in deltas] == [t.to_dict() for t in part.logprobs]
 
 
+@pytest.mark.parametrize("text", ["Hm " + CALL + " and so", "<think>\nI see\n</think>\n\nÜ" + CALL])
+async def test_logprobs_spell_the_text_and_nothing_beside_it(
+    open_client: Open, thinking_tokenizer: Any, text: str
+) -> None:
+    client = open_client(text, text, tokenizer=thinking_tokenizer)
+    options: Any = {"include": ["message.output_text.logprobs"], "tools": [TOOL]}
+    whole = await create(client, **options)
+    streamed = (await read_events(client, **options))[-1].response
+    for response in (whole, streamed):
+        parts = [item.content[0] for item in response.output if item.type == "message"]
+        assert parts
+        for part in parts:
+            assert bytes(b for t in part.logprobs for b in t.bytes).decode() == part.text
+
+
 async def test_failure_in_the_middle_is_told_and_not_answered(open_client: Open) -> None:
     class Breaking(type(open_client().gateway.engine)):  # type: ignore[misc]
         async def stream(self, *args: Any, **options: Any) -> Any:
