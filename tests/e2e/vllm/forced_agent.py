@@ -21,18 +21,28 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
 
 
 def converse(client, model, question):
-    """Two turns that call the tool, and one of text, streamed."""
+    """Two turns that call the tool, streamed, and one of text."""
     messages = [{"role": "user", "content": question}]
-    for choice in ("required", "required", "none"):
-        with client.chat.completions.stream(
-            model=model, messages=messages, tools=[TOOL], tool_choice=choice, max_tokens=64
-        ) as events:
-            message = events.get_final_completion().choices[0].message
+    asked = {"model": model, "messages": messages, "tools": [TOOL], "max_tokens": 64}
+    while len(messages) < 5:
+        message = ask_for_call(client, asked)
         messages.append(message.model_dump(exclude_none=True, exclude={"parsed"}))
-        for call in message.tool_calls or ():
-            said = json.loads(call.function.arguments)["a"]
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
+        [call] = message.tool_calls
+        said = json.loads(call.function.arguments)["a"]
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": said})
+    client.chat.completions.create(**asked, tool_choice="none")
     return float(len(messages))
+
+
+def ask_for_call(client, asked):
+    """The first call that is whole: a random model may fill it with spaces until it is cut off."""
+    while True:
+        options = {"tool_choice": "required", "parallel_tool_calls": False}
+        with client.chat.completions.stream(**asked, **options) as events:
+            try:
+                return events.get_final_completion().choices[0].message
+            except openai.LengthFinishReasonError:
+                continue
 
 
 def build():
