@@ -173,3 +173,34 @@ async def test_no_retry_count_breaks_the_gateway(open_client: Open) -> None:
             ],
         )
         assert reply.status_code == 200, reply.text
+
+
+@STREAMED
+async def test_whenever_a_client_leaves_nothing_runs_on_and_nothing_half_is_trained(
+    open_client: Open, stream: bool
+) -> None:
+    seen = set()
+    for num_turns_of_the_loop in range(60):
+        client = open_client("What is the weather in Paris? The answer is forty two.", "sunny")
+        engine: Any = client.gateway.engine
+        call = post(client, {**BODY, "stream": stream})
+        for _ in range(num_turns_of_the_loop):
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        assert client.gateway._answers.num_running == 0
+        assert client.session._open_calls == {}
+        statuses = {i.status for i in client.interactions}
+        completed = [i.id for i in client.interactions if i.status is InteractionStatus.COMPLETED]
+        assert list(client.export_interactions()) == completed
+        assert len(completed) + engine.num_aborted == len(engine.prompts)
+        # The agent asks again: a call that was cut off is nobody's parent, and cost no tokens.
+        reply = await post(client, {**BODY, "messages": [USER, {**USER, "content": "?"}]})
+        assert reply.status_code == 200
+        last = client.interactions[-1]
+        assert (last.parent_id, last.break_cause) == (None, None)
+        sampled = sum(len(i.completion_ids) for i in client.interactions)
+        assert client.session._num_tokens == sampled
+        seen |= statuses
+        seen.add("before" if not statuses else "after")
+    assert seen == {"before", "after", InteractionStatus.CANCELLED, InteractionStatus.COMPLETED}
