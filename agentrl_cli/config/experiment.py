@@ -134,6 +134,8 @@ class RolloutConfig(StrictConfig):
         num_waves = math.ceil(num_trajectories / self.count_parallel())
         seconds = self.timeout_seconds + self.reward_timeout_seconds
         if self.agent_mode == "external":
+            # There may be one program, which takes them one after another.
+            num_waves = num_trajectories
             seconds = (seconds + self.external.max_wait_seconds) * self.external.max_leases
         return 60.0 + num_waves * seconds
 

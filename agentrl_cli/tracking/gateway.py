@@ -13,7 +13,7 @@ import json
 import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -90,6 +90,7 @@ class BaseGateway(ABC):
         )
         self.http_client = SharedClient(self.app)
         self._sessions: dict[bytes, Session] = {}
+        self._on_close: list[Callable[[], None]] = []
         self._server = GatewayServer(self.app)
 
     @abstractmethod
@@ -143,9 +144,16 @@ class BaseGateway(ABC):
         """Sessions whose key still opens the gateway."""
         return len(self._sessions)
 
-    def add_routes(self, routes: Iterable[BaseRoute]) -> None:
-        """Serves further paths, before all but those of model calls."""
+    def add_routes(
+        self, routes: Iterable[BaseRoute], on_close: Callable[[], None] | None = None
+    ) -> None:
+        """Serves further paths, before all but those of model calls.
+
+        ``on_close`` is called before the socket closes: requests that wait shall be answered.
+        """
         self.app.routes[:0] = list(routes)
+        if on_close is not None:
+            self._on_close.append(on_close)
 
     async def serve(self, port: int = 0, host: str = LOOPBACK) -> str:
         """The base_url of a socket, opened on first use: ``http://127.0.0.1:N/v1``.
@@ -161,6 +169,8 @@ class BaseGateway(ABC):
 
     async def close(self) -> None:
         """Ends all sessions, the socket and the in-process client."""
+        for tell in self._on_close:
+            tell()
         sessions = list(self._sessions.values())
         running = [answer for s in sessions for answer in self._answers.list_running(s.id)]
         for session in sessions:
