@@ -64,7 +64,7 @@ class StoreError(RunError):
 
 
 class RolloutFailedError(RunError):
-    """Every trajectory of a batch failed in the same way.
+    """Every trajectory of a batch failed in the same way, or none called the model.
 
     Attributes:
         trajectories: the batch, for the record.

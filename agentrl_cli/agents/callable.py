@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -18,7 +19,6 @@ from agentrl_cli.agents.runner import AgentOutcome
 from agentrl_cli.agents.threads import run_in_thread
 from agentrl_cli.errors import BuilderError
 from agentrl_cli.tracking.blocking_client import build_blocking_client
-from agentrl_cli.tracking.credit import parse_reward
 
 #: What is passed, by keyword, besides the row: all of it to ``**kwargs``, else what is named.
 SUPPLIED = ("base_url", "api_key", "http_client", "client", "model", "max_turns")
@@ -133,18 +133,14 @@ class CallableRunner:
 
     def _check_returned(self, returned: Any) -> None:
         """Refuses what is neither an answer nor a reward: most often a framework's reply."""
-        if returned is None or isinstance(returned, Mapping):
+        # With item: a number of numpy, torch and their like.
+        if returned is None or isinstance(returned, Mapping | Real) or hasattr(returned, "item"):
             return
-        try:
-            parse_reward(returned)
-        except (TypeError, RuntimeError):
-            raise TypeError(
-                f"{self._name} returned {type(returned).__name__}: {returned!r:.120}. An agent "
-                "returns its answer as text (of a framework's reply, its text alone), a reward as "
-                "a number, a dict {interaction id: reward}, or None"
-            ) from None
-        except (ValueError, OverflowError):
-            """A number that is no reward: the caller says so where it judges."""
+        raise TypeError(
+            f"{self._name} returned {type(returned).__name__}: {returned!r:.120}. An agent returns "
+            "its answer as text (of a framework's reply, its text alone), a reward as a number, a "
+            "dict {interaction id: reward}, or None"
+        )
 
     def _takes(self, name: str) -> bool:
         return self._takes_all or name in self._named

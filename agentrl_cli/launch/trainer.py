@@ -29,7 +29,7 @@ from agentrl_cli.models.loading import resolve_model_folder
 from agentrl_cli.models.tokenizer_check import load_tokenizer_of
 from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.rollout.dataset import Row, TaskStream, build_eval_tasks, load_rows
-from agentrl_cli.rollout.failures import check_not_all_failed
+from agentrl_cli.rollout.failures import check_batch_worked
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
@@ -337,7 +337,7 @@ def find_first_rolled_step(folder: RunFolder, first_step: int) -> int:
     if step == first_step:
         return step
     try:
-        check_not_all_failed(folder.read_trajectories(step - 1), f"step {step - 1}")
+        check_batch_worked(folder.read_trajectories(step - 1), f"step {step - 1}")
     except RolloutFailedError:
         return step - 1
     return step

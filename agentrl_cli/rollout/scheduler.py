@@ -10,7 +10,7 @@ from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import RunError
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.dataset import Task, TaskStream
-from agentrl_cli.rollout.failures import check_not_all_failed
+from agentrl_cli.rollout.failures import check_batch_worked
 from agentrl_cli.rollout.pool import OnFinished, TrajectoryPool
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
 
@@ -51,7 +51,7 @@ async def run_tasks(
     if pool.error is not None:
         raise pool.error
     trajectories = [finished[attempt.id] for attempt in attempts]
-    check_not_all_failed(trajectories, f"evaluation after step {step}")
+    check_batch_worked(trajectories, f"evaluation after step {step}")
     return trajectories
 
 
@@ -144,7 +144,7 @@ class RolloutScheduler:
         self._next_step = step + 1
         finished = self._finished.pop(step)
         trajectories = [finished[attempt.id] for attempt in attempts]
-        check_not_all_failed(trajectories, f"step {step}")
+        check_batch_worked(trajectories, f"step {step}")
         return trajectories
 
     async def close(self) -> None:

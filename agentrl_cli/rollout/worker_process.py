@@ -43,6 +43,8 @@ MODEL_VARIABLES = (
     # The last would be sent beside the key, and be taken for it.
     *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"),
 )
+#: Any name is served; this one is no model of OpenAI's.
+SERVED_MODEL = "policy"
 #: Where builders are tried, there is nobody to talk to.
 NO_BASE_URL = "http://agentrl.invalid/v1"
 NO_KEY = "opens-nothing"
@@ -143,7 +145,7 @@ class Worker:
             cancelled = RuntimeError("the agent cancelled itself (asyncio.CancelledError)")
             reply = _format_failure(cancelled)
         except BaseException as error:
-            reply = _format_failure(error)
+            reply = _format_failure(error, own_urls=(task["base_url"],))
         if os.getpid() != self._pid:
             # Forked by the agent, and not ended where it should have been.
             os._exit(0)
@@ -198,6 +200,10 @@ def build_environment(
         # Anthropic's SDK adds /v1 itself.
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": api_key,
+        # The OpenAI Agents SDK would send traces to OpenAI with the session's key, and with every
+        # call the settings of OpenAI's newest model, which it takes for an agent without one.
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",
+        "OPENAI_DEFAULT_MODEL": SERVED_MODEL,
     }
     # The way to this machine must not lead through a proxy.
     for name in ("NO_PROXY", "no_proxy"):
@@ -226,8 +232,10 @@ def _to_number(value: Any) -> float:
     return float("nan") if reward is None else reward
 
 
-def _format_failure(error: BaseException, boundary: Boundary | None = None) -> Message:
-    failure: Failure = describe_failure(error, boundary=boundary)
+def _format_failure(
+    error: BaseException, boundary: Boundary | None = None, own_urls: Sequence[str] | None = None
+) -> Message:
+    failure: Failure = describe_failure(error, boundary=boundary, own_urls=own_urls)
     message = {"op": "failed", "failure": asdict(failure)}
     try:
         encode_message(message)

@@ -17,7 +17,7 @@ from agentrl_cli.tracking.sequences import ExportStyle
 from agentrl_cli.tracking.session import Budget, Session
 
 #: Parsed once, and with the slash that the SDK would add to it for every client.
-_IN_PROCESS_URL = httpx2.URL("http://agentrl.invalid/v1/")
+IN_PROCESS_URL = httpx2.URL("http://agentrl.invalid/v1/")
 
 
 class TrackingClient(SharedPlatform, AsyncOpenAI):
@@ -63,7 +63,7 @@ class TrackingClient(SharedPlatform, AsyncOpenAI):
         self.gateway = gateway
         self.session = session or gateway.open_session(sampling=sampling, budget=budget)
         self._on_close: list[Callable[[], Awaitable[None]]] = []
-        options: dict[str, Any] = {"base_url": _IN_PROCESS_URL, "max_retries": 0}
+        options: dict[str, Any] = {"base_url": IN_PROCESS_URL, "max_retries": 0}
         options |= openai_options
         options |= {"api_key": self.session.key, "http_client": gateway.http_client}
         super().__init__(**options)

@@ -149,3 +149,9 @@ def test_the_environment_leads_to_the_model_and_past_every_proxy():
     assert changed["OPENAI_API_KEY"] == changed["ANTHROPIC_API_KEY"] == "key"
     assert changed["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:5"
     assert environment["OPENAI_API_KEY"] == "own"
+
+
+def test_the_agents_sdk_sends_no_traces_and_no_settings_of_another_model():
+    changed = build_environment({"OPENAI_DEFAULT_MODEL": "gpt-5"}, "http://127.0.0.1:5/v1", "key")
+    assert changed["OPENAI_AGENTS_DISABLE_TRACING"] == "1"
+    assert not changed["OPENAI_DEFAULT_MODEL"].startswith("gpt")
