@@ -14,6 +14,7 @@ from agentrl_cli.tracking.model_request import ModelRequest, RequestError
 from agentrl_cli.tracking.request_fields import check_keys, drop_nulls, take, take_int
 from agentrl_cli.tracking.sampling_request import (
     MAX_TOP_LOGPROBS,
+    check_verbosity,
     parse_format,
     parse_sampling,
     parse_template_inputs,
@@ -33,6 +34,7 @@ _NEUTRAL_KEYS = frozenset(
         "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
+        "verbosity",
     }
 )
 _HONOURED_KEYS = frozenset(
@@ -68,7 +70,6 @@ _UNUSED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "ignore_eos": (False,),
     "modalities": (["text"],),
-    "verbosity": ("medium",),
     "functions": ([],),
     "function_call": ("none", "auto"),
 }
@@ -90,6 +91,7 @@ def parse_chat_request(body: dict[str, Any], defaults: Sampling) -> ModelRequest
     """
     body = drop_nulls(body)
     check_keys(body, _HONOURED_KEYS, _NEUTRAL_KEYS, _UNUSED_VALUES)
+    check_verbosity(body)
     tools = parse_tools(body)
     rules, parse_calls = parse_tool_rules(body, tools, _parse_response_format(body))
     logprobs = take(body, "logprobs", bool, False)

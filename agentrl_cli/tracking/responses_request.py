@@ -22,6 +22,7 @@ from agentrl_cli.tracking.request_fields import (
 from agentrl_cli.tracking.responses_items import ID_PREFIX, parse_input
 from agentrl_cli.tracking.sampling_request import (
     MAX_TOP_LOGPROBS,
+    check_verbosity,
     parse_format,
     parse_sampling,
     parse_template_inputs,
@@ -117,7 +118,8 @@ def parse_responses_request(body: dict[str, Any], session: Session) -> Responses
     text = drop_nulls(take(body, "text", dict, {}))
     asked_format = take(text, "format", dict, {"type": "text"}, "text.")
     response_format = parse_format(asked_format, asked_format, "text.format")
-    check_keys(text, ("format",), (), {"verbosity": ("medium",)}, path="text.")
+    check_keys(text, ("format",), ("verbosity",), {}, path="text.")
+    check_verbosity(text, "text.")
     rules, parse_calls = parse_tool_rules(body, tools, response_format)
     reasoning = take(body, "reasoning", dict, {})
     effort = take_effort(reasoning, "effort", "reasoning.")

@@ -14,6 +14,7 @@ from agentrl_cli.tracking.tool_request import Tool
 
 #: What OpenAI allows; engines compute no more beside each token.
 MAX_TOP_LOGPROBS = 20
+_VERBOSITIES = frozenset({"low", "medium", "high"})
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
 #: What the gateway itself passes to the tokenizer, or would change what comes back from it.
 _RESERVED_TEMPLATE_KWARGS = frozenset(
@@ -113,6 +114,15 @@ def take_effort(body: Mapping[str, Any], key: str, path: str = "") -> str | None
         RequestError: an unknown name.
     """
     return take_choice(body, key, _EFFORTS, path)
+
+
+def check_verbosity(body: Mapping[str, Any], path: str = "") -> None:
+    """Passes over how long replies shall be, a wish that the OpenAI Agents SDK sends unasked.
+
+    Raises:
+        RequestError: an unknown name.
+    """
+    take_choice(body, "verbosity", _VERBOSITIES, path)
 
 
 def parse_format(

@@ -197,10 +197,13 @@ class OnlineService:
     def play(self, program: Callable[[Mapping[str, Any]], str]) -> Trajectory:
         """What is stored of the session in which ``program`` gave its answer."""
         session = self._ask("sessions")
-        answer = program(session)
-        self._ask(f"sessions/{session['id']}/end", final_answer=answer)
-        told = self._finished.get(timeout=_PLAY_SECONDS)
-        assert told.startswith(session["trajectory_id"])
+        ended: dict[str, Any] = {"error": "the program failed"}
+        try:
+            ended = {"final_answer": program(session)}
+        finally:
+            self._ask(f"sessions/{session['id']}/end", **ended)
+        while not self._finished.get(timeout=_PLAY_SECONDS).startswith(session["trajectory_id"]):
+            continue  # That of a program that failed.
         [trajectory] = (
             trajectory
             for step, label in self._folder.list_evals()

@@ -246,12 +246,8 @@ def ask_openai_agents(protocol, delivery, question, place):
     async def ask():
         async with AsyncOpenAI(base_url=place.openai_url, api_key=place.key) as client:
             provider = OpenAIProvider(openai_client=client, use_responses=protocol == "responses")
-            agent = Agent(
-                name="calculator",
-                instructions=SYSTEM,
-                tools=[function_tool(calculate)],
-                model=place.model,
-            )
+            # It names no model: the SDK then sends its own default model's settings.
+            agent = Agent(name="calculator", instructions=SYSTEM, tools=[function_tool(calculate)])
             # Traces would go to OpenAI.
             config = RunConfig(model_provider=provider, tracing_disabled=True)
             if delivery == "whole":

@@ -254,7 +254,7 @@ async def test_developer_role_and_neutral_keys_are_taken(open_client: Open) -> N
         service_tier="auto",
         prompt_cache_key="k",
         safety_identifier="s",
-        verbosity="medium",
+        verbosity="low",
         extra_body={"top_k": -1, "min_p": 0, "repetition_penalty": 1.0},
     )
     tokenizer = client.gateway.template.tokenizer
@@ -305,6 +305,7 @@ FILE = {"type": "file", "file": {"file_id": "x"}}
         ({"presence_penalty": 1}, "presence_penalty", "leave it out"),
         ({"logit_bias": {"1": 5}}, "logit_bias", "leave it out"),
         ({"reasoning_effort": "most"}, "reasoning_effort", "allowed: high"),
+        ({"verbosity": "chatty"}, "verbosity", "allowed: high, low, medium"),
         ({"stream_options": {"x": 1}}, "stream_options.x", "'stream_options.x' is not supported"),
         ({"stop": ["x"] * 65}, "stop", "at most 64"),
         ({"seed": 2**63}, "seed", "whole number"),

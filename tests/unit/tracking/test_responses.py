@@ -495,7 +495,7 @@ IMAGE = {"type": "input_image", "image_url": "data:,x"}
             {"text": {"format": {"type": "json_schema", "name": "s", "schema": {"type": 5}}}},
             "text.format.json_schema.schema",
         ),
-        ({"text": {"verbosity": "low"}}, "text.verbosity = 'low' is not supported"),
+        ({"text": {"verbosity": "chatty"}}, "text.verbosity is 'chatty'; allowed: high, low"),
         ({"reasoning": {"effort": "most"}}, "reasoning.effort is 'most'"),
         ({"background": True}, "background = True is not supported"),
         ({"conversation": "conv_1"}, "'conversation' is not supported"),
