@@ -13,11 +13,13 @@ memory, tells how they ended, and leaves nothing of theirs behind.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import selectors
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -34,7 +36,6 @@ from agentrl_cli.rollout.worker_children import (
     read_memory,
 )
 from agentrl_cli.rollout.worker_client import warm_up
-from agentrl_cli.rollout.worker_command import build_command
 from agentrl_cli.rollout.worker_log import WorkerLog
 from agentrl_cli.rollout.worker_process import Worker, end_process, import_modules
 
@@ -47,6 +48,11 @@ _PIECE_BYTES = 2**16
 _MAX_LAST_PIECES = 16
 #: A thread is still counted for a moment after it was joined.
 _THREAD_END_SECONDS = 1.0
+_CODE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from agentrl_cli.rollout import worker_host; "
+    "getattr(worker_host, sys.argv[1])(*sys.argv[2:])"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -279,6 +285,18 @@ def _is_single_threaded() -> bool:
     while (num_threads := count_threads()) > 1 and time.monotonic() < deadline:
         time.sleep(0.01)
     return num_threads == 1
+
+
+def build_command(function: str, *arguments: str) -> list[str]:
+    """What runs a function of this module in a new interpreter.
+
+    The modules that a user's agent imports are found there as they are here, be it beside the
+    YAML, by PYTHONPATH, or by what a test has added to ``sys.path``.
+    """
+    # "" stands for the current folder, of which an agent may leave.
+    path = [str(Path(entry).absolute()) for entry in sys.path]
+    # Unbuffered: what an agent printed last is not lost with its process.
+    return [sys.executable, "-u", "-c", _CODE, json.dumps(path), function, *arguments]
 
 
 def _start_interpreter(channel: int, output: int) -> subprocess.Popen[bytes]:

@@ -19,8 +19,8 @@ from agentrl_cli.errors import BuilderError, RunError, build_error
 from agentrl_cli.guard import GUARD_PATH, KILL_SIGNAL
 from agentrl_cli.log import get_logger
 from agentrl_cli.rollout.worker_channel import Channel, ChannelError, Message
-from agentrl_cli.rollout.worker_command import build_command
 from agentrl_cli.rollout.worker_errors import build_process_error
+from agentrl_cli.rollout.worker_host import build_command
 from agentrl_cli.rollout.worker_process import MODEL_VARIABLES, AgentSpec
 
 _log = get_logger(__name__)
