@@ -117,7 +117,8 @@ class ModelCalls:
         """A reader of what the call samples."""
         return ReplyReader(
             self.template,
-            call.sampling.stop,
+            # Not those of the call's own sampling: the end of a single call is part of it.
+            self.request.sampling.stop,
             self.request.parse_tools,
             tools=self.request.inputs.tools,
             prompt_ids=call.plan.prompt_ids,

@@ -158,6 +158,27 @@ async def test_one_call_a_turn_ends_sampling_where_the_call_does(open_client: Op
 
 
 @pytest.mark.parametrize(
+    ("parser", "call"),
+    [
+        ("glm45", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+        (
+            "minimax_m2",
+            '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">1</parameter>\n</invoke>',
+        ),
+    ],
+)
+async def test_one_call_a_turn_is_read_with_its_end(
+    open_client: Open, parser: str, call: str
+) -> None:
+    client = open_client(call, reading={"tool_call_parser": parser})
+    completion = await create(client, tools=TOOLS, parallel_tool_calls=False)
+    [found] = completion.choices[0].message.tool_calls
+    assert (found.function.name, found.function.arguments) == ("f", '{"x": 1}')
+    [sampling] = list_samplings(client)
+    assert call.endswith(sampling.stop[0])
+
+
+@pytest.mark.parametrize(
     ("parser", "is_held"), [("mistral", True), ("llama3_json", True), ("pythonic", False)]
 )
 async def test_one_call_a_turn_where_no_text_ends_a_call(
