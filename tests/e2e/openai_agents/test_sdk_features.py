@@ -136,6 +136,38 @@ async def test_an_input_guardrail_ends_the_call_that_runs_beside_it(play_agent):
     assert trajectory.reward == 0.0
 
 
+async def test_a_guardrail_with_an_agent_of_its_own_is_recorded(play_agent):
+    """As the SDK's own first pages write it, but for the run configuration."""
+
+    def build(client, model):
+        config = build_run_config(client, model)
+        judge = Agent(name="judge", instructions="Is it a sum?")
+
+        @input_guardrail(run_in_parallel=False)
+        async def refuse(context, agent, asked) -> GuardrailFunctionOutput:
+            result = await Runner.run(judge, asked, context=context.context, run_config=config)
+            tripped = result.final_output != "yes"
+            return GuardrailFunctionOutput(output_info=None, tripwire_triggered=tripped)
+
+        return Agent(name="guarded", instructions="x", input_guardrails=[refuse])
+
+    played = await play_agent(build, "yes", "42")
+    assert (played.trajectory.failure, played.trajectory.num_turns) == (None, 2)
+    assert [i.turn_return for i in played.trajectory.interactions] == [1.0, 1.0]
+    assert "Is it a sum?" in played.prompts[0]
+
+
+async def test_the_client_of_a_function_that_blocks_is_refused_with_what_to_write(play_agent):
+    def solve(data, client, model):
+        agent = Agent(name="own", instructions="x")
+        config = build_run_config(client, model)
+        return Runner.run_sync(agent, data["question"], run_config=config).final_output
+
+    failure = (await play_agent(lambda: solve)).trajectory.failure
+    assert (failure.boundary, failure.kind) == (Boundary.AGENT, "BlockingCallError")
+    assert "async def solve(data, client, model)" in failure.message
+
+
 async def test_a_session_remembers_within_a_trajectory_and_not_beyond(play_agent, tool_call):
     call = tool_call("calculate", '{"expression": "20 + 22"}')
     for _ in range(2):
