@@ -24,6 +24,21 @@ async def test_the_example_agents_work(play_agent, tool_call, builder):
     assert played.breaks == []
 
 
+async def test_a_turn_that_is_continued_twice_is_trained_once(play_agent):
+    async def solve(data, client, model):
+        asked = [{"role": "user", "content": data["question"]}]
+        reply = await client.chat.completions.create(model=model, messages=asked)
+        asked += [reply.choices[0].message, {"role": "user", "content": "Sure?"}]
+        for _ in range(2):
+            reply = await client.chat.completions.create(model=model, messages=asked)
+        return reply.choices[0].message.content
+
+    played = await play_agent(lambda: solve, "41", "It is.", "42")
+    assert (played.trajectory.failure, played.trajectory.reward) == (None, 1.0)
+    first, *later = played.trajectory.interactions
+    assert [i.parent_id for i in later] == [first.id] * 2
+
+
 async def test_a_blocking_agent_rewards_its_own_calls(play_agent):
     def solve(data, client, model):
         asked = [{"role": "user", "content": data["question"]}]
