@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import sysconfig
-import traceback
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, Literal
@@ -14,14 +11,11 @@ from openai import AsyncOpenAI
 
 from agentrl_cli.agents.adapt import adapt_agent
 from agentrl_cli.agents.runner import AgentRunner
-from agentrl_cli.config.imports import import_object
+from agentrl_cli.config.imports import advise_extra, find_own_line, import_object
 from agentrl_cli.errors import BuilderError
 
 #: What a builder gets besides ``agent_builder_kwargs``, if its signature names it.
 SUPPLIED = ("client", "model")
-_LIBRARIES = tuple(
-    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
 
 
 class AgentSource:
@@ -131,11 +125,11 @@ class AgentSource:
         return supplied
 
     def _describe_raised(self, error: Exception) -> str:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-        # The user's own line says more than that of the library which raised.
-        own = [f for f in frames if not f.filename.startswith(_LIBRARIES)]
-        place = "".join(f"\n  at {f.filename}:{f.lineno}: {f.line}" for f in (own or frames)[-1:])
-        return f"{self._key}: the builder raised {type(error).__name__}: {error}{place}"
+        line = find_own_line(error, besides=(__file__,))
+        return (
+            f"{self._key}: the builder raised {type(error).__name__}: {error}{advise_extra(error)}"
+            + (f"\n  at {line}" if line else "")
+        )
 
 
 def import_agent(import_path: str, kwargs: Mapping[str, Any], key: str) -> AgentSource:

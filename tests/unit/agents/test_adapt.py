@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
+import sys
 import threading
 
 import pytest
@@ -11,7 +13,8 @@ import pytest
 from agentrl_cli.agents.adapt import adapt_agent
 from agentrl_cli.agents.building import AgentSource
 from agentrl_cli.agents.task_input import find_input, find_prompt_text
-from agentrl_cli.errors import BuilderError, DatasetError
+from agentrl_cli.config.imports import import_object
+from agentrl_cli.errors import BuilderError, DatasetError, ImportPathError
 
 SUPPLIED = {
     "model": "m",
@@ -259,3 +262,24 @@ def test_a_builder_that_raises_in_a_library_is_shown_by_its_own_line():
         BuilderError, match=r"JSONDecodeError.*\n  at .*test_adapt\.py:\d+: return j"
     ):
         AgentSource(build, {}, "k")
+
+
+@pytest.mark.parametrize(
+    ("package", "extra"), [("agents", "openai-agents"), ("langgraph.prebuilt", "langgraph")]
+)
+def test_a_framework_that_is_not_installed_is_named_with_its_extra(
+    monkeypatch, tmp_path, package, extra
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, package.partition(".")[0], None)
+
+    def build():
+        return importlib.import_module(package)
+
+    advice = rf"Type uv pip install 'agentrl\[{extra}\]'\n  at "
+    with pytest.raises(BuilderError, match=advice):
+        AgentSource(build, {}, "k")
+    path = tmp_path / "mine.py"
+    path.write_text(f"import {package}\n")
+    with pytest.raises(ImportPathError, match=advice):
+        import_object(f"{path}:build", "k")
