@@ -144,16 +144,10 @@ class BaseGateway(ABC):
         """Sessions whose key still opens the gateway."""
         return len(self._sessions)
 
-    def add_routes(
-        self, routes: Iterable[BaseRoute], on_close: Callable[[], None] | None = None
-    ) -> None:
-        """Serves further paths, before all but those of model calls.
-
-        ``on_close`` is called before the socket closes: requests that wait shall be answered.
-        """
+    def add_routes(self, routes: Iterable[BaseRoute], *on_close: Callable[[], None]) -> None:
+        """Serves further paths before those of calls; ``on_close`` runs before the socket closes."""
         self.app.routes[:0] = list(routes)
-        if on_close is not None:
-            self._on_close.append(on_close)
+        self._on_close += on_close
 
     async def serve(self, port: int = 0, host: str = LOOPBACK) -> str:
         """The base_url of a socket, opened on first use: ``http://127.0.0.1:N/v1``.
