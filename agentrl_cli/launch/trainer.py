@@ -253,6 +253,7 @@ class PPOTrainer:
             self.tokenizer,
             servers=own_fleet.wait() if own_fleet is not None else self._servers,
             background=background,
+            observer=self.observer,
             tied_names=find_tied_names(learner.model),
         )
         if own_fleet is not None:
