@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine
-from agentrl_cli.errors import ConfigError, DatasetError, RolloutFailedError
+from agentrl_cli.errors import ConfigError, DatasetError, RolloutFailedError, StoppedError
 from agentrl_cli.evaluate.run import evaluate_and_store
 from agentrl_cli.launch.fleet import (
     StartingFleet,
@@ -101,8 +101,16 @@ class PPOTrainer:
 
     @cached_property
     def model_folder(self) -> str:
-        """The model's folder or hub id; a built-in model is made on its first use."""
-        return resolve_model_folder(self.config.model.path, self.observer)
+        """The model's folder or hub id; a built-in model is made on its first use.
+
+        Raises:
+            StoppedError: the run was asked to stop meanwhile.
+        """
+        return resolve_model_folder(self.config.model.path, self.observer, self._check_stop)
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise StoppedError("the run was asked to stop before its first step")
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -245,6 +253,7 @@ class PPOTrainer:
             self.tokenizer,
             servers=own_fleet.wait() if own_fleet is not None else self._servers,
             background=background,
+            observer=self.observer,
             tied_names=find_tied_names(learner.model),
         )
         if own_fleet is not None:
