@@ -145,7 +145,7 @@ class BaseGateway(ABC):
         return len(self._sessions)
 
     def add_routes(self, routes: Iterable[BaseRoute], *on_close: Callable[[], None]) -> None:
-        """Serves further paths before those of calls; ``on_close`` runs before the socket closes."""
+        """Serves further paths before those of calls; ``on_close`` runs before the socket ends."""
         self.app.routes[:0] = list(routes)
         self._on_close += on_close
 
