@@ -128,9 +128,11 @@ def check_batch_worked(trajectories: Sequence[Trajectory], what: str) -> None:
 
     Raises:
         RolloutFailedError: every trajectory failed at the same boundary with the same
-            exception class, and none of them has a reward; or none made a call of the model.
+            exception class, and none of them has a reward; or none made a call of the model;
+            or none has a reward though agents ended as they should.
     """
     _check_calls(trajectories, what)
+    _check_scores(trajectories, what)
     failures = [t.failure for t in trajectories if t.failure is not None and t.reward is None]
     causes = {(f.boundary, f.kind) for f in failures}
     if not trajectories or len(failures) < len(trajectories) or len(causes) != 1:
@@ -159,5 +161,20 @@ def _check_calls(trajectories: Sequence[Trajectory], what: str) -> None:
         "give yours the base_url and api_key that solve's signature can name. With "
         "rollout.agent_mode: subprocess, clients made without arguments lead to agentrl. The "
         "trajectories are kept in the run folder: agentrl inspect-trajectories shows them.",
+        trajectories,
+    )
+
+
+def _check_scores(trajectories: Sequence[Trajectory], what: str) -> None:
+    """Refuses a batch that nobody scored, though there was something to score."""
+    ended = [t for t in trajectories if t.failure is None]
+    if not ended or any(t.reward is not None for t in trajectories):
+        return
+    raise RolloutFailedError(
+        f"{what}: none of {len(trajectories)} trajectories has a reward, and {len(ended)} of them "
+        "ended without an error, so there is nothing to measure or to learn from. Let the function "
+        "of reward_fn_path return a number (None leaves a trajectory unscored), or without one "
+        "let the agent return it or call client.set_final_reward. The trajectories are kept in "
+        "the run folder: agentrl inspect-trajectories shows them.",
         trajectories,
     )

@@ -28,6 +28,7 @@ class FakeWorkflow(RolloutWorkflow):
         self.failing = failing
         self.error = error
         self.calling = lambda _attempt: True
+        self.scoring = lambda _attempt: True
         self.version = 0
         self.started = []
         self.num_running = self.most_running = self.num_cancelled = 0
@@ -52,7 +53,7 @@ class FakeWorkflow(RolloutWorkflow):
         failure = Failure(boundary=Boundary.AGENT, kind="KeyError", message="'x'", traceback="tb")
         failed = self.failing(attempt)
         return attempt.begin_trajectory(
-            reward=None if failed else 1.0,
+            reward=1.0 if self.scoring(attempt) and not failed else None,
             failure=failure if failed else None,
             interactions=(Interaction(id="call"),) if self.calling(attempt) else (),
         )
@@ -218,6 +219,19 @@ async def test_a_batch_whose_agents_call_no_model_stops_the_run():
         await _schedule(workflow).next_batch(1)
     assert len(caught.value.trajectories) == 6
     workflow.calling = lambda attempt: attempt.sample_index == 1
+    assert len(await _schedule(workflow).next_batch(1)) == 6
+
+
+async def test_a_batch_that_nobody_scores_stops_the_run():
+    """As when a reward function forgets to return."""
+    workflow = FakeWorkflow(failing=lambda attempt: attempt.sample_index == 0)
+    workflow.scoring = lambda _attempt: False
+    with pytest.raises(
+        RolloutFailedError,
+        match=r"step 1: none of 6 trajectories has a reward, and 3 of them ended without.*return a",
+    ):
+        await _schedule(workflow).next_batch(1)
+    workflow.scoring = lambda attempt: attempt.id.endswith("/1")
     assert len(await _schedule(workflow).next_batch(1)) == 6
 
 
