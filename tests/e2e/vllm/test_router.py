@@ -165,14 +165,10 @@ async def test_no_call_fails_when_a_server_is_killed(
         await router.publish_weights(1, models[1].state_dict())
         callers = [asyncio.create_task(call_on_and_on(n)) for n in range(NUM_CALLERS)]
         await wait_for(lambda: servers[0].is_in_the_middle, 60)
-        num_prompts = len(servers[1].prompts)
         kill_server(fleet, 0)
         await wait_for(lambda: router.num_servers_out == 1, 10)
         assert router.num_failovers >= 1
         await wait_for(lambda: not servers[0].open_calls, 10)
-        # A call is asked for anew a moment after it has left its server, behind those of its
-        # tokens whose version is beyond doubt: how many these are is a matter of speed.
-        await wait_for(lambda: any(len(p) > 4 for p in servers[1].prompts[num_prompts:]), 10)
         num_done = len(done)
         await wait_for(lambda: len(done) > num_done + 2 * NUM_CALLERS, 60)
         # Published while the server is started again: it must come back with these.
