@@ -83,6 +83,8 @@ def solve(data):
     elif what == "raise":
         raise KeyError("state")
     elif what == "leave a writer":
+        # One line surely, whatever the machine is busy with.
+        subprocess.run(["echo", "no end"])
         subprocess.Popen(["yes", "no end"], start_new_session=True)
         os._exit(0)
     elif what == "close the channel":
