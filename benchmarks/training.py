@@ -119,7 +119,7 @@ class PlainLoop:
 
     def update(self, samples: Sequence[Sample]) -> float:
         """One optimizer update; the loss."""
-        num_tokens = sum(s.num_trained_tokens for s in samples)
+        num_tokens = sum(s.num_targets for s in samples)
         total = 0.0
         for rows in self.split(samples):
             with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast):
@@ -154,19 +154,23 @@ class PaddedLoop(PlainLoop):
         return parts
 
     def compute_losses(self, rows: Sequence[Sample]) -> Tensor:
-        def pad(name: str) -> Tensor:
-            return torch.nn.utils.rnn.pad_sequence(
-                [getattr(row, name) for row in rows], batch_first=True
-            )
+        def pad(rows: Sequence[Tensor]) -> Tensor:
+            return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
-        input_ids, mask = pad("input_ids"), pad("loss_mask")
+        input_ids = pad([row.input_ids for row in rows])
         lengths = torch.tensor([row.num_tokens for row in rows])
         attention_mask = torch.arange(input_ids.shape[1])[None] < lengths[:, None]
         logits = self.model(input_ids, attention_mask=attention_mask.long(), use_cache=False).logits
         logprobs = logits[:, :-1].float().log_softmax(-1)
         new = logprobs.gather(2, input_ids[:, 1:, None])[..., 0]
-        losses = compute_token_losses(new, pad("rollout_logprobs")[:, 1:], pad("advantages")[:, 1:])
-        return losses * mask[:, 1:]
+        return torch.cat(
+            [
+                compute_token_losses(
+                    own[row.targets.sources], row.targets.rollout_logprobs, row.targets.advantages
+                )
+                for own, row in zip(new, rows, strict=True)
+            ]
+        )
 
 
 class OneAtATimeLoop(PlainLoop):
@@ -177,12 +181,12 @@ class OneAtATimeLoop(PlainLoop):
 
     def compute_losses(self, rows: Sequence[Sample]) -> Tensor:
         (row,) = rows
-        places = row.loss_mask.nonzero()[:, 0]
-        logits = self.model(row.input_ids[None], use_cache=False, logits_to_keep=places - 1).logits[
-            0
-        ]
-        new = logits.float().log_softmax(-1).gather(1, row.input_ids[places, None])[:, 0]
-        return compute_token_losses(new, row.rollout_logprobs[places], row.advantages[places])
+        targets = row.targets
+        logits = self.model(
+            row.input_ids[None], use_cache=False, logits_to_keep=targets.sources
+        ).logits[0]
+        new = logits.float().log_softmax(-1).gather(1, targets.ids[:, None])[:, 0]
+        return compute_token_losses(new, targets.rollout_logprobs, targets.advantages)
 
 
 def compute_token_losses(new: Tensor, rollout: Tensor, advantages: Tensor) -> Tensor:

@@ -168,13 +168,8 @@ class Learner:
         located: dict[str, Tensor] = {}
         for name, tensor in (replaced or {}).items():
             located |= self._published.locate(name, tensor)
-        scored = self._score(
-            self.model, [s for s in samples if s.num_trained_tokens], replaced=located
-        )
-        return [
-            scored[id(sample)][sample.loss_mask].tolist() if id(sample) in scored else []
-            for sample in samples
-        ]
+        scored = self._score(self.model, [s for s in samples if s.num_targets], replaced=located)
+        return [scored[id(sample)].tolist() if id(sample) in scored else [] for sample in samples]
 
     def weights(self) -> dict[str, Tensor]:
         """The published tensors by name, in the dtype the model computes in, mostly not copied.
@@ -337,9 +332,8 @@ class Learner:
             LossInputs(
                 new_logprobs=scored.logprobs,
                 proximal_logprobs=scored.logprobs.detach() if proximal is None else proximal,
-                rollout_logprobs=batch.rollout_logprobs,
-                advantages=batch.advantages,
-                loss_mask=batch.loss_mask,
+                rollout_logprobs=batch.targets.rollout_logprobs,
+                advantages=batch.targets.advantages,
                 token_weights=batch.spread(
                     [token_weights[s.trajectory_index] for s in batch.samples]
                 ),

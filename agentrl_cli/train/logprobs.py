@@ -33,7 +33,7 @@ _LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprobs and entropies per token: float32 nats, shape [tokens], 0 where not scored."""
+    """Logprobs and entropies of targets: float32 nats, shape [targets]."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -57,35 +57,22 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 def compute_micro_batch_logprobs(model: PreTrainedModel, batch: MicroBatch) -> TokenLogprobs:
-    """Logprobs and entropies of the micro-batch's trained tokens, from one forward pass."""
+    """Logprobs and entropies of the micro-batch's targets, from one forward pass."""
     hidden_states = model.base_model(
         input_ids=batch.input_ids[None],
         position_ids=batch.position_ids[None],
         use_cache=False,
         **packing_arguments(batch.lengths, batch.input_ids.device),
     ).last_hidden_state[0]
-    # The hidden state before a token predicts it; the mask is False on every first token,
-    # so the one before is of the same sample.
-    places = batch.loss_mask.nonzero().squeeze(1)
-    scored = compute_logprobs(
-        hidden_states[places - 1],
+    targets = batch.targets
+    return compute_logprobs(
+        hidden_states[targets.sources],
         model.get_output_embeddings(),
-        batch.input_ids[places],
-        batch.temperatures[places],
-        batch.top_ps[places],
-        masks=_select_masks(batch, places),
+        targets.ids,
+        targets.temperatures,
+        targets.top_ps,
+        masks=targets.masks,
     )
-    empty = torch.zeros(batch.input_ids.shape, device=batch.input_ids.device)
-    return TokenLogprobs(
-        empty.index_put((places,), scored.logprobs), empty.index_put((places,), scored.entropies)
-    )
-
-
-def _select_masks(batch: MicroBatch, places: Tensor) -> TokenMasks | None:
-    masks = batch.masks
-    if masks is None:
-        return None
-    return TokenMasks(masks.numbers.to(places.device)[places], masks.table)
 
 
 @torch.no_grad()
@@ -97,7 +84,7 @@ def score_samples(
     *,
     replaced: Mapping[str, Tensor] | None = None,
 ) -> dict[int, Tensor]:
-    """Logprobs of each sample's trained tokens, [tokens] on the CPU, by ``id(sample)``.
+    """Logprobs of each sample's targets, float32 [targets] on the CPU, by ``id(sample)``.
 
     ``max_tokens`` is the budget of a micro-batch. Parameters in ``replaced`` stand for the
     model's own of that name, and for those of that name alone where two are tied.
@@ -107,7 +94,7 @@ def score_samples(
     scored: dict[int, Tensor] = {}
     for batch in pack_samples(samples, max_tokens, device):
         output = functional_call(scoring, substitutes, (batch,), tie_weights=False)
-        parts = torch.split(output.logprobs.cpu(), list(batch.lengths))
+        parts = torch.split(output.logprobs.cpu(), [s.num_targets for s in batch.samples])
         scored |= {id(sample): part for sample, part in zip(batch.samples, parts, strict=True)}
     return scored
 

@@ -1,9 +1,7 @@
-"""Policy losses: pure functions of per-token tensors, all float32 of shape [tokens].
+"""Policy losses: pure functions of the tensors of trained tokens, float32 of shape [targets].
 
-Every function takes ``loss_mask`` (bool, True = trained on) and replaces what stands in
-masked places before any arithmetic, so that NaN or infinity there reaches neither the
-value nor the gradient. Losses come as sums weighted per token; the weights are made once
-for the whole batch, so that cutting it into micro-batches changes nothing.
+Losses come as sums weighted per token; the weights are made once for the whole batch, so that
+cutting it into micro-batches changes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """What the loss of some tokens is made of; every tensor has shape [tokens]."""
+    """What the loss of some targets is made of; every tensor has shape [targets]."""
 
     new_logprobs: Tensor
     """Nats, with gradient."""
@@ -34,8 +32,6 @@ class LossInputs:
     rollout_logprobs: Tensor
     """Nats, of the policy that sampled."""
     advantages: Tensor
-    loss_mask: Tensor
-    """Bool, True = trained on."""
     token_weights: Tensor
     """What each token's loss counts in the batch's: :func:`compute_token_weights`."""
     ref_logprobs: Tensor | None = None
@@ -49,22 +45,14 @@ class LossOutput:
     loss: Tensor
     """Scalar with gradient: the parts of a batch add up to its loss."""
     sums: dict[str, Tensor]
-    """Sums over the trained tokens: ``approx_kl``, ``clipfrac``, ``kl``, ``logprob_gap``."""
+    """Sums over the targets: ``approx_kl``, ``clipfrac``, ``kl``, ``logprob_gap``."""
     logprob_gap_max: Tensor
-    """Largest |rollout - proximal|, nats; 0 without trained tokens."""
-    num_tokens: Tensor
-    """Trained tokens, int64."""
+    """Largest |rollout - proximal|, nats; 0 without targets."""
 
 
-def fill_masked(values: Tensor, loss_mask: Tensor, fill: float = 0.0) -> Tensor:
-    """``values`` with ``fill`` where the mask is False; no gradient flows there."""
-    return torch.where(loss_mask, values, torch.full_like(values, fill))
-
-
-def compute_log_ratio(logprobs: Tensor, base_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """``logprobs - base_logprobs`` within ±20 nats, 0 where masked."""
-    difference = fill_masked(logprobs, loss_mask) - fill_masked(base_logprobs, loss_mask)
-    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+def compute_log_ratio(logprobs: Tensor, base_logprobs: Tensor) -> Tensor:
+    """``logprobs - base_logprobs`` within ±20 nats."""
+    return (logprobs - base_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def compute_clipped_objective(
@@ -91,7 +79,7 @@ def compute_clipped_objective(
 
 
 def compute_importance_weights(
-    proximal_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, importance_cap: float
+    proximal_logprobs: Tensor, rollout_logprobs: Tensor, importance_cap: float
 ) -> Tensor:
     """min(exp(proximal - rollout), cap), without gradient: how to weigh tokens that another
     policy sampled.
@@ -100,14 +88,14 @@ def compute_importance_weights(
     5.2), truncated like the weights of V-trace (arXiv 1802.01561, section 4.1). It corrects
     older weights as well as the numerics of the engine, and is 1 when rollout and trainer agree.
     """
-    log_weight = compute_log_ratio(proximal_logprobs, rollout_logprobs, loss_mask)
+    log_weight = compute_log_ratio(proximal_logprobs, rollout_logprobs)
     return log_weight.exp().clamp(max=importance_cap).detach()
 
 
-def compute_k3(new_logprobs: Tensor, ref_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
+def compute_k3(new_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """The k3 estimate of KL(new || ref) per token: exp(ref - new) - (ref - new) - 1, never
     negative (Schulman, "Approximating KL divergence"; GRPO, arXiv 2402.03300, equation 4)."""
-    log_ratio = compute_log_ratio(ref_logprobs, new_logprobs, loss_mask)
+    log_ratio = compute_log_ratio(ref_logprobs, new_logprobs)
     return log_ratio.exp() - log_ratio - 1.0
 
 
@@ -140,16 +128,15 @@ def compute_loss(inputs: LossInputs, algorithm: GrpoConfig) -> LossOutput:
     """The part that these tokens have in the batch's loss, with statistics.
 
     Per token: -w min(r A, clip(r) A) + kl_coef k3, with r = exp(new - proximal) and
-    w = min(exp(proximal - rollout), importance_cap); then the sum over trained tokens,
+    w = min(exp(proximal - rollout), importance_cap); then the sum over targets,
     weighted by ``token_weights``.
 
     Raises:
         ValueError: ``kl_coef`` is set and there are no reference logprobs.
     """
-    mask = inputs.loss_mask
-    advantages = fill_masked(inputs.advantages, mask)
+    advantages = inputs.advantages
     proximal = inputs.proximal_logprobs.detach()
-    log_ratio = compute_log_ratio(inputs.new_logprobs, proximal, mask)
+    log_ratio = compute_log_ratio(inputs.new_logprobs, proximal)
     objective = compute_clipped_objective(
         log_ratio,
         advantages,
@@ -158,16 +145,16 @@ def compute_loss(inputs: LossInputs, algorithm: GrpoConfig) -> LossOutput:
         dual_clip=algorithm.dual_clip,
     )
     importance = compute_importance_weights(
-        proximal, inputs.rollout_logprobs, mask, algorithm.importance_cap
+        proximal, inputs.rollout_logprobs, algorithm.importance_cap
     )
     token_loss = -importance * objective
     kl = torch.zeros_like(token_loss)
     if algorithm.kl_coef > 0:
         if inputs.ref_logprobs is None:
             raise ValueError("kl_coef is set: compute_loss needs ref_logprobs")
-        kl = compute_k3(inputs.new_logprobs, inputs.ref_logprobs.detach(), mask)
+        kl = compute_k3(inputs.new_logprobs, inputs.ref_logprobs.detach())
         token_loss = token_loss + algorithm.kl_coef * kl
-    loss = (token_loss * fill_masked(inputs.token_weights, mask)).sum()
+    loss = (token_loss * inputs.token_weights).sum()
     return _with_statistics(loss, inputs, log_ratio.detach(), kl.detach(), algorithm)
 
 
@@ -177,18 +164,16 @@ def _with_statistics(
 ) -> LossOutput:
     """``approx_kl`` is the k3 estimate of KL(proximal || new); ``clipfrac`` counts the tokens
     whose gradient the clip removes."""
-    mask = inputs.loss_mask
     ratio = log_ratio.exp()
-    advantages = fill_masked(inputs.advantages, mask)
+    advantages = inputs.advantages
     is_clipped = ((advantages > 0) & (ratio > 1.0 + algorithm.clip_high)) | (
         (advantages < 0) & (ratio < 1.0 - algorithm.clip_low)
     )
-    gap = fill_masked(inputs.rollout_logprobs, mask) - fill_masked(inputs.proximal_logprobs, mask)
+    gap = (inputs.rollout_logprobs - inputs.proximal_logprobs).abs()
     sums = {
-        "approx_kl": fill_masked(ratio - 1.0 - log_ratio, mask).sum(),
-        "clipfrac": (is_clipped & mask).sum().float(),
-        "kl": fill_masked(kl, mask).sum(),
-        "logprob_gap": gap.abs().sum(),
+        "approx_kl": (ratio - 1.0 - log_ratio).sum(),
+        "clipfrac": is_clipped.sum().float(),
+        "kl": kl.sum(),
+        "logprob_gap": gap.sum(),
     }
-    gap_max = gap.abs().max() if gap.numel() else gap.new_zeros(())
-    return LossOutput(loss, sums, gap_max, mask.sum())
+    return LossOutput(loss, sums, gap.max() if gap.numel() else gap.new_zeros(()))

@@ -11,7 +11,7 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.records import Trajectory
 from agentrl_cli.train.advantages import compute_score
 from agentrl_cli.train.losses import compute_token_weights
-from agentrl_cli.train.samples import Sample, count_trained_tokens
+from agentrl_cli.train.samples import Sample, count_targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def _build_minibatch(
     samples: Sequence[Sample], indices: set[int], num_trajectories: int, config: ExperimentConfig
 ) -> Minibatch:
     chosen = tuple(s for s in samples if s.trajectory_index in indices)
-    counts = count_trained_tokens(chosen, num_trajectories)
+    counts = count_targets(chosen, num_trajectories)
     order = sorted(indices)
     algorithm = config.train.algorithm
     weights = compute_token_weights(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from agentrl_cli.train.masks import TokenMasks, join_masks
-from agentrl_cli.train.samples import Sample
+from agentrl_cli.train.samples import Sample, Targets, join_targets
 
 
 def pack_lengths(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -40,25 +40,21 @@ def pack_lengths(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Some samples end to end; every tensor has shape [tokens] and is on one device."""
+    """Some samples end to end, on one device."""
 
     samples: tuple[Sample, ...]
     lengths: tuple[int, ...]
     """Tokens of each sample, in order."""
     input_ids: Tensor
+    """int64 [tokens]."""
     position_ids: Tensor
-    """int64, from 0 again for every sample."""
-    loss_mask: Tensor
-    rollout_logprobs: Tensor
-    advantages: Tensor
-    temperatures: Tensor
-    top_ps: Tensor
-    masks: TokenMasks | None
-    """None: no token was constrained."""
+    """int64 [tokens], from 0 again for every sample."""
+    targets: Targets
+    """Of all samples, in order; their sources are places in ``input_ids``."""
 
     def spread(self, values: Sequence[float]) -> Tensor:
-        """One value per sample, repeated over its tokens: float32 [tokens]."""
-        repeats = torch.tensor(self.lengths)
+        """One value per sample, repeated over its targets: float32 [targets]."""
+        repeats = torch.tensor([sample.num_targets for sample in self.samples])
         spread = torch.tensor(values, dtype=torch.float32).repeat_interleave(repeats)
         return spread.to(self.input_ids.device)
 
@@ -66,21 +62,14 @@ class MicroBatch:
 def build_micro_batch(samples: Sequence[Sample], device: torch.device) -> MicroBatch:
     """The samples' tensors end to end, on ``device``."""
     lengths = tuple(sample.num_tokens for sample in samples)
-
-    def join(name: str) -> Tensor:
-        return torch.cat([getattr(sample, name) for sample in samples]).to(device)
-
+    starts = itertools.accumulate(lengths, initial=0)
+    sources = [s.targets.sources + start for s, start in zip(samples, starts, strict=False)]
     return MicroBatch(
         samples=tuple(samples),
         lengths=lengths,
-        input_ids=join("input_ids"),
+        input_ids=torch.cat([sample.input_ids for sample in samples]).to(device),
         position_ids=torch.cat([torch.arange(length) for length in lengths]).to(device),
-        loss_mask=join("loss_mask"),
-        rollout_logprobs=join("rollout_logprobs"),
-        advantages=join("advantages"),
-        temperatures=join("temperatures"),
-        top_ps=join("top_ps"),
-        masks=join_masks([sample.masks for sample in samples], lengths),
+        targets=join_targets([s.targets for s in samples]).move(torch.cat(sources), device),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from agentrl_cli.train.losses import LossOutput, fill_masked
+from agentrl_cli.train.losses import LossOutput
 from agentrl_cli.train.packing import MicroBatch
 from agentrl_cli.train.samples import Sample
 
@@ -30,9 +30,9 @@ class UpdateMetrics:
         """Counts one micro-batch."""
         for name, value in output.sums.items():
             self._sums[name] += float(value)
-        self._sums["entropy"] += float(fill_masked(entropies, batch.loss_mask).sum())
+        self._sums["entropy"] += float(entropies.sum())
         self._sums["loss"] += float(output.loss.detach())
-        self._num_scored_tokens += int(output.num_tokens)
+        self._num_scored_tokens += len(batch.targets)
         self._num_micro_batches += 1
         self._num_forward_tokens += sum(batch.lengths)
         self._gap_max = max(self._gap_max, float(output.logprob_gap_max))
@@ -64,6 +64,6 @@ class UpdateMetrics:
 
 def _compute_off_policy_fraction(samples: Sequence[Sample], policy_version: int) -> float:
     """Share of the trained tokens that another policy version sampled."""
-    versions = [s.versions[s.loss_mask] for s in samples]
+    versions = [s.targets.versions for s in samples]
     joined = torch.cat(versions) if versions else torch.empty(0)
     return float((joined != policy_version).float().mean()) if joined.numel() else 0.0

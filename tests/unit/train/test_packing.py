@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl_cli.train.packing import build_micro_batch, pack_lengths
-from agentrl_cli.train.samples import Sample
+from agentrl_cli.train.samples import Sample, Targets
 
 
 @given(st.lists(st.integers(1, 300), max_size=200), st.integers(1, 400))
@@ -44,15 +44,18 @@ def test_no_samples_no_bins_and_no_budget_no_packing():
 
 
 def sample(ids: list[int], index: int) -> Sample:
-    count = len(ids)
+    count = len(ids) - 1
     return Sample(
         input_ids=torch.tensor(ids),
-        loss_mask=torch.tensor([False] + [True] * (count - 1)),
-        rollout_logprobs=torch.full((count,), -float(index)),
-        versions=torch.zeros(count, dtype=torch.long),
-        advantages=torch.full((count,), float(index)),
-        temperatures=torch.ones(count),
-        top_ps=torch.ones(count),
+        targets=Targets(
+            sources=torch.arange(count),
+            ids=torch.tensor(ids[1:], dtype=torch.long),
+            rollout_logprobs=torch.full((count,), -float(index)),
+            versions=torch.zeros(count, dtype=torch.long),
+            advantages=torch.full((count,), float(index)),
+            temperatures=torch.ones(count),
+            top_ps=torch.ones(count),
+        ),
         trajectory_index=index,
         trajectory_id=f"g/{index}",
     )
@@ -60,11 +63,12 @@ def sample(ids: list[int], index: int) -> Sample:
 
 def test_a_micro_batch_lies_end_to_end():
     batch = build_micro_batch(
-        [sample([5, 6, 7], 0), sample([8, 9], 1), sample([4], 1)], torch.device("cpu")
+        [sample([5, 6, 7], 0), sample([4], 1), sample([8, 9], 1)], torch.device("cpu")
     )
-    assert batch.input_ids.tolist() == [5, 6, 7, 8, 9, 4]
-    assert batch.position_ids.tolist() == [0, 1, 2, 0, 1, 0]
-    assert batch.loss_mask.tolist() == [False, True, True, False, True, False]
-    assert batch.advantages.tolist() == [0, 0, 0, 1, 1, 1]
-    assert batch.lengths == (3, 2, 1)
-    assert batch.spread([0.5, 2.0, 3.0]).tolist() == [0.5, 0.5, 0.5, 2.0, 2.0, 3.0]
+    assert batch.input_ids.tolist() == [5, 6, 7, 4, 8, 9]
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 0, 1]
+    assert batch.lengths == (3, 1, 2)
+    assert batch.targets.sources.tolist() == [0, 1, 4]
+    assert batch.targets.ids.tolist() == [6, 7, 9]
+    assert batch.targets.advantages.tolist() == [0, 0, 1]
+    assert batch.spread([0.5, 2.0, 3.0]).tolist() == [0.5, 0.5, 3.0]

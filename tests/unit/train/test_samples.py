@@ -10,7 +10,7 @@ import pytest
 
 from agentrl_cli.errors import RunError
 from agentrl_cli.records import Interaction, InteractionStatus, Trajectory
-from agentrl_cli.train.samples import Sample, build_samples, count_trained_tokens
+from agentrl_cli.train.samples import Sample, Turn, build_samples, count_targets
 
 
 def interaction(
@@ -44,9 +44,7 @@ def trained_tokens(samples: list[Sample]) -> list[tuple[int, float]]:
     return [
         (int(token), float(advantage))
         for sample in samples
-        for token, advantage in zip(
-            sample.input_ids[sample.loss_mask], sample.advantages[sample.loss_mask], strict=True
-        )
+        for token, advantage in zip(sample.targets.ids, sample.targets.advantages, strict=True)
     ]
 
 
@@ -54,12 +52,15 @@ def test_merged_turns_keep_their_own_numbers():
     batch = [trajectory(*two_turns(temperature=2.0))]
     (sample,) = build_samples(batch, {"a": 0.5, "b": -2.0}, "concat")
     assert sample.input_ids.tolist() == [1, 2, 3, 4, 5, 6]
-    assert sample.loss_mask.tolist() == [False, False, True, True, False, True]
-    assert sample.advantages.tolist() == [0, 0, 0.5, 0.5, 0, -2.0]
-    assert sample.rollout_logprobs.tolist() == [0, 0, -3, -4, 0, -6]
-    assert sample.versions.tolist() == [-1, -1, 0, 1, -1, 0]
-    assert sample.temperatures.tolist() == [1, 1, 0.5, 0.5, 1, 2.0]
-    assert sample.top_ps[2:4].tolist() == pytest.approx([0.9, 0.9])
+    targets = sample.targets
+    assert targets.sources.tolist() == [1, 2, 4]
+    assert targets.ids.tolist() == [3, 4, 6]
+    assert targets.advantages.tolist() == [0.5, 0.5, -2.0]
+    assert targets.rollout_logprobs.tolist() == [-3, -4, -6]
+    assert targets.versions.tolist() == [0, 1, 0]
+    assert targets.temperatures.tolist() == [0.5, 0.5, 2.0]
+    assert targets.top_ps.tolist() == pytest.approx([0.9, 0.9, 1.0])
+    assert sample.turns == (Turn("a", 0, 2), Turn("b", 2, 3))
     assert sample.trajectory_id == "g/0"
 
 
@@ -81,10 +82,10 @@ def test_branches_that_share_a_turn_train_it_once():
     assert Counter(trained_tokens(samples)) == Counter(
         [(3, 0.5), (4, 0.5), (6, -2.0), (8, 3.0), (9, 3.0)]
     )
-    # The later branch still reads the shared turn, with its logprobs, but does not train it.
+    # The later branch still reads the shared turn, but does not train it.
     assert samples[1].input_ids.tolist() == [1, 2, 3, 4, 7, 8, 9]
-    assert samples[1].advantages.tolist() == [0, 0, 0, 0, 0, 3, 3]
-    assert count_trained_tokens(samples, 1) == [5]
+    assert samples[1].targets.sources.tolist() == [4, 5]
+    assert count_targets(samples, 1) == [5]
 
 
 @pytest.mark.parametrize("reward", [None, math.nan])
@@ -92,13 +93,13 @@ def test_unscored_trajectories_give_nothing(reward: float | None):
     batch = [trajectory(*two_turns(), reward=reward), trajectory(*two_turns())]
     samples = build_samples(batch, {"a": 1.0, "b": 1.0}, "concat")
     assert [s.trajectory_index for s in samples] == [1]
-    assert count_trained_tokens(samples, 2) == [0, 3]
+    assert count_targets(samples, 2) == [0, 3]
 
 
 def test_advantage_zero_stays_in_the_denominator_without_a_forward_pass():
     (sample,) = build_samples([trajectory(*two_turns())], {"a": 0.0, "b": 0.0}, "concat")
     assert not sample.has_advantage
-    assert sample.num_trained_tokens == 3
+    assert sample.num_targets == 3
 
 
 @pytest.mark.parametrize(
