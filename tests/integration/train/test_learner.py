@@ -167,9 +167,9 @@ def test_bfloat16_keeps_float32_masters(build_model, build_config, ragged_batch)
     """A step of 1e-5 is far below bfloat16's resolution at 0.3 (about 1e-3): without
     masters a hundred of them would still be nothing."""
     learner = Learner(build_model(), build_config(dtype="bfloat16", learning_rate=1e-5))
-    before = learner._optimizer.master_weights()["model.layers.0.mlp.up_proj.weight"].clone()
+    before = learner._policy.optimizer.master_weights()["model.layers.0.mlp.up_proj.weight"].clone()
     metrics = learner.update(ragged_batch, 0)
-    after = learner._optimizer.master_weights()["model.layers.0.mlp.up_proj.weight"]
+    after = learner._policy.optimizer.master_weights()["model.layers.0.mlp.up_proj.weight"]
     assert learner.model.dtype == torch.bfloat16
     assert after.dtype == torch.float32
     assert 0 < float((after - before).abs().max()) < 2e-5

@@ -1,0 +1,187 @@
+"""The policy in training: its model, its optimizer, and the model that a KL term holds on to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.engine.end_tokens import find_end_ids
+from agentrl_cli.engine.grammar import TokenGrammars
+from agentrl_cli.errors import StoreError
+from agentrl_cli.models.lora import add_adapter, load_adapter_weights
+from agentrl_cli.models.pretrained import without_progress_bars
+from agentrl_cli.train.attention import use_packed_attention
+from agentrl_cli.train.checkpoint import load_learner_state, load_weights, save_learner_state
+from agentrl_cli.train.logprobs import (
+    TokenLogprobs,
+    check_head,
+    compute_micro_batch_logprobs,
+    score_samples,
+)
+from agentrl_cli.train.masks import MaskMaker
+from agentrl_cli.train.optimizer import MasterOptimizer
+from agentrl_cli.train.packing import MicroBatch
+from agentrl_cli.train.published import choose_published
+from agentrl_cli.train.samples import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Policy:
+    """A model whose logprobs are trained, on one device."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: ExperimentConfig,
+        *,
+        reference_model: PreTrainedModel | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        device: torch.device,
+        published: Literal["whole", "adapter"],
+    ) -> None:
+        """Takes ``model`` over; the arguments are those of :class:`Learner`."""
+        lora = config.model.lora
+        self.model = model
+        self.device = device
+        self._config = config
+        self._tokenizer = tokenizer
+        self._grammars: TokenGrammars | None = None
+        self._reference = reference_model if lora is None else None
+        for one in (model, self._reference):
+            if one is not None:
+                _prepare(one, device)
+        if lora is not None:
+            add_adapter(model, lora, seed=config.seed)
+        self._published = choose_published(model, published, has_adapter=lora is not None)
+        dtype = _DTYPES[config.model.dtype]
+        self.optimizer = MasterOptimizer(model, config.train, dtype)
+        if self._reference is not None:
+            self._reference.to(dtype).eval().requires_grad_(False)
+        # Layers recompute their activations in training mode only.
+        model.train(config.train.gradient_checkpointing)
+        if config.train.gradient_checkpointing:
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False}
+            )
+
+    def forward(self, batch: MicroBatch) -> TokenLogprobs:
+        """Logprobs of the micro-batch's targets, with gradient."""
+        return compute_micro_batch_logprobs(self.model, batch)
+
+    def score(
+        self, samples: Sequence[Sample], replaced: Mapping[str, Tensor] | None = None
+    ) -> dict[int, Tensor]:
+        """Logprobs of each sample's targets, float32 [targets] on the CPU, by ``id(sample)``.
+
+        Tensors in ``replaced`` stand for the published ones of that name; of two names of one
+        tensor, for the one given alone.
+        """
+        located: dict[str, Tensor] = {}
+        for name, tensor in (replaced or {}).items():
+            located |= self._published.locate(name, tensor)
+        return self._score(self.model, samples, located)
+
+    def score_reference(self, samples: Sequence[Sample]) -> dict[int, Tensor]:
+        """The same by the reference model; with an adapter, by the model without it."""
+        if self._reference is not None:
+            return self._score(self._reference, samples)
+        self.model.disable_adapters()
+        try:
+            return self._score(self.model, samples)
+        finally:
+            self.model.enable_adapters()
+
+    def build_mask_maker(self) -> MaskMaker | None:
+        """What makes the masks of constrained tokens; its table is the step's own."""
+        if self._tokenizer is None:
+            return None
+        if self._grammars is None:
+            num_logits = self.model.get_output_embeddings().weight.shape[0]
+            end_ids = find_end_ids(self.model, self._tokenizer)
+            self._grammars = TokenGrammars(self._tokenizer, num_logits, end_ids)
+        return MaskMaker(self._grammars)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The published tensors; see :meth:`Learner.weights`."""
+        return self._published.tensors()
+
+    def published_names(self) -> Mapping[str, str]:
+        """Every name of a published tensor -> the one it has in :meth:`weights`."""
+        return self._published.names()
+
+    def save(self, folder: Path, step: int) -> None:
+        """Writes a checkpoint; see :meth:`Learner.save`."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with without_progress_bars():
+                self.model.save_pretrained(folder)
+            if self._tokenizer is not None:
+                self._tokenizer.save_pretrained(folder)
+        except (OSError, SafetensorError) as error:
+            raise StoreError(f"the checkpoint {folder} cannot be written: {error}") from error
+        save_learner_state(
+            folder,
+            optimizer=self.optimizer.state_tensors(),
+            masters=self.optimizer.master_weights() if self.optimizer.has_masters else None,
+            step=step,
+            facts=self._checkpoint_facts(),
+        )
+
+    def load(self, folder: Path) -> int:
+        """Takes over what :meth:`save` wrote; the step."""
+        step, optimizer_state, masters = load_learner_state(folder, self._checkpoint_facts())
+        weights = masters or self._load_saved_weights(folder)
+        try:
+            self.optimizer.load_master_weights(weights)
+            self.optimizer.load_state_tensors(optimizer_state)
+        except (KeyError, RuntimeError) as error:
+            raise StoreError(f"the checkpoint {folder} is of another model: {error}") from error
+        return step
+
+    def _load_saved_weights(self, folder: Path) -> dict[str, Tensor]:
+        if self._config.model.lora is not None:
+            return load_adapter_weights(folder)
+        return load_weights(self.model, folder)
+
+    def _checkpoint_facts(self) -> dict[str, Any]:
+        lora = self._config.model.lora
+        return {
+            "dtype": self._config.model.dtype,
+            "model_class": type(self.model).__name__,
+            "lora": None if lora is None else lora.model_dump(mode="json"),
+        }
+
+    def _score(
+        self,
+        model: PreTrainedModel,
+        samples: Sequence[Sample],
+        replaced: Mapping[str, Tensor] | None = None,
+    ) -> dict[int, Tensor]:
+        budget = self._config.train.micro_batch_tokens
+        return score_samples(model, samples, budget, self.device, replaced=replaced)
+
+
+def _prepare(model: PreTrainedModel, device: torch.device) -> None:
+    check_head(model)
+    use_packed_attention(model)
+    model.to(device)
+    _remove_dropout(model)
+
+
+def _remove_dropout(model: nn.Module) -> None:
+    """The engine samples without dropout; with it the trainer's logprobs would be of another
+    policy. (Dropout of the attention is never applied, see ``attention.py``.)"""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
