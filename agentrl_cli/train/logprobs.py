@@ -58,21 +58,29 @@ def check_head(model: PreTrainedModel) -> None:
 
 def compute_micro_batch_logprobs(model: PreTrainedModel, batch: MicroBatch) -> TokenLogprobs:
     """Logprobs and entropies of the micro-batch's targets, from one forward pass."""
-    hidden_states = model.base_model(
-        input_ids=batch.input_ids[None],
-        position_ids=batch.position_ids[None],
-        use_cache=False,
-        **packing_arguments(batch.lengths, batch.input_ids.device),
-    ).last_hidden_state[0]
     targets = batch.targets
     return compute_logprobs(
-        hidden_states[targets.sources],
+        compute_target_states(model, batch),
         model.get_output_embeddings(),
         targets.ids,
         targets.temperatures,
         targets.top_ps,
         masks=targets.masks,
     )
+
+
+def compute_target_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """The last hidden state that predicts each of the micro-batch's targets: [targets, width].
+
+    ``model`` may have an output head, which is not applied.
+    """
+    hidden_states: Tensor = model.base_model(
+        input_ids=batch.input_ids[None],
+        position_ids=batch.position_ids[None],
+        use_cache=False,
+        **packing_arguments(batch.lengths, batch.input_ids.device),
+    ).last_hidden_state[0]
+    return hidden_states[batch.targets.sources]
 
 
 @torch.no_grad()
