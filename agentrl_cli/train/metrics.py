@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from agentrl_cli.breaks import BreakTotals, summarize_breaks
 from agentrl_cli.records import Boundary, BreakCause, StopReason, Trajectory
-from agentrl_cli.train.advantages import compute_group_statistics, compute_score
+from agentrl_cli.scores import compute_group_statistics, compute_score
 
 
 def summarize_trajectories(

@@ -17,8 +17,8 @@ from torch import Tensor
 from agentrl_cli.errors import RunError
 from agentrl_cli.log import get_logger
 from agentrl_cli.records import Interaction, Trajectory
+from agentrl_cli.scores import compute_score
 from agentrl_cli.tracking.sequences import ExportStyle, Span, TokenSequence, build_sequences
-from agentrl_cli.train.advantages import compute_score
 from agentrl_cli.train.masks import FREE, MaskMaker, TokenMasks, join_masks
 
 _log = get_logger(__name__)
@@ -137,14 +137,6 @@ def build_samples(
             if sample.num_targets:
                 samples.append(sample)
     return samples
-
-
-def count_targets(samples: Sequence[Sample], num_trajectories: int) -> list[int]:
-    """Targets of each trajectory, by trajectory index."""
-    counts = [0] * num_trajectories
-    for sample in samples:
-        counts[sample.trajectory_index] += sample.num_targets
-    return counts
 
 
 def build_scoring_sample(

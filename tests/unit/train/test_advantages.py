@@ -7,11 +7,8 @@ import math
 import pytest
 
 from agentrl_cli.records import Interaction, Trajectory
-from agentrl_cli.train.advantages import (
-    compute_advantages,
-    compute_group_statistics,
-    compute_score,
-)
+from agentrl_cli.scores import compute_group_statistics, compute_score
+from agentrl_cli.train.advantages import compute_advantages
 
 
 def trajectory(
