@@ -17,6 +17,7 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunError
 from agentrl_cli.records import Trajectory
 from agentrl_cli.train.advantages import compute_advantages
+from agentrl_cli.train.checkpoint import load_learner_state, save_learner_state
 from agentrl_cli.train.fixed_logprobs import FixedLogprobs
 from agentrl_cli.train.losses import LossInputs, compute_loss
 from agentrl_cli.train.minibatches import Minibatch, build_minibatches
@@ -172,7 +173,8 @@ class Learner:
         Raises:
             StoreError: it cannot be written.
         """
-        self._policy.save(Path(folder), self.step)
+        self._policy.save(Path(folder))
+        save_learner_state(Path(folder), step=self.step, facts=self._policy.describe())
 
     def load(self, folder: str | Path) -> None:
         """Goes on from what :meth:`save` wrote: weights, optimizer, step, random states.
@@ -181,7 +183,9 @@ class Learner:
             RunFolderError: not a checkpoint of this kind of learner.
             StoreError: it is damaged.
         """
-        self.step = self._policy.load(Path(folder))
+        step = load_learner_state(Path(folder), self._policy.describe())
+        self._policy.load(Path(folder))
+        self.step = step
 
     def _needs_forward(self, sample: Sample) -> bool:
         return sample.has_advantage or self._has_kl

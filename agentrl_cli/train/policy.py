@@ -18,7 +18,12 @@ from agentrl_cli.errors import StoreError
 from agentrl_cli.models.lora import add_adapter, load_adapter_weights
 from agentrl_cli.models.pretrained import without_progress_bars
 from agentrl_cli.train.attention import use_packed_attention
-from agentrl_cli.train.checkpoint import load_learner_state, load_weights, save_learner_state
+from agentrl_cli.train.checkpoint import (
+    STATE_DIR,
+    load_optimizer_state,
+    load_weights,
+    save_optimizer_state,
+)
 from agentrl_cli.train.logprobs import (
     TokenLogprobs,
     check_head,
@@ -120,8 +125,8 @@ class Policy:
         """Every name of a published tensor -> the one it has in :meth:`weights`."""
         return self._published.names()
 
-    def save(self, folder: Path, step: int) -> None:
-        """Writes a checkpoint; see :meth:`Learner.save`."""
+    def save(self, folder: Path) -> None:
+        """Writes weights, tokenizer and optimizer; see :meth:`Learner.save`."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with without_progress_bars():
@@ -130,31 +135,29 @@ class Policy:
                 self._tokenizer.save_pretrained(folder)
         except (OSError, SafetensorError) as error:
             raise StoreError(f"the checkpoint {folder} cannot be written: {error}") from error
-        save_learner_state(
-            folder,
+        save_optimizer_state(
+            folder / STATE_DIR,
             optimizer=self.optimizer.state_tensors(),
             masters=self.optimizer.master_weights() if self.optimizer.has_masters else None,
-            step=step,
-            facts=self._checkpoint_facts(),
         )
 
-    def load(self, folder: Path) -> int:
-        """Takes over what :meth:`save` wrote; the step."""
-        step, optimizer_state, masters = load_learner_state(folder, self._checkpoint_facts())
+    def load(self, folder: Path) -> None:
+        """Takes over what :meth:`save` wrote."""
+        optimizer_state, masters = load_optimizer_state(folder / STATE_DIR)
         weights = masters or self._load_saved_weights(folder)
         try:
             self.optimizer.load_master_weights(weights)
             self.optimizer.load_state_tensors(optimizer_state)
         except (KeyError, RuntimeError) as error:
             raise StoreError(f"the checkpoint {folder} is of another model: {error}") from error
-        return step
 
     def _load_saved_weights(self, folder: Path) -> dict[str, Tensor]:
         if self._config.model.lora is not None:
             return load_adapter_weights(folder)
         return load_weights(self.model, folder)
 
-    def _checkpoint_facts(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
+        """What must be equal where a checkpoint is loaded."""
         lora = self._config.model.lora
         return {
             "dtype": self._config.model.dtype,

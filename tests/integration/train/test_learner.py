@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -226,10 +227,41 @@ def test_loading_says_what_is_wrong(build_model, build_config, tmp_path: Path):
     other = Learner(build_model(), build_config(dtype="bfloat16"))
     with pytest.raises(RunFolderError, match=r"dtype 'float32', this run has 'bfloat16'"):
         other.load(tmp_path)
-    path = tmp_path / "learner" / "optimizer.safetensors"
-    path.write_bytes(path.read_bytes()[:4])
-    with pytest.raises(StoreError, match="is damaged"):
+    for name in ("optimizer", "random_states"):
+        path = tmp_path / "learner" / f"{name}.safetensors"
+        content = path.read_bytes()
+        path.write_bytes(content[:4])
+        with pytest.raises(StoreError, match=rf"{tmp_path} is damaged.*Delete that folder"):
+            learner.load(tmp_path)
+        path.write_bytes(content)
+    learner.load(tmp_path)
+
+
+def test_a_checkpoint_of_another_format_is_refused_by_name(
+    build_model, build_config, tmp_path: Path
+):
+    learner = Learner(build_model(), build_config())
+    learner.save(tmp_path)
+    path = tmp_path / "learner" / "state.json"
+    for version in ("99", "null"):
+        path.write_text(re.sub(r"\d+", version, path.read_text(), count=1))
+        with pytest.raises(RunFolderError, match=r"format (99|None), and this .* reads format 1"):
+            learner.load(tmp_path)
+    path.write_text("[1]")
+    with pytest.raises(RunFolderError, match="format None"):
         learner.load(tmp_path)
+
+
+def test_a_load_that_fails_leaves_the_step(build_model, build_config, ragged_batch, tmp_path):
+    """A learner that says step 1 with the weights of step 0 would train the wrong batch."""
+    learner = Learner(build_model(), build_config())
+    learner.update(ragged_batch, 0)
+    learner.save(tmp_path)
+    (tmp_path / "learner" / "optimizer.safetensors").write_bytes(b"")
+    other = Learner(build_model(), build_config())
+    with pytest.raises(StoreError):
+        other.load(tmp_path)
+    assert other.step == 0
 
 
 def test_a_loss_that_is_not_finite_stops_and_names_the_trajectories(
