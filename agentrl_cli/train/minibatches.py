@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.records import Trajectory
-from agentrl_cli.train.advantages import compute_score
+from agentrl_cli.scores import compute_score
 from agentrl_cli.train.aggregation import compute_token_weights
 from agentrl_cli.train.samples import Sample
 
