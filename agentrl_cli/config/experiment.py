@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from agentrl_cli.config.algorithm import GrpoConfig
 from agentrl_cli.config.base import StrictConfig
 from agentrl_cli.config.cores import count_usable_cores
+from agentrl_cli.config.curriculum import ReplaceGroupsConfig, RestTasksConfig
 from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.errors import ConfigError, MissingExtraError
 
@@ -95,6 +96,13 @@ class RolloutConfig(StrictConfig):
     """Trajectories in progress at the same time."""
     max_staleness: int = Field(2, ge=0)
     """Most weight updates between sampling a batch's oldest token and training on it."""
+    filter: ReplaceGroupsConfig | None = None
+    """null: every group is trained on. ``replace_groups_without_signal``: a group whose
+    trajectories all scored alike gives its place in the batch to another task; not for shaped
+    rewards (docs/how-it-works.md)."""
+    curriculum: RestTasksConfig | None = None
+    """null: every task once an epoch. ``rest_tasks_without_signal``: those whose groups scored
+    alike are left out of some epochs (docs/how-it-works.md)."""
     turn_discount: float = Field(1.0, ge=0.0, le=1.0)
     """Share of a turn's credit that the turn before it receives."""
     export_style: Literal["concat", "individual"] = "concat"
@@ -129,9 +137,12 @@ class RolloutConfig(StrictConfig):
         num_workers = self.num_workers or _WORKERS_PER_CORE * count_usable_cores()
         return min(self.max_concurrent, num_workers)
 
-    def compute_deadline(self, num_trajectories: int) -> float:
-        """Seconds after which so many trajectories are over, whatever agents and rewards do."""
-        num_waves = math.ceil(num_trajectories / self.count_parallel())
+    def compute_deadline(self, num_trajectories: int, *, max_in_a_row: int = 1) -> float:
+        """Seconds after which so many trajectories are over, whatever agents and rewards do.
+
+        ``max_in_a_row``: most of them that begin one after the end of another.
+        """
+        num_waves = math.ceil(num_trajectories / self.count_parallel()) + max_in_a_row - 1
         seconds = self.timeout_seconds + self.reward_timeout_seconds
         if self.agent_mode == "external":
             seconds = (seconds + self.external.max_wait_seconds) * self.external.max_leases
@@ -251,12 +262,19 @@ class ExperimentConfig(StrictConfig):
         """The sampling of evaluations."""
         return self.eval_gconfig or self.gconfig.model_copy(update={"n_samples": 1})
 
+    def resolve_max_replaced_groups(self) -> int:
+        """Most groups of a step that are replaced; 0 without ``rollout.filter``."""
+        replacing = self.rollout.filter
+        if replacing is None:
+            return 0
+        return replacing.max_replaced_groups or self.train_dataset.batch_size
+
     def check_trainable(self) -> None:
         """Refuses what can be evaluated but not trained.
 
         Raises:
             ConfigError: groups of one, greedy sampling, or weights that would not reach the
-                engine's servers.
+                engine's servers; groups of one also with a filter or a curriculum.
             MissingExtraError: ``model.lora`` is set and peft is not installed.
         """
         if self.gconfig.n_samples == 1 and self.train.algorithm.kind == "grpo":
@@ -271,7 +289,20 @@ class ExperimentConfig(StrictConfig):
                 "no gradient. "
                 "Allowed when training: above 0. Type gconfig.temperature=1.0",
             )
+        self._check_groups_have_scores_to_compare()
         self._check_weights_reach_servers()
+
+    def _check_groups_have_scores_to_compare(self) -> None:
+        if self.gconfig.n_samples > 1:
+            return
+        for key in ("filter", "curriculum"):
+            chosen = getattr(self.rollout, key)
+            if chosen is not None:
+                raise ConfigError(
+                    f"rollout.{key}.kind: {chosen.kind} compares the scores of a group, and "
+                    f"gconfig.n_samples is 1. Allowed: 2 or more. Type gconfig.n_samples=8, or "
+                    f"rollout.{key}=null"
+                )
 
     def _check_weights_reach_servers(self) -> None:
         transfer = self.engine.weight_transfer.kind
