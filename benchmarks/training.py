@@ -222,7 +222,9 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     config = build_config(arguments.dtype, arguments.threads)
     batch = build_batch(arguments.groups, arguments.group_size)
-    samples = build_samples(batch, compute_advantages(batch), "concat")
+    samples = build_samples(
+        batch, compute_advantages(batch, config.train.algorithm.advantage), "concat"
+    )
     learner = Learner(build_model(), config)
     padded, single = PaddedLoop(arguments.dtype), OneAtATimeLoop(arguments.dtype)
     updates: dict[str, Callable[[], float]] = {

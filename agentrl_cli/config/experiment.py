@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl_cli.config.algorithm import GrpoConfig
+from agentrl_cli.config.algorithm import AlgorithmConfig
 from agentrl_cli.config.base import StrictConfig
 from agentrl_cli.config.cores import count_usable_cores
 from agentrl_cli.config.curriculum import ReplaceGroupsConfig, RestTasksConfig
@@ -154,7 +154,7 @@ class TrainConfig(StrictConfig):
 
     total_steps: int = Field(200, ge=1)
     learning_rate: float = Field(1.0e-6, gt=0.0)
-    algorithm: GrpoConfig = GrpoConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
     learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"

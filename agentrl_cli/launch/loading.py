@@ -30,7 +30,7 @@ def load_learner(
     """
     device = choose_device()
     # An adapter's reference is the model without it.
-    needs_reference = config.train.algorithm.kl_coef > 0 and config.model.lora is None
+    needs_reference = config.train.algorithm.uses_reference and config.model.lora is None
     sends_adapter = (
         resolve_engine_kind(config, num_gpus) != "embedded"
         and resolve_transfer_kind(config, num_gpus=num_gpus) == "lora"

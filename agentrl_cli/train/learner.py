@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +21,7 @@ from agentrl_cli.train.checkpoint import load_learner_state, save_learner_state
 from agentrl_cli.train.fixed_logprobs import FixedLogprobs
 from agentrl_cli.train.losses import LossInputs, compute_loss
 from agentrl_cli.train.minibatches import Minibatch, build_minibatches
-from agentrl_cli.train.optimizer import compute_learning_rate
+from agentrl_cli.train.optimizer import MasterOptimizer, compute_learning_rate
 from agentrl_cli.train.packing import MicroBatch, pack_samples
 from agentrl_cli.train.policy import Policy
 from agentrl_cli.train.samples import Sample, build_samples, build_scoring_sample
@@ -57,7 +57,7 @@ class Learner:
             model: in float32 if it is to be trained from its exact weights; it computes in
                 ``config.model.dtype``.
             config: the experiment's.
-            reference_model: needed with ``kl_coef``; frozen. With an adapter, the model
+            reference_model: needed with ``kl``; frozen. With an adapter, the model
                 without it is the reference.
             tokenizer: saved beside the weights; trajectories with a structural tag need it.
             device: where both models are kept.
@@ -68,11 +68,11 @@ class Learner:
             MissingExtraError: an adapter is asked for and peft is not installed.
             ModelError: an architecture whose attention or output head agentrl cannot follow,
                 or an adapter that does not fit.
-            ValueError: ``kl_coef`` is set and ``reference_model`` is missing.
+            ValueError: ``kl`` is set and ``reference_model`` is missing.
         """
-        self._has_kl = config.train.algorithm.kl_coef > 0
+        self._has_kl = config.train.algorithm.uses_reference
         if self._has_kl and config.model.lora is None and reference_model is None:
-            raise ValueError("train.algorithm.kl_coef is set: the learner needs a reference_model")
+            raise ValueError("train.algorithm.kl is set: the learner needs a reference_model")
         self.step = 0
         self._config = config
         self._train = config.train
@@ -112,7 +112,7 @@ class Learner:
         self._use_threads()
         self.step += 1
         learning_rate = compute_learning_rate(self._train, self.step)
-        advantages = compute_advantages(trajectories)
+        advantages = compute_advantages(trajectories, self._train.algorithm.advantage)
         export_style = self._config.rollout.export_style
         samples = build_samples(
             trajectories, advantages, export_style, self._policy.build_mask_maker()
@@ -227,16 +227,36 @@ class Learner:
         needed = [s for s in minibatch.samples if self._needs_forward(s)]
         if not needed:
             return
-        for batch in pack_samples(needed, self._train.micro_batch_tokens, self._policy.device):
-            loss = self._compute_part(batch, minibatch.token_weights, metrics, fixed)
-            if not torch.isfinite(loss):
-                self._stop(f"the loss is {loss.item()}", batch.samples)
-            loss.backward()  # type: ignore[no-untyped-call]
-        norm = self._policy.optimizer.clip_gradients()
-        if not math.isfinite(norm):
-            self._stop(f"the gradient's norm is {norm}", needed)
-        self._policy.optimizer.step(learning_rate)
+        norm = self._apply_gradient(
+            self._policy.optimizer,
+            needed,
+            lambda batch: self._compute_part(batch, minibatch.token_weights, metrics, fixed),
+            learning_rate,
+        )
         metrics.add_update(norm)
+
+    def _apply_gradient(
+        self,
+        optimizer: MasterOptimizer,
+        samples: Sequence[Sample],
+        compute_part: Callable[[MicroBatch], Tensor],
+        learning_rate: float,
+    ) -> float:
+        """One update by the gradient of the parts of a loss; the gradient's norm.
+
+        Raises:
+            RunError: a loss or gradient that is not finite; the weights are as before.
+        """
+        for batch in pack_samples(samples, self._train.micro_batch_tokens, self._policy.device):
+            loss = compute_part(batch)
+            if not torch.isfinite(loss):
+                self._stop(optimizer, f"the loss is {loss.item()}", batch.samples)
+            loss.backward()  # type: ignore[no-untyped-call]
+        norm = optimizer.clip_gradients()
+        if not math.isfinite(norm):
+            self._stop(optimizer, f"the gradient's norm is {norm}", samples)
+        optimizer.step(learning_rate)
+        return norm
 
     def _compute_part(
         self,
@@ -254,9 +274,8 @@ class Learner:
                 proximal_logprobs=scored.logprobs.detach() if proximal is None else proximal,
                 rollout_logprobs=batch.targets.rollout_logprobs,
                 advantages=batch.targets.advantages,
-                token_weights=batch.spread(
-                    [token_weights[s.trajectory_index] for s in batch.samples]
-                ),
+                sequence_numbers=batch.sequence_numbers,
+                token_weights=batch.spread([token_weights[id(s)] for s in batch.samples]),
                 ref_logprobs=reference,
             ),
             self._train.algorithm,
@@ -264,8 +283,8 @@ class Learner:
         metrics.add_micro_batch(batch, output, scored.entropies)
         return output.loss
 
-    def _stop(self, what: str, samples: Sequence[Sample]) -> None:
-        self._policy.optimizer.zero_gradients()
+    def _stop(self, optimizer: MasterOptimizer, what: str, samples: Sequence[Sample]) -> None:
+        optimizer.zero_gradients()
         trajectory_ids = dict.fromkeys(sample.trajectory_id for sample in samples)
         raise RunError(
             f"step {self.step}: {what}. The weights were not changed by it. Trajectories: "

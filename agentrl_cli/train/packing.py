@@ -52,6 +52,12 @@ class MicroBatch:
     targets: Targets
     """Of all samples, in order; their sources are places in ``input_ids``."""
 
+    @property
+    def sequence_numbers(self) -> Tensor:
+        """Which of ``samples`` each target is of: int64 [targets]."""
+        repeats = torch.tensor([sample.num_targets for sample in self.samples])
+        return torch.arange(len(repeats)).repeat_interleave(repeats).to(self.input_ids.device)
+
     def spread(self, values: Sequence[float]) -> Tensor:
         """One value per sample, repeated over its targets: float32 [targets]."""
         repeats = torch.tensor([sample.num_targets for sample in self.samples])

@@ -23,7 +23,7 @@ class UpdateMetrics:
         self._num_scored_tokens = 0
         self._num_micro_batches = 0
         self._num_forward_tokens = 0
-        self._gap_max = 0.0
+        self._maxima: defaultdict[str, float] = defaultdict(float)
         self._grad_norms: list[float] = []
 
     def add_micro_batch(self, batch: MicroBatch, output: LossOutput, entropies: Tensor) -> None:
@@ -35,7 +35,8 @@ class UpdateMetrics:
         self._num_scored_tokens += len(batch.targets)
         self._num_micro_batches += 1
         self._num_forward_tokens += sum(batch.lengths)
-        self._gap_max = max(self._gap_max, float(output.logprob_gap_max))
+        for name, value in output.maxima.items():
+            self._maxima[name] = max(self._maxima[name], float(value))
 
     def add_update(self, grad_norm: float) -> None:
         """Counts one optimizer update; ``grad_norm`` is before clipping."""
@@ -53,7 +54,11 @@ class UpdateMetrics:
             "loss": self._sums["loss"] / max(num_updates, 1),
             "grad_norm": sum(self._grad_norms) / max(num_updates, 1),
             "logprob_gap_mean": self._sums["logprob_gap"] / num_tokens,
-            "logprob_gap_max": self._gap_max,
+            "logprob_gap_max": self._maxima["logprob_gap"],
+            "rollout_correction_mean": self._sums["rollout_correction"] / num_tokens,
+            "rollout_correction_max": self._maxima["rollout_correction"],
+            "rollout_correction_dropped_fraction": self._sums["rollout_correction_dropped"]
+            / num_tokens,
             "off_policy_fraction": self._off_policy_fraction,
             "num_samples": float(self._num_samples),
             "num_micro_batches": float(self._num_micro_batches),

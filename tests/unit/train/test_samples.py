@@ -10,7 +10,7 @@ import pytest
 
 from agentrl_cli.errors import RunError
 from agentrl_cli.records import Interaction, InteractionStatus, Trajectory
-from agentrl_cli.train.samples import Sample, Turn, build_samples, count_targets
+from agentrl_cli.train.samples import Sample, Turn, build_samples
 
 
 def interaction(
@@ -85,7 +85,7 @@ def test_branches_that_share_a_turn_train_it_once():
     # The later branch still reads the shared turn, but does not train it.
     assert samples[1].input_ids.tolist() == [1, 2, 3, 4, 7, 8, 9]
     assert samples[1].targets.sources.tolist() == [4, 5]
-    assert count_targets(samples, 1) == [5]
+    assert sum(sample.num_targets for sample in samples) == 5
 
 
 @pytest.mark.parametrize("reward", [None, math.nan])
@@ -93,7 +93,7 @@ def test_unscored_trajectories_give_nothing(reward: float | None):
     batch = [trajectory(*two_turns(), reward=reward), trajectory(*two_turns())]
     samples = build_samples(batch, {"a": 1.0, "b": 1.0}, "concat")
     assert [s.trajectory_index for s in samples] == [1]
-    assert count_targets(samples, 2) == [0, 3]
+    assert [s.num_targets for s in samples] == [3]
 
 
 def test_advantage_zero_stays_in_the_denominator_without_a_forward_pass():

@@ -1,0 +1,78 @@
+"""What is taken off the rewards of trajectories before advantages are computed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from agentrl_cli.config.algorithm import KlConfig, OverlongConfig
+from agentrl_cli.records import Trajectory
+from agentrl_cli.train.divergence import compute_kl
+from agentrl_cli.train.samples import Sample
+
+
+def compute_overlong_penalty(num_tokens: int, config: OverlongConfig, max_tokens: int) -> float:
+    """What ``num_tokens`` sampled tokens cost: the soft overlong punishment of DAPO (arXiv
+    2503.14476, equation 13).
+
+    0 up to ``max_tokens - buffer_tokens``, ``coef`` from ``max_tokens`` on, linear between.
+    """
+    excess = num_tokens - (max_tokens - config.buffer_tokens)
+    return config.coef * min(max(excess / config.buffer_tokens, 0.0), 1.0)
+
+
+def compute_kl_penalties(
+    samples: Sequence[Sample], ref_logprobs: Mapping[int, Tensor], config: KlConfig
+) -> dict[int, float]:
+    """coef x the divergence that each trajectory sampled, by trajectory index.
+
+    The sum of the estimates over its trained tokens, of the policy that sampled them: the
+    sequence-level reward of RLHF (arXiv 2203.02155, equation 2) that RLOO keeps (arXiv
+    2402.14740, equation 1).
+
+    Args:
+        samples: of the whole batch.
+        ref_logprobs: [targets] by ``id(sample)``.
+        config: its coefficient and estimator.
+    """
+    penalties: defaultdict[int, float] = defaultdict(float)
+    for sample in samples:
+        rollout = sample.targets.rollout_logprobs
+        kl = compute_kl(config.estimator, rollout, ref_logprobs[id(sample)])
+        penalties[sample.trajectory_index] += config.coef * float(kl.double().sum())
+    return dict(penalties)
+
+
+def reduce_rewards(
+    trajectories: Sequence[Trajectory], penalties: Mapping[int, float]
+) -> list[Trajectory]:
+    """The trajectories with ``penalties``, by trajectory index, taken off their rewards.
+
+    Every interaction that has a return loses the whole penalty: it is part of the outcome, which
+    every turn carries. Own rewards of turns lose it once, at the last turn that has a return.
+    """
+    reduced = list(trajectories)
+    for index, penalty in penalties.items():
+        trajectory = trajectories[index]
+        if penalty == 0.0 or trajectory.reward is None:
+            continue
+        returned = [i for i in trajectory.interactions if i.turn_return is not None]
+        last = max(returned, key=lambda i: i.started, default=None)
+        reduced[index] = dataclasses.replace(
+            trajectory,
+            reward=trajectory.reward - penalty,
+            interactions=tuple(
+                i
+                if i.turn_return is None
+                else dataclasses.replace(
+                    i,
+                    turn_return=i.turn_return - penalty,
+                    reward=(i.reward or 0.0) - penalty if i is last else i.reward,
+                )
+                for i in trajectory.interactions
+            ),
+        )
+    return reduced
