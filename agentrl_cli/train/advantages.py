@@ -7,7 +7,8 @@ weighs as much as one of a single turn (see docs/how-it-works.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from agentrl_cli.config.advantage import (
     AdvantageConfig,
@@ -15,6 +16,7 @@ from agentrl_cli.config.advantage import (
     GaeAdvantageConfig,
     GrpoAdvantageConfig,
     MaxRlAdvantageConfig,
+    ReinforcePlusPlusAdvantageConfig,
     RlooAdvantageConfig,
 )
 from agentrl_cli.errors import RunError
@@ -29,8 +31,20 @@ from agentrl_cli.scores import (
 #: Added to the deviation, so that nearly equal scores do not explode.
 DEVIATION_EPSILON = 1e-6
 
-#: (turn's return, trajectory's score, statistics that it is compared within) -> advantage.
-Estimator = Callable[[float, float, GroupStatistics], float]
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What the returns of a trajectory are measured by."""
+
+    score: float
+    group: GroupStatistics
+    """Of the trajectories that it is compared with, itself among them."""
+    batch_deviation: float
+    """Unbiased deviation of all scores of the batch, each less its group's mean."""
+
+
+#: An interaction's return, and its trajectory's standing -> the interaction's advantage.
+Estimator = Callable[[float, Standing], float]
 
 
 def compute_advantages(
@@ -45,92 +59,86 @@ def compute_advantages(
         RunError: rewards that ``config`` cannot be used with.
         ValueError: ``config`` is ``gae``, whose advantages are of tokens.
     """
-    groups, estimate = _prepare(trajectories, config)
+    estimate = _choose_estimator(config)
+    if isinstance(config, MaxRlAdvantageConfig):
+        _check_not_negative(trajectories)
     advantages: dict[str, float] = {}
-    for trajectory in trajectories:
-        score, group = compute_score(trajectory), groups[trajectory.group_id]
+    for trajectory, standing in zip(trajectories, _rank(trajectories, config), strict=True):
         for interaction in trajectory.interactions:
             turn_return = interaction.turn_return
             advantages[interaction.id] = (
-                0.0
-                if score is None or turn_return is None or not group.has_signal
-                else estimate(turn_return, score, group)
+                0.0 if standing is None or turn_return is None else estimate(turn_return, standing)
             )
     return advantages
 
 
-def estimate_grpo(turn_return: float, score: float, group: GroupStatistics) -> float:
+def estimate_grpo(turn_return: float, standing: Standing) -> float:
     """(return - group mean) / (group deviation + 1e-6): GRPO (arXiv 2402.03300, section 4.1.2),
     with the deviation unbiased."""
-    return (turn_return - group.mean) / (group.deviation + DEVIATION_EPSILON)
+    return (turn_return - standing.group.mean) / (standing.group.deviation + DEVIATION_EPSILON)
 
 
-def estimate_dr_grpo(turn_return: float, score: float, group: GroupStatistics) -> float:
-    """return - group mean: Dr. GRPO (arXiv 2503.20783, section 3.2), whose removal of the deviation
-    keeps the weight of questions independent of how hard they are."""
-    return turn_return - group.mean
+def estimate_dr_grpo(turn_return: float, standing: Standing) -> float:
+    """return - group mean: Dr. GRPO (arXiv 2503.20783, section 3.2), in which easy and hard tasks
+    weigh no more than others."""
+    return turn_return - standing.group.mean
 
 
-def estimate_rloo(turn_return: float, score: float, group: GroupStatistics) -> float:
-    """return - mean score of the others: the leave-one-out baseline of RLOO (Kool et al. 2019;
-    arXiv 2402.14740, section 2.3), independent of the trajectory that it judges."""
-    others = group.mean + (group.mean - score) / (group.num_scored - 1)
-    return turn_return - others
+def estimate_rloo(turn_return: float, standing: Standing) -> float:
+    """return - mean score of the group's others: the leave-one-out baseline of RLOO (Kool et al.
+    2019; arXiv 2402.14740, section 2.3), independent of the trajectory that it judges."""
+    group = standing.group
+    mean_of_others = (group.mean * group.num_scored - standing.score) / (group.num_scored - 1)
+    return turn_return - mean_of_others
 
 
-def estimate_maxrl(turn_return: float, score: float, group: GroupStatistics) -> float:
-    """(return - group mean) / group mean: MaxRL (arXiv 2602.02710, algorithm 1).
+def estimate_reinforce_plus_plus(turn_return: float, standing: Standing) -> float:
+    """(return - mean) / (deviation over the batch + 1e-6): REINFORCE++ (arXiv 2501.03262, section
+    3), the mean being the group's, or the batch's."""
+    return (turn_return - standing.group.mean) / (standing.batch_deviation + DEVIATION_EPSILON)
 
-    With rewards of 0 and 1 and K successes, the average over the group is the mean score
-    gradient of the successes less that of all: an estimate of the gradient of the logarithm of
-    the success probability, whose first term is what plain policy gradients follow.
+
+def estimate_maxrl(turn_return: float, standing: Standing) -> float:
+    """(return - group mean) / group mean: MaxRL (arXiv 2602.02710, section 4).
+
+    With rewards of 0 and 1 the group's gradient is then the mean score function of its successes
+    less that of all: an estimate of the gradient of the logarithm of the success probability.
     """
-    return (turn_return - group.mean) / group.mean
+    return (turn_return - standing.group.mean) / standing.group.mean
 
 
-def _prepare(
-    trajectories: Sequence[Trajectory], config: AdvantageConfig
-) -> tuple[Mapping[str, GroupStatistics], Estimator]:
-    """The statistics that trajectories are compared within, by group id, and how."""
-    groups = compute_group_statistics(trajectories)
+def _choose_estimator(config: AdvantageConfig) -> Estimator:
     if isinstance(config, GaeAdvantageConfig):
         raise ValueError("advantages of kind gae are of tokens, from a critic's values")
     if isinstance(config, GrpoAdvantageConfig):
-        return groups, estimate_grpo
+        return estimate_grpo
     if isinstance(config, DrGrpoAdvantageConfig):
-        return groups, estimate_dr_grpo
+        return estimate_dr_grpo
     if isinstance(config, RlooAdvantageConfig):
-        return groups, estimate_rloo
+        return estimate_rloo
     if isinstance(config, MaxRlAdvantageConfig):
-        _check_not_negative(trajectories)
-        return groups, estimate_maxrl
-    return _prepare_reinforce_plus_plus(trajectories, groups, config.baseline)
+        return estimate_maxrl
+    return estimate_reinforce_plus_plus
 
 
-def _prepare_reinforce_plus_plus(
-    trajectories: Sequence[Trajectory], groups: dict[str, GroupStatistics], baseline: str
-) -> tuple[Mapping[str, GroupStatistics], Estimator]:
-    """(return - baseline) / (deviation over the batch + 1e-6): REINFORCE++ (arXiv 2501.03262,
-    section 3).
-
-    With the baseline ``batch`` all trajectories are one group. With ``group`` the deviation is
-    that of the scores less their group means, over all scored trajectories of the batch.
-    """
-    if baseline == "batch":
-        scores = [compute_score(trajectory) for trajectory in trajectories]
+def _rank(trajectories: Sequence[Trajectory], config: AdvantageConfig) -> list[Standing | None]:
+    """The standing of each trajectory; None: it is unscored, or nothing differs from it."""
+    groups = compute_group_statistics(trajectories)
+    scores = [compute_score(trajectory) for trajectory in trajectories]
+    if isinstance(config, ReinforcePlusPlusAdvantageConfig) and config.baseline == "batch":
         whole = compute_statistics([score for score in scores if score is not None])
-        return dict.fromkeys(groups, whole), estimate_grpo
-    centered = []
-    for trajectory in trajectories:
-        score = compute_score(trajectory)
-        if score is not None:
-            centered.append(score - groups[trajectory.group_id].mean)
-    scale = compute_statistics(centered).deviation + DEVIATION_EPSILON
-
-    def estimate(turn_return: float, score: float, group: GroupStatistics) -> float:
-        return (turn_return - group.mean) / scale
-
-    return groups, estimate
+        groups = dict.fromkeys(groups, whole)
+    own_groups = [groups[trajectory.group_id] for trajectory in trajectories]
+    centered = [
+        score - group.mean
+        for score, group in zip(scores, own_groups, strict=True)
+        if score is not None
+    ]
+    deviation = compute_statistics(centered).deviation
+    return [
+        Standing(score, group, deviation) if score is not None and group.has_signal else None
+        for score, group in zip(scores, own_groups, strict=True)
+    ]
 
 
 def _check_not_negative(trajectories: Sequence[Trajectory]) -> None:
