@@ -14,6 +14,7 @@ from agentrl_cli.config.advantage import (
     AdvantageConfig,
     GaeAdvantageConfig,
     GrpoAdvantageConfig,
+    ReinforcePlusPlusAdvantageConfig,
 )
 from agentrl_cli.config.base import StrictConfig
 from agentrl_cli.config.loss import DecoupledPpoLossConfig, LossConfig
@@ -152,6 +153,14 @@ class AlgorithmConfig(StrictConfig):
     def uses_critic(self) -> bool:
         """True: advantages come from the values of a critic."""
         return isinstance(self.advantage, GaeAdvantageConfig)
+
+    @property
+    def compares_within_groups(self) -> bool:
+        """True: a group of equal scores has no advantages, and teaches nothing."""
+        advantage = self.advantage
+        if isinstance(advantage, ReinforcePlusPlusAdvantageConfig):
+            return advantage.baseline == "group"
+        return not isinstance(advantage, GaeAdvantageConfig)
 
     @property
     def uses_reference(self) -> bool:

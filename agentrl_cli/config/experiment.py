@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from agentrl_cli.config.alarms import AlarmsConfig
 from agentrl_cli.config.algorithm import AlgorithmConfig
 from agentrl_cli.config.base import StrictConfig
 from agentrl_cli.config.cores import count_usable_cores
@@ -182,6 +183,7 @@ class TrainConfig(StrictConfig):
     """null: save after the last step only."""
     keep_last_checkpoints: int = Field(3, ge=1)
     """Older checkpoints are deleted, the last one excepted."""
+    alarms: AlarmsConfig = AlarmsConfig()
     probe_tolerance: float | None = Field(None, gt=0.0)
     """Largest |engine - trainer| logprob, in nats, after a weight publication;
     null: 1e-3 for float32, 0.1 for bfloat16."""

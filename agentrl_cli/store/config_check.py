@@ -30,6 +30,7 @@ MAY_CHANGE_ON_RESUME: dict[str, str] = {
     "train.micro_batch_tokens": "memory: gradients are the same",
     "train.gradient_checkpointing": "memory: gradients are the same",
     "train.num_threads": "speed",
+    "train.alarms.": "what is watched, and what happens then",
     "train.probe_tolerance": "a check, not what is learned",
     "engine.kind": "which server samples, from the same distribution; another machine has another",
     "engine.num_servers": "speed",

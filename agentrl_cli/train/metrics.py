@@ -17,7 +17,7 @@ def summarize_trajectories(
 ) -> dict[str, float]:
     """The step's metrics of its trajectories; every value is finite.
 
-    ``reward_mean`` and ``reward_std`` (unbiased) are over the scored trajectories and
+    ``reward_*`` (``reward_std`` unbiased) are over the scored trajectories and
     missing when there are none, as 0 would be read as a reward. ``truncated_fraction`` is
     the share of trajectories with a reply cut by its length limit; ``staleness_*`` is
     ``policy_version`` minus the version of each sampled token. Lengths, turns and tool calls
@@ -39,12 +39,15 @@ def _summarize_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     num_scored = sum(compute_score(t) is not None for t in trajectories)
     groups = compute_group_statistics(trajectories).values()
     summary = {
+        "num_groups": float(len(groups)),
         "num_trajectories": float(len(trajectories)),
         "num_unscored": float(len(trajectories) - num_scored),
         "num_groups_without_signal": float(sum(not group.has_signal for group in groups)),
     }
     if rewards:
         summary["reward_mean"] = statistics.fmean(rewards)
+        summary["reward_min"] = min(rewards)
+        summary["reward_max"] = max(rewards)
         summary["reward_std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
     return summary
 
