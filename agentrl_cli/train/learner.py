@@ -23,8 +23,19 @@ from agentrl_cli.train.losses import LossInputs, compute_loss
 from agentrl_cli.train.minibatches import Minibatch, build_minibatches
 from agentrl_cli.train.optimizer import MasterOptimizer, compute_learning_rate
 from agentrl_cli.train.packing import MicroBatch, pack_samples
+from agentrl_cli.train.penalties import (
+    Penalties,
+    compute_kl_penalties,
+    compute_overlong_penalties,
+    reduce_rewards,
+)
 from agentrl_cli.train.policy import Policy
-from agentrl_cli.train.samples import Sample, build_samples, build_scoring_sample
+from agentrl_cli.train.samples import (
+    Sample,
+    assign_advantages,
+    build_samples,
+    build_scoring_sample,
+)
 from agentrl_cli.train.update_metrics import UpdateMetrics
 
 if TYPE_CHECKING:
@@ -70,8 +81,8 @@ class Learner:
                 or an adapter that does not fit.
             ValueError: ``kl`` is set and ``reference_model`` is missing.
         """
-        self._has_kl = config.train.algorithm.uses_reference
-        if self._has_kl and config.model.lora is None and reference_model is None:
+        uses_reference = config.train.algorithm.uses_reference
+        if uses_reference and config.model.lora is None and reference_model is None:
             raise ValueError("train.algorithm.kl is set: the learner needs a reference_model")
         self.step = 0
         self._config = config
@@ -79,7 +90,7 @@ class Learner:
         self._policy = Policy(
             model,
             config,
-            reference_model=reference_model if self._has_kl else None,
+            reference_model=reference_model if uses_reference else None,
             tokenizer=tokenizer,
             device=torch.device(device),
             published=published,
@@ -101,7 +112,9 @@ class Learner:
         Returns:
             ``loss``, ``grad_norm``, ``learning_rate``, ``approx_kl``, ``clipfrac``, ``kl``,
             ``entropy``, ``logprob_gap_mean``, ``logprob_gap_max``, ``off_policy_fraction``,
-            ``num_samples``, ``num_micro_batches``, ``num_updates``, ``train_tokens`` (tokens
+            ``rollout_correction_mean``, ``rollout_correction_max`` (before bounds),
+            ``rollout_correction_dropped_fraction``, ``overlong_penalty_mean`` and
+            ``kl_penalty_mean`` where they are set, ``num_samples``, ``num_micro_batches``, ``num_updates``, ``train_tokens`` (tokens
             passed forward and back), ``train_seconds``.
 
         Raises:
@@ -112,11 +125,15 @@ class Learner:
         self._use_threads()
         self.step += 1
         learning_rate = compute_learning_rate(self._train, self.step)
-        advantages = compute_advantages(trajectories, self._train.algorithm.advantage)
         export_style = self._config.rollout.export_style
         samples = build_samples(
-            trajectories, advantages, export_style, self._policy.build_mask_maker()
+            trajectories, None, export_style, self._policy.build_mask_maker()
         )
+        penalties = self._compute_penalties(trajectories, samples)
+        advantages = compute_advantages(
+            reduce_rewards(trajectories, penalties.amounts), self._train.algorithm.advantage
+        )
+        samples = assign_advantages(samples, advantages)
         metrics = UpdateMetrics(samples, policy_version)
         fixed = self._score_fixed([s for s in samples if self._needs_forward(s)])
         for epoch in range(self._train.num_epochs):
@@ -127,7 +144,12 @@ class Learner:
             # What is only cached here is missing to an engine on the same GPU.
             torch.cuda.empty_cache()
         seconds = time.perf_counter() - started
-        return metrics.summarize() | {"learning_rate": learning_rate, "train_seconds": seconds}
+        return {
+            **metrics.summarize(),
+            **penalties.means,
+            "learning_rate": learning_rate,
+            "train_seconds": seconds,
+        }
 
     def compute_logprobs(
         self,
@@ -188,7 +210,7 @@ class Learner:
         self.step = step
 
     def _needs_forward(self, sample: Sample) -> bool:
-        return sample.has_advantage or self._has_kl
+        return sample.has_advantage or self._train.algorithm.trains_without_advantage
 
     def _use_threads(self) -> None:
         """Sets the CPU threads of the calling thread, which OpenMP keeps apart."""
@@ -200,16 +222,33 @@ class Learner:
                 len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
             )
 
+    def _compute_penalties(
+        self, trajectories: Sequence[Trajectory], samples: Sequence[Sample]
+    ) -> Penalties:
+        """What is taken off the rewards of this batch."""
+        algorithm = self._train.algorithm
+        limit = self._config.rollout.max_tokens_per_trajectory
+        penalties = Penalties(len(trajectories))
+        if algorithm.overlong is not None:
+            penalties.add(
+                "overlong", compute_overlong_penalties(trajectories, algorithm.overlong, limit)
+            )
+        if algorithm.kl is not None and algorithm.has_kl_reward:
+            reference = self._policy.score_reference(samples)
+            penalties.add("kl", compute_kl_penalties(samples, reference, algorithm.kl))
+        return penalties
+
     def _score_fixed(self, samples: Sequence[Sample]) -> FixedLogprobs:
         """What stays fixed during the step.
 
         Before the only update of a step the new policy is the proximal one by definition,
         however stale the tokens: another forward pass would compute the same numbers.
         """
+        has_kl_loss = self._train.algorithm.has_kl_loss
         has_several_updates = self._train.num_minibatches * self._train.num_epochs > 1
         return FixedLogprobs(
             proximal=self._policy.score(samples) if has_several_updates else None,
-            reference=self._policy.score_reference(samples) if self._has_kl else None,
+            reference=self._policy.score_reference(samples) if has_kl_loss else None,
         )
 
     def _train_minibatch(
@@ -221,7 +260,7 @@ class Learner:
     ) -> None:
         """One optimizer update, its gradient added up over packed micro-batches.
 
-        Without anything to learn from (every advantage 0, no KL term) the weights and the
+        Without anything to learn from (every advantage 0, no other term) the weights and the
         optimizer stay untouched.
         """
         needed = [s for s in minibatch.samples if self._needs_forward(s)]
@@ -277,6 +316,7 @@ class Learner:
                 sequence_numbers=batch.sequence_numbers,
                 token_weights=batch.spread([token_weights[id(s)] for s in batch.samples]),
                 ref_logprobs=reference,
+                entropies=scored.entropies,
             ),
             self._train.algorithm,
         )

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from agentrl_cli.config.algorithm import KlConfig, OverlongConfig
+from agentrl_cli.errors import RunError
 from agentrl_cli.records import Trajectory
+from agentrl_cli.scores import compute_score
 from agentrl_cli.train.divergence import compute_kl
 from agentrl_cli.train.samples import Sample
+
+
+@dataclass(slots=True)
+class Penalties:
+    """Penalties of a batch, added up over their kinds."""
+
+    num_trajectories: int
+    amounts: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """By trajectory index."""
+    means: dict[str, float] = field(default_factory=dict)
+    """The metrics ``<kind>_penalty_mean``, over all trajectories."""
+
+    def add(self, kind: str, amounts: Mapping[int, float]) -> None:
+        """Adds one kind's, by trajectory index."""
+        for index, amount in amounts.items():
+            self.amounts[index] += amount
+        self.means[f"{kind}_penalty_mean"] = math.fsum(amounts.values()) / self.num_trajectories
 
 
 def compute_overlong_penalty(num_tokens: int, config: OverlongConfig, max_tokens: int) -> float:
@@ -24,25 +45,48 @@ def compute_overlong_penalty(num_tokens: int, config: OverlongConfig, max_tokens
     return config.coef * min(max(excess / config.buffer_tokens, 0.0), 1.0)
 
 
+def compute_overlong_penalties(
+    trajectories: Sequence[Trajectory], config: OverlongConfig, max_tokens: int
+) -> dict[int, float]:
+    """Of every scored trajectory, by trajectory index, over the tokens of all its calls.
+
+    ``max_tokens`` stands in for a limit that ``config`` does not give.
+    """
+    limit = config.max_tokens or max_tokens
+    return {
+        index: compute_overlong_penalty(trajectory.num_completion_tokens, config, limit)
+        for index, trajectory in enumerate(trajectories)
+        if compute_score(trajectory) is not None
+    }
+
+
 def compute_kl_penalties(
     samples: Sequence[Sample], ref_logprobs: Mapping[int, Tensor], config: KlConfig
 ) -> dict[int, float]:
     """coef x the divergence that each trajectory sampled, by trajectory index.
 
-    The sum of the estimates over its trained tokens, of the policy that sampled them: the
-    sequence-level reward of RLHF (arXiv 2203.02155, equation 2) that RLOO keeps (arXiv
-    2402.14740, equation 1).
+    The sum of the estimates over its trained tokens, of the policy that sampled them: the reward
+    of RLHF (arXiv 2203.02155, equation 2), as RLOO keeps it (arXiv 2402.14740, section 2).
 
     Args:
         samples: of the whole batch.
         ref_logprobs: [targets] by ``id(sample)``.
         config: its coefficient and estimator.
+
+    Raises:
+        RunError: a penalty is not finite.
     """
     penalties: defaultdict[int, float] = defaultdict(float)
     for sample in samples:
         rollout = sample.targets.rollout_logprobs
         kl = compute_kl(config.estimator, rollout, ref_logprobs[id(sample)])
         penalties[sample.trajectory_index] += config.coef * float(kl.double().sum())
+        if not math.isfinite(penalties[sample.trajectory_index]):
+            raise RunError(
+                f"trajectory {sample.trajectory_id}: its divergence from the reference model is "
+                f"{float(kl.sum())} nats. The weights were not changed. Look at it with: "
+                "agentrl inspect-trajectories RUN. model.dtype=float32 often helps"
+            )
     return dict(penalties)
 
 
@@ -52,7 +96,8 @@ def reduce_rewards(
     """The trajectories with ``penalties``, by trajectory index, taken off their rewards.
 
     Every interaction that has a return loses the whole penalty: it is part of the outcome, which
-    every turn carries. Own rewards of turns lose it once, at the last turn that has a return.
+    every turn carries. Among the rewards of single turns it is taken once, from the last turn
+    that has a return.
     """
     reduced = list(trajectories)
     for index, penalty in penalties.items():

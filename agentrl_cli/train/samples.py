@@ -111,7 +111,7 @@ class Sample:
 
 def build_samples(
     trajectories: Sequence[Trajectory],
-    advantages: Mapping[str, float],
+    advantages: Mapping[str, float] | None,
     export_style: ExportStyle,
     mask_maker: MaskMaker | None = None,
 ) -> list[Sample]:
@@ -121,7 +121,8 @@ def build_samples(
     denominators. Scored trajectories of advantage 0 do give samples, because their tokens
     stay in the denominators; the learner leaves them out of the forward pass unless a KL
     term wants them. Turns whose interaction has no return are not trained. Constrained tokens get
-    the masks that ``mask_maker`` makes.
+    the masks that ``mask_maker`` makes. Without ``advantages`` (by interaction id) they are 0
+    until :func:`assign_advantages`.
 
     Raises:
         RunError: a token to train on has a rollout logprob that is not finite.
@@ -137,6 +138,18 @@ def build_samples(
             if sample.num_targets:
                 samples.append(sample)
     return samples
+
+
+def assign_advantages(samples: Sequence[Sample], advantages: Mapping[str, float]) -> list[Sample]:
+    """The samples with their interactions' ``advantages``, by interaction id, on every token."""
+    assigned = []
+    for sample in samples:
+        spread = torch.zeros(sample.num_targets)
+        for turn in sample.turns:
+            spread[turn.start : turn.end] = advantages[turn.interaction_id]
+        targets = dataclasses.replace(sample.targets, advantages=spread)
+        assigned.append(dataclasses.replace(sample, targets=targets))
+    return assigned
 
 
 def build_scoring_sample(
@@ -164,7 +177,7 @@ def build_scoring_sample(
 
 def _build_sample(
     sequence: TokenSequence,
-    advantages: Mapping[str, float],
+    advantages: Mapping[str, float] | None,
     index: int,
     trajectory_id: str,
     mask_maker: MaskMaker | None,
@@ -181,7 +194,8 @@ def _build_sample(
         _check_logprobs(interaction.rollout_logprobs, interaction.id, trajectory_id)
         # The first token of a sequence has nothing before it that could predict it.
         skipped = 1 if span.start == 0 else 0
-        part = _build_targets(span, skipped, advantages[interaction.id], numbers, mask_maker)
+        advantage = 0.0 if advantages is None else advantages[interaction.id]
+        part = _build_targets(span, skipped, advantage, numbers, mask_maker)
         first = turns[-1].end if turns else 0
         turns.append(Turn(interaction.id, first, first + len(part)))
         parts.append(part)
