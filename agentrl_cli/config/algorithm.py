@@ -138,7 +138,8 @@ class AlgorithmConfig(StrictConfig):
             return data
         recipe = RECIPES.get(str(data.get("kind", "grpo")))
         if recipe is None:
-            return data
+            # The one mistake to report: without a recipe the parts have no kind.
+            return {"kind": data["kind"]}
         filled = {**recipe, **data}
         for part in ("advantage", "loss"):
             given = data.get(part)

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from agentrl_cli.config.alarms import AlarmsConfig
 from agentrl_cli.config.algorithm import AlgorithmConfig
+from agentrl_cli.config.algorithm_check import check_algorithm
 from agentrl_cli.config.base import StrictConfig
 from agentrl_cli.config.cores import count_usable_cores
 from agentrl_cli.config.curriculum import ReplaceGroupsConfig, RestTasksConfig
@@ -275,16 +276,16 @@ class ExperimentConfig(StrictConfig):
         """Refuses what can be evaluated but not trained.
 
         Raises:
-            ConfigError: groups of one, greedy sampling, or weights that would not reach the
+            ConfigError: groups of one, algorithm settings that do not go together, greedy
+                sampling, or weights that would not reach the
                 engine's servers; groups of one also with a filter or a curriculum.
             MissingExtraError: ``model.lora`` is set and peft is not installed.
         """
-        if self.gconfig.n_samples == 1 and self.train.algorithm.kind == "grpo":
-            raise ConfigError(
-                "gconfig.n_samples: 1 with train.algorithm.kind grpo: a group of one has "
-                "advantage 0, so nothing would be learned. Allowed: 2 or more. "
-                "Type gconfig.n_samples=8",
-            )
+        check_algorithm(
+            self.train.algorithm,
+            n_samples=self.gconfig.n_samples,
+            max_tokens_per_trajectory=self.rollout.max_tokens_per_trajectory,
+        )
         if self.gconfig.temperature == 0.0:
             raise ConfigError(
                 "gconfig.temperature: 0 samples the same trajectory every time and leaves "

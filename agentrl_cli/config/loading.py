@@ -251,7 +251,7 @@ def _describe(config_class: type[BaseModel], data: Any, item: Any) -> str:
     kind, found = item["type"], item.get("input")
     key_path = _real_path(data, item["loc"])
     if kind == "extra_forbidden":
-        allowed = allowed_keys(config_class, key_path[:-1])
+        allowed = allowed_keys(config_class, item["loc"][:-1])
         return f"unknown key; {format_nearest(str(key_path[-1]), allowed)}"
     if kind == "missing":
         return "this key is required and was not given"
@@ -275,8 +275,9 @@ def _describe(config_class: type[BaseModel], data: Any, item: Any) -> str:
     return f"{item['msg'][0].lower()}{item['msg'][1:]}, found {found!r}"
 
 
-def allowed_keys(config_class: type[BaseModel], key_path: KeyPath) -> list[str]:
-    """The keys allowed in the section at ``key_path``."""
+def allowed_keys(config_class: type[BaseModel], key_path: Sequence[str | int]) -> list[str]:
+    """The keys allowed in the section at ``key_path``; where a section is one of several kinds,
+    the kind may follow it in the path."""
     annotation: Any = config_class
     for part in key_path:
         annotation = _step_into(annotation, part)
@@ -290,6 +291,9 @@ def _step_into(annotation: Any, part: str | int) -> Any:
         field = annotation.model_fields.get(str(part))
         return field.annotation if field else None
     arguments = typing.get_args(annotation)
+    kinds = {_find_kind(a): a for a in arguments if find_config_class(a) is a}
+    if len(kinds) > 1 and part in kinds:
+        return kinds[str(part)]
     if typing.get_origin(annotation) in (dict, Mapping):
         return arguments[1]
     if typing.get_origin(annotation) in (tuple, list):
@@ -301,6 +305,13 @@ def _step_into(annotation: Any, part: str | int) -> Any:
 def _strip_annotated(annotation: Any) -> Any:
     is_annotated = typing.get_origin(annotation) is typing.Annotated
     return typing.get_args(annotation)[0] if is_annotated else annotation
+
+
+def _find_kind(config_class: type[BaseModel]) -> str | None:
+    """The one value of the class's tag."""
+    field = config_class.model_fields.get("kind")
+    values = typing.get_args(field.annotation) if field is not None else ()
+    return str(values[0]) if len(values) == 1 else None
 
 
 def find_config_class(annotation: Any) -> type[BaseModel] | None:
