@@ -27,6 +27,7 @@ _LITERAL = {
     "bool_type": "true or false",
     "dict_type": "a mapping (key: value lines)",
     "model_type": "a mapping (key: value lines)",
+    "model_attributes_type": "a mapping (key: value lines)",
     "tuple_type": "a list",
     "list_type": "a list",
 }
@@ -70,7 +71,7 @@ def load_config_as(
         return config_class.model_validate(data)
     except ValidationError as error:
         problems = [
-            f"  {_locate(path, lines, overridden, _real_path(data, item['loc']))}: "
+            f"  {_locate(path, lines, overridden, _find_key(data, item))}: "
             f"{_describe(config_class, data, item)}"
             for item in error.errors()
         ]
@@ -212,6 +213,12 @@ def _takes_text_only(config_class: type[BaseModel], parts: Sequence[str]) -> boo
     return bool(kinds) and kinds <= {str, type(None)}
 
 
+def _find_key(data: Any, item: Any) -> KeyPath:
+    """The key that a problem is about; of a section whose kind is none, its ``kind``."""
+    key_path = _real_path(data, item["loc"])
+    return (*key_path, "kind") if item["type"] == "union_tag_invalid" else key_path
+
+
 def _real_path(data: Any, loc: Sequence[str | int]) -> KeyPath:
     """The part of pydantic's location that is keys, without its names of union members."""
     real: list[str | int] = []
@@ -259,8 +266,9 @@ def _describe(config_class: type[BaseModel], data: Any, item: Any) -> str:
         return str(item["ctx"]["error"])
     if kind in ("literal_error", "union_tag_invalid"):
         expected = item["ctx"].get("expected") or item["ctx"].get("expected_tags")
+        chosen = item["ctx"].get("tag", found)
         names = re.findall(r"'([^']+)'", str(expected))
-        return f"{found!r} is not one of the choices; {format_nearest(str(found), names)}"
+        return f"{chosen!r} is not one of the choices; {format_nearest(str(chosen), names)}"
     if kind == "string_pattern_mismatch":
         return (
             f"{found!r} becomes a folder name: allowed are letters, digits, '.', '_' and '-', "
