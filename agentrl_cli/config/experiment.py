@@ -6,13 +6,14 @@ import importlib.util
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from agentrl_cli.config.alarms import AlarmsConfig
 from agentrl_cli.config.algorithm import AlgorithmConfig
 from agentrl_cli.config.algorithm_check import check_algorithm
 from agentrl_cli.config.base import StrictConfig
 from agentrl_cli.config.cores import count_usable_cores
+from agentrl_cli.config.critic import CriticConfig
 from agentrl_cli.config.curriculum import ReplaceGroupsConfig, RestTasksConfig
 from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.errors import ConfigError, MissingExtraError
@@ -157,6 +158,8 @@ class TrainConfig(StrictConfig):
     total_steps: int = Field(200, ge=1)
     learning_rate: float = Field(1.0e-6, gt=0.0)
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig | None = Field(None, validate_default=True)
+    """Where ``algorithm.advantage`` is ``gae``; null without it."""
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
     learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -188,6 +191,22 @@ class TrainConfig(StrictConfig):
     probe_tolerance: float | None = Field(None, gt=0.0)
     """Largest |engine - trainer| logprob, in nats, after a weight publication;
     null: 1e-3 for float32, 0.1 for bfloat16."""
+
+    @field_validator("critic")
+    @classmethod
+    def _fits_algorithm(cls, critic: CriticConfig | None, info: ValidationInfo) -> Any:
+        algorithm = info.data.get("algorithm")
+        if not isinstance(algorithm, AlgorithmConfig):
+            # What is wrong with it is said there.
+            return critic
+        if algorithm.uses_critic:
+            return critic or CriticConfig()
+        if critic is not None:
+            raise ValueError(
+                f"advantages of kind {algorithm.advantage.kind} need no critic. Type "
+                "train.critic=null, or train.algorithm.kind=ppo to train with one"
+            )
+        return critic
 
 
 class LauncherConfig(StrictConfig):
