@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from agentrl_cli.config.cores import count_usable_cores
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunError
 from agentrl_cli.records import Trajectory
@@ -21,15 +22,16 @@ from agentrl_cli.train.checkpoint import load_learner_state, save_learner_state
 from agentrl_cli.train.fixed_logprobs import FixedLogprobs
 from agentrl_cli.train.losses import LossInputs, compute_loss
 from agentrl_cli.train.minibatches import Minibatch, build_minibatches
-from agentrl_cli.train.optimizer import MasterOptimizer, compute_learning_rate
-from agentrl_cli.train.packing import MicroBatch, pack_samples
+from agentrl_cli.train.optimizer import compute_learning_rate
+from agentrl_cli.train.packing import MicroBatch
 from agentrl_cli.train.penalties import (
     Penalties,
     compute_kl_penalties,
     compute_overlong_penalties,
     reduce_rewards,
 )
-from agentrl_cli.train.policy import Policy
+from agentrl_cli.train.policy import Policy, Trained, open_policy
+from agentrl_cli.train.ranks import SINGLE, Ranks
 from agentrl_cli.train.samples import (
     Sample,
     assign_advantages,
@@ -59,6 +61,7 @@ class Learner:
         tokenizer: PreTrainedTokenizerBase | None = None,
         device: torch.device | str = "cpu",
         published: Literal["whole", "adapter"] = "whole",
+        ranks: Ranks = SINGLE,
     ) -> None:
         """Takes ``model`` over: it is moved, cast and changed by every update.
 
@@ -74,6 +77,8 @@ class Learner:
             device: where both models are kept.
             published: what :meth:`weights` gives: all weights (an adapter added to them), or
                 the adapter's, as ``engine.weight_transfer.kind`` lora sends them.
+            ranks: the processes that train the model together, which call the same methods in
+                the same order; what a method gives is whole on rank 0.
 
         Raises:
             MissingExtraError: an adapter is asked for and peft is not installed.
@@ -87,9 +92,11 @@ class Learner:
         self.step = 0
         self._config = config
         self._train = config.train
-        self._policy = Policy(
+        self._ranks = ranks
+        self._policy: Policy = open_policy(
             model,
             config,
+            ranks,
             reference_model=reference_model if uses_reference else None,
             tokenizer=tokenizer,
             device=torch.device(device),
@@ -126,9 +133,7 @@ class Learner:
         self.step += 1
         learning_rate = compute_learning_rate(self._train, self.step)
         export_style = self._config.rollout.export_style
-        samples = build_samples(
-            trajectories, None, export_style, self._policy.build_mask_maker()
-        )
+        samples = build_samples(trajectories, None, export_style, self._policy.build_mask_maker())
         penalties = self._compute_penalties(trajectories, samples)
         advantages = compute_advantages(
             reduce_rewards(trajectories, penalties.amounts), self._train.algorithm.advantage
@@ -143,6 +148,7 @@ class Learner:
         if self._policy.device.type == "cuda":
             # What is only cached here is missing to an engine on the same GPU.
             torch.cuda.empty_cache()
+        metrics.add_ranks(self._ranks)
         seconds = time.perf_counter() - started
         return {
             **metrics.summarize(),
@@ -196,7 +202,8 @@ class Learner:
             StoreError: it cannot be written.
         """
         self._policy.save(Path(folder))
-        save_learner_state(Path(folder), step=self.step, facts=self._policy.describe())
+        if self._ranks.index == 0:
+            save_learner_state(Path(folder), step=self.step, facts=self._policy.describe())
 
     def load(self, folder: str | Path) -> None:
         """Goes on from what :meth:`save` wrote: weights, optimizer, step, random states.
@@ -217,10 +224,7 @@ class Learner:
         if self._train.num_threads is not None:
             torch.set_num_threads(self._train.num_threads)
         elif "OMP_NUM_THREADS" not in os.environ:
-            has_affinity = hasattr(os, "sched_getaffinity")
-            torch.set_num_threads(
-                len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-            )
+            torch.set_num_threads(max(1, count_usable_cores() // self._ranks.count))
 
     def _compute_penalties(
         self, trajectories: Sequence[Trajectory], samples: Sequence[Sample]
@@ -267,7 +271,7 @@ class Learner:
         if not needed:
             return
         norm = self._apply_gradient(
-            self._policy.optimizer,
+            self._policy,
             needed,
             lambda batch: self._compute_part(batch, minibatch.token_weights, metrics, fixed),
             learning_rate,
@@ -276,7 +280,7 @@ class Learner:
 
     def _apply_gradient(
         self,
-        optimizer: MasterOptimizer,
+        trained: Trained,
         samples: Sequence[Sample],
         compute_part: Callable[[MicroBatch], Tensor],
         learning_rate: float,
@@ -286,15 +290,19 @@ class Learner:
         Raises:
             RunError: a loss or gradient that is not finite; the weights are as before.
         """
-        for batch in pack_samples(samples, self._train.micro_batch_tokens, self._policy.device):
+        problem: tuple[str, list[str]] | None = None
+        for batch in trained.pack(samples):
             loss = compute_part(batch)
-            if not torch.isfinite(loss):
-                self._stop(optimizer, f"the loss is {loss.item()}", batch.samples)
+            if problem is None and not torch.isfinite(loss):
+                problem = f"the loss is {loss.item()}", _list_trajectories(batch.samples)
+            # Also of a loss that is not finite: other ranks wait for this pass.
             loss.backward()  # type: ignore[no-untyped-call]
-        norm = optimizer.clip_gradients()
-        if not math.isfinite(norm):
-            self._stop(optimizer, f"the gradient's norm is {norm}", samples)
-        optimizer.step(learning_rate)
+        trained.catch_up()
+        norm = trained.optimizer.clip_gradients()
+        if problem is None and not math.isfinite(norm):
+            problem = f"the gradient's norm is {norm}", _list_trajectories(samples)
+        self._stop_if_any(trained, problem)
+        trained.optimizer.step(learning_rate)
         return norm
 
     def _compute_part(
@@ -323,11 +331,19 @@ class Learner:
         metrics.add_micro_batch(batch, output, scored.entropies)
         return output.loss
 
-    def _stop(self, optimizer: MasterOptimizer, what: str, samples: Sequence[Sample]) -> None:
-        optimizer.zero_gradients()
-        trajectory_ids = dict.fromkeys(sample.trajectory_id for sample in samples)
+    def _stop_if_any(self, trained: Trained, problem: tuple[str, list[str]] | None) -> None:
+        """Stops all ranks for the first one's problem: a loss says more than the norm of all."""
+        problems = [p for p in self._ranks.gather_objects(problem) if p is not None]
+        if not problems:
+            return
+        trained.optimizer.zero_gradients()
+        what, trajectory_ids = min(problems, key=lambda p: "the loss" not in p[0])
         raise RunError(
             f"step {self.step}: {what}. The weights were not changed by it. Trajectories: "
             f"{', '.join(trajectory_ids)}. Look at them with: agentrl inspect-trajectories RUN. "
             "A lower train.learning_rate or model.dtype=float32 often helps"
         )
+
+
+def _list_trajectories(samples: Sequence[Sample]) -> list[str]:
+    return list(dict.fromkeys(sample.trajectory_id for sample in samples))

@@ -97,7 +97,7 @@ def score_samples(
     ``max_tokens`` is the budget of a micro-batch. Parameters in ``replaced`` stand for the
     model's own of that name, and for those of that name alone where two are tied.
     """
-    scoring = _ScoringModule(model)
+    scoring = ScoringModule(model)
     substitutes = {f"model.{name}": tensor for name, tensor in (replaced or {}).items()}
     scored: dict[int, Tensor] = {}
     for batch in pack_samples(samples, max_tokens, device):
@@ -107,7 +107,7 @@ def score_samples(
     return scored
 
 
-class _ScoringModule(nn.Module):
+class ScoringModule(nn.Module):
     """:func:`compute_micro_batch_logprobs` as a module, whose parameters can be replaced."""
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -32,14 +32,32 @@ from agentrl_cli.train.logprobs import (
 )
 from agentrl_cli.train.masks import MaskMaker
 from agentrl_cli.train.optimizer import MasterOptimizer
-from agentrl_cli.train.packing import MicroBatch
+from agentrl_cli.train.packing import MicroBatch, pack_samples
 from agentrl_cli.train.published import choose_published
+from agentrl_cli.train.ranks import Ranks
 from agentrl_cli.train.samples import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Trained(Protocol):
+    """A model that is trained, with its optimizer: the policy, or its critic."""
+
+    @property
+    def optimizer(self) -> MasterOptimizer:
+        """Of its weights."""
+        ...
+
+    def pack(self, samples: Sequence[Sample]) -> Sequence[MicroBatch]:
+        """The micro-batches of ``samples`` that this process passes through the model."""
+        ...
+
+    def catch_up(self) -> None:
+        """Called after the last backward pass of a minibatch: other ranks may have made more."""
+        ...
 
 
 class Policy:
@@ -70,15 +88,26 @@ class Policy:
             add_adapter(model, lora, seed=config.seed)
         self._published = choose_published(model, published, has_adapter=lora is not None)
         dtype = _DTYPES[config.model.dtype]
-        self.optimizer = MasterOptimizer(model, config.train, dtype)
         if self._reference is not None:
             self._reference.to(dtype).eval().requires_grad_(False)
+        self.optimizer = self._build_optimizer(dtype)
         # Layers recompute their activations in training mode only.
         model.train(config.train.gradient_checkpointing)
         if config.train.gradient_checkpointing:
             model.gradient_checkpointing_enable(
                 gradient_checkpointing_kwargs={"use_reentrant": False}
             )
+
+    def _build_optimizer(self, dtype: torch.dtype) -> MasterOptimizer:
+        """The optimizer; models compute in ``dtype`` from now on."""
+        return MasterOptimizer(self.model, self._config.train, dtype)
+
+    def pack(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        """The micro-batches of ``samples``."""
+        return pack_samples(samples, self._config.train.micro_batch_tokens, self.device)
+
+    def catch_up(self) -> None:
+        """Nothing: this process trains alone."""
 
     def forward(self, batch: MicroBatch) -> TokenLogprobs:
         """Logprobs of the micro-batch's targets, with gradient."""
@@ -127,19 +156,21 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """Writes weights, tokenizer and optimizer; see :meth:`Learner.save`."""
+        self._write_weights(folder, self.model)
+        optimizer = self.optimizer
+        masters = optimizer.master_weights() if optimizer.has_masters else None
+        save_optimizer_state(folder / STATE_DIR, optimizer.state_tensors(), masters)
+
+    def _write_weights(self, folder: Path, model: PreTrainedModel) -> None:
+        """Writes the weights of ``model``, or its adapter's, and the tokenizer."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with without_progress_bars():
-                self.model.save_pretrained(folder)
+                model.save_pretrained(folder)
             if self._tokenizer is not None:
                 self._tokenizer.save_pretrained(folder)
         except (OSError, SafetensorError) as error:
             raise StoreError(f"the checkpoint {folder} cannot be written: {error}") from error
-        save_optimizer_state(
-            folder / STATE_DIR,
-            optimizer=self.optimizer.state_tensors(),
-            masters=self.optimizer.master_weights() if self.optimizer.has_masters else None,
-        )
 
     def load(self, folder: Path) -> None:
         """Takes over what :meth:`save` wrote."""
@@ -173,6 +204,18 @@ class Policy:
     ) -> dict[int, Tensor]:
         budget = self._config.train.micro_batch_tokens
         return score_samples(model, samples, budget, self.device, replaced=replaced)
+
+
+def open_policy(
+    model: PreTrainedModel, config: ExperimentConfig, ranks: Ranks, **arguments: Any
+) -> Policy:
+    """A policy of this process alone, or one whose weights lie in shards over the ranks."""
+    if ranks.count == 1:
+        return Policy(model, config, **arguments)
+    # Seconds to import, and no use to a process that trains alone.
+    from agentrl_cli.train.sharded_policy import ShardedPolicy
+
+    return ShardedPolicy(model, config, ranks=ranks, **arguments)
 
 
 def _prepare(model: PreTrainedModel, device: torch.device) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from agentrl_cli.train.losses import LossOutput
 from agentrl_cli.train.packing import MicroBatch
+from agentrl_cli.train.ranks import Ranks
 from agentrl_cli.train.samples import Sample
 
 
@@ -30,7 +31,7 @@ class UpdateMetrics:
         """Counts one micro-batch."""
         for name, value in output.sums.items():
             self._sums[name] += float(value)
-        self._sums["entropy"] += float(entropies.sum())
+        self._sums["entropy"] += float(entropies.detach().sum())
         self._sums["loss"] += float(output.loss.detach())
         self._num_scored_tokens += len(batch.targets)
         self._num_micro_batches += 1
@@ -41,6 +42,19 @@ class UpdateMetrics:
     def add_update(self, grad_norm: float) -> None:
         """Counts one optimizer update; ``grad_norm`` is before clipping."""
         self._grad_norms.append(grad_norm)
+
+    def add_ranks(self, ranks: Ranks) -> None:
+        """Adds what the other ranks have counted; updates are the same for all."""
+        counts = (self._num_scored_tokens, self._num_micro_batches, self._num_forward_tokens)
+        parts = ranks.gather_objects([self._sums, self._maxima, counts])
+        self._sums, self._maxima = defaultdict(float), defaultdict(float)
+        for sums, maxima, _ in parts:
+            for name, value in sums.items():
+                self._sums[name] += value
+            for name, value in maxima.items():
+                self._maxima[name] = max(self._maxima[name], value)
+        totals = [sum(part[2][which] for part in parts) for which in range(len(counts))]
+        self._num_scored_tokens, self._num_micro_batches, self._num_forward_tokens = totals
 
     def summarize(self) -> dict[str, float]:
         """The metrics; means of nothing are 0."""
