@@ -21,8 +21,8 @@ class AlarmConfig(StrictConfig):
     """One alarm, and when it rings."""
 
     action: AlarmAction = "warn"
-    """``warn``: say it once when it begins and once when it is over; ``stop``: say it, save, and end
-    the run with exit code 1 (the same command goes on); ``off``: do not look."""
+    """``warn``: say it once when it begins and once when it is over; ``stop``: say it, save, and
+    end the run with exit code 1 (the same command goes on); ``off``: do not look."""
     threshold: float
     num_steps: int = Field(5, ge=1)
     """Steps in a row that it must last."""
