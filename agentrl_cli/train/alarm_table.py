@@ -37,18 +37,22 @@ class Alarm:
 
 
 def is_reward_constant(history: History, threshold: float) -> bool | None:
-    """All rewards of this step and the one before are the same, and nothing can be learned from
-    them (interactions may still have rewards of their own)."""
+    """All rewards of the step are the same, that of the step before if its were, and nothing can be
+    learned from them (interactions may still have rewards of their own)."""
     low, high = history.read("reward_min"), history.read("reward_max")
     if low is None or high is None:
         return None
-    for name in ("reward_min", "reward_max"):
-        before = history.read_previous(name)
-        if before is not None:
-            low, high = min(low, before), max(high, before)
     # Sums of the same rewards in another order differ in the last digits.
     tolerance = threshold + 1e-9 * max(abs(low), abs(high))
     is_same = high - low <= tolerance
+    low_before, high_before = (
+        history.read_previous("reward_min"),
+        history.read_previous("reward_max"),
+    )
+    if low_before is not None and high_before is not None:
+        was_same = high_before - low_before <= tolerance
+        moved = max(high, high_before) - min(low, low_before) > tolerance
+        is_same = is_same and not (was_same and moved)
     return is_same and _share_without_signal(history) == 1.0 and not history.is_solved()
 
 
