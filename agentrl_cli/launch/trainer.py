@@ -28,7 +28,8 @@ from agentrl_cli.log import Observer, SilentObserver, file_log
 from agentrl_cli.models.loading import resolve_model_folder
 from agentrl_cli.models.tokenizer_check import load_tokenizer_of
 from agentrl_cli.rollout.background import BackgroundLoop
-from agentrl_cli.rollout.dataset import Row, TaskStream, build_eval_tasks, load_rows
+from agentrl_cli.rollout.curriculum import build_task_stream, recall_outcomes
+from agentrl_cli.rollout.dataset import Row, build_eval_tasks, load_rows
 from agentrl_cli.rollout.failures import check_not_all_failed
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
@@ -186,7 +187,7 @@ class PPOTrainer:
             loggers = build_loggers(self.config, folder.path, stack)
             progress = BatchProgress(self.observer)
             first_step = find_first_rolled_step(folder, learner.step + 1)
-            scheduler = self._build_scheduler(workflow, engine, first_step, progress)
+            scheduler = self._build_scheduler(folder, workflow, engine, first_step, progress)
             scheduler.set_policy_version(learner.step)
             stack.callback(lambda: background.run(scheduler.close(), _CLOSE_SECONDS))
             loop = TrainingLoop(
@@ -256,26 +257,24 @@ class PPOTrainer:
 
     def _build_scheduler(
         self,
+        folder: RunFolder,
         workflow: RolloutWorkflow,
         engine: InferenceEngine,
         first_step: int,
         progress: BatchProgress,
     ) -> RolloutScheduler:
-        dataset = self.config.train_dataset
+        stream = build_task_stream(self.config, self._train_rows)
+        recall_outcomes(stream, folder, first_step)
         return RolloutScheduler(
             workflow,
             engine,
-            TaskStream(
-                self._train_rows,
-                batch_size=dataset.batch_size,
-                shuffle=dataset.shuffle,
-                seed=self.config.seed,
-            ),
+            stream,
             rollout=self.config.rollout,
             n_samples=self.config.gconfig.n_samples,
             first_step=first_step,
             last_step=self.config.train.total_steps,
             on_finished=progress.on_finished,
+            on_replaced=progress.on_replaced,
         )
 
     def _evaluate(

@@ -112,7 +112,8 @@ class Learner:
         """Improves the model on the trajectories of one step; metrics of the update.
 
         Args:
-            trajectories: the whole batch, unscored ones included.
+            trajectories: the whole batch, unscored ones included; those of groups that others
+                took the place of are left out.
             policy_version: of the weights before the update; tokens of other versions count
                 in ``off_policy_fraction``.
 
@@ -131,6 +132,7 @@ class Learner:
         started = time.perf_counter()
         self._use_threads()
         self.step += 1
+        trajectories = [t for t in trajectories if t.replaced_by is None]
         learning_rate = compute_learning_rate(self._train, self.step)
         export_style = self._config.rollout.export_style
         samples = build_samples(trajectories, None, export_style, self._policy.build_mask_maker())

@@ -17,6 +17,8 @@ def summarize_trajectories(
 ) -> dict[str, float]:
     """The step's metrics of its trajectories; every value is finite.
 
+    ``trajectories`` are all that were sampled for the step, those of replaced groups too: what
+    is left out of training is not left out of what is reported.
     ``reward_*`` (``reward_std`` unbiased) are over the scored trajectories and
     missing when there are none, as 0 would be read as a reward. ``truncated_fraction`` is
     the share of trajectories with a reply cut by its length limit; ``staleness_*`` is
@@ -38,11 +40,13 @@ def _summarize_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     rewards = [t.reward for t in trajectories if t.reward is not None and math.isfinite(t.reward)]
     num_scored = sum(compute_score(t) is not None for t in trajectories)
     groups = compute_group_statistics(trajectories).values()
+    replaced = {t.group_id for t in trajectories if t.replaced_by is not None}
     summary = {
         "num_groups": float(len(groups)),
         "num_trajectories": float(len(trajectories)),
         "num_unscored": float(len(trajectories) - num_scored),
         "num_groups_without_signal": float(sum(not group.has_signal for group in groups)),
+        "num_replaced_groups": float(len(replaced)),
     }
     if rewards:
         summary["reward_mean"] = statistics.fmean(rewards)
