@@ -83,7 +83,8 @@ class Policy:
         self._reference = reference_model if lora is None else None
         for one in (model, self._reference):
             if one is not None:
-                _prepare(one, device)
+                check_head(one)
+                prepare_layers(one, device)
         if lora is not None:
             add_adapter(model, lora, seed=config.seed)
         self._published = choose_published(model, published, has_adapter=lora is not None)
@@ -91,12 +92,7 @@ class Policy:
         if self._reference is not None:
             self._reference.to(dtype).eval().requires_grad_(False)
         self.optimizer = self._build_optimizer(dtype)
-        # Layers recompute their activations in training mode only.
-        model.train(config.train.gradient_checkpointing)
-        if config.train.gradient_checkpointing:
-            model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
+        set_checkpointing(model, enabled=config.train.gradient_checkpointing)
 
     def _build_optimizer(self, dtype: torch.dtype) -> MasterOptimizer:
         """The optimizer; models compute in ``dtype`` from now on."""
@@ -218,16 +214,24 @@ def open_policy(
     return ShardedPolicy(model, config, ranks=ranks, **arguments)
 
 
-def _prepare(model: PreTrainedModel, device: torch.device) -> None:
-    check_head(model)
+def prepare_layers(model: PreTrainedModel, device: torch.device) -> None:
+    """Makes ``model`` compute packed samples on ``device``, as the engine does: without dropout.
+
+    With it the trainer's logprobs would be of another policy. (Dropout of the attention is never
+    applied, see ``attention.py``.)
+
+    Raises:
+        ModelError: the architecture has its attention built in.
+    """
     use_packed_attention(model)
     model.to(device)
-    _remove_dropout(model)
-
-
-def _remove_dropout(model: nn.Module) -> None:
-    """The engine samples without dropout; with it the trainer's logprobs would be of another
-    policy. (Dropout of the attention is never applied, see ``attention.py``.)"""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+
+
+def set_checkpointing(model: PreTrainedModel, *, enabled: bool) -> None:
+    """Lets layers recompute their activations, which they do in training mode only."""
+    model.train(enabled)
+    if enabled:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
