@@ -9,6 +9,8 @@ CONFIG = "config.yaml"
 MANIFEST = "manifest.json"
 METRICS = "metrics.jsonl"
 TRAJECTORIES = "trajectories"
+#: Finished trajectories of steps that are not whole yet.
+WAITING = "waiting"
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 LOCK = ".lock"
@@ -18,7 +20,7 @@ TRAINER_LOCK = ".lock-trainer"
 OVERWRITING = ".overwriting"
 
 #: What belongs to agentrl in a run folder, and nothing else may be deleted from it.
-OWNED = (METRICS, TRAJECTORIES, CHECKPOINTS, LOGS, MANIFEST, CONFIG)
+OWNED = (METRICS, TRAJECTORIES, WAITING, CHECKPOINTS, LOGS, MANIFEST, CONFIG)
 
 #: Names that end so are unfinished, or on their way out: never read, removed at the next start.
 TEMPORARY = (".tmp", ".deleted")

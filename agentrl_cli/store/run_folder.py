@@ -24,6 +24,7 @@ from agentrl_cli.store.trajectory_file import (
     read_trajectory_file,
     write_trajectory_file,
 )
+from agentrl_cli.store.waiting import WaitingTrajectories
 
 #: How long the trainer of a command that was killed may take to end: it is killed too.
 _ORPHAN_SECONDS = 20.0
@@ -38,6 +39,7 @@ class RunFolder:
     def __init__(self, path: Path, lock: FolderLock | None = None) -> None:
         self.path = path
         self._lock = lock
+        self._waiting = WaitingTrajectories(path / layout.WAITING)
 
     @classmethod
     def create_or_resume(
@@ -139,6 +141,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Lets other processes train in this folder; may be called twice."""
+        self._waiting.close()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -172,7 +175,21 @@ class RunFolder:
         """Writes the trajectories that ``step`` trains on; replaces those written before."""
         path = self._step_path(step)
         write_trajectory_file(path, trajectories)
+        self._waiting.drop(step)
         return path
+
+    def add_waiting(self, trajectory: Trajectory) -> None:
+        """Keeps a trajectory on disk until its step is written whole. From any thread.
+
+        Raises:
+            StoreError: the disk is full, or the folder cannot be written to.
+        """
+        self._waiting.add(trajectory)
+
+    def read_waiting(self, first_step: int) -> list[Trajectory]:
+        """What an interrupted run had finished of the steps from ``first_step`` on, which are not
+        whole; without failures, which are made again."""
+        return self._waiting.read(first_step)
 
     def read_trajectories(self, step: int) -> list[Trajectory]:
         """The trajectories of one step; no other file is read."""
