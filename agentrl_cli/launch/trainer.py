@@ -27,6 +27,7 @@ from agentrl_cli.launch.plan import check_supported
 from agentrl_cli.log import Observer, SilentObserver, file_log
 from agentrl_cli.models.loading import resolve_model_folder
 from agentrl_cli.models.tokenizer_check import load_tokenizer_of
+from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.rollout.curriculum import build_task_stream, recall_outcomes
 from agentrl_cli.rollout.dataset import Row, build_eval_tasks, load_rows
@@ -40,6 +41,7 @@ from agentrl_cli.train.loggers import build_loggers
 from agentrl_cli.train.loop import TrainingLoop
 from agentrl_cli.train.probes import build_probes
 from agentrl_cli.train.progress import BatchProgress
+from agentrl_cli.train.random_states import seed_generators
 from agentrl_cli.train.stop_flag import StopFlag
 
 _CLOSE_SECONDS = 20.0
@@ -178,6 +180,8 @@ class PPOTrainer:
             one.use(self.config.rollout)
             one.log_to(folder.log_dir())
         self.check_rows(workflow, eval_workflow)
+        # Here and not when a checkpoint is loaded: critics and adapters begin with random weights.
+        seed_generators(self.config.seed)
         with ExitStack() as stack:
             self.observer.on_stage("load model")
             background = stack.enter_context(BackgroundLoop())
@@ -265,6 +269,14 @@ class PPOTrainer:
     ) -> RolloutScheduler:
         stream = build_task_stream(self.config, self._train_rows)
         recall_outcomes(stream, folder, first_step)
+        waiting = folder.read_waiting(first_step)
+        if waiting:
+            self.observer.on_message(f"{len(waiting)} finished trajectories are used, not repeated")
+
+        def keep(trajectory: Trajectory) -> None:
+            folder.add_waiting(trajectory)
+            progress.on_finished(trajectory)
+
         return RolloutScheduler(
             workflow,
             engine,
@@ -273,8 +285,9 @@ class PPOTrainer:
             n_samples=self.config.gconfig.n_samples,
             first_step=first_step,
             last_step=self.config.train.total_steps,
-            on_finished=progress.on_finished,
+            on_finished=keep,
             on_replaced=progress.on_replaced,
+            already_finished=waiting,
         )
 
     def _evaluate(
