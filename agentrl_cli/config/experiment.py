@@ -145,7 +145,10 @@ class RolloutConfig(StrictConfig):
 
         ``max_in_a_row``: most of them that begin one after the end of another.
         """
-        num_waves = math.ceil(num_trajectories / self.count_parallel()) + max_in_a_row - 1
+        num_waves = math.ceil(num_trajectories / self.count_parallel())
+        if max_in_a_row > 1:
+            # While places are free, one of the row is running (Graham 1966).
+            num_waves += max_in_a_row
         seconds = self.timeout_seconds + self.reward_timeout_seconds
         if self.agent_mode == "external":
             seconds = (seconds + self.external.max_wait_seconds) * self.external.max_leases
