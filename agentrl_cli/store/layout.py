@@ -13,6 +13,8 @@ TRAJECTORIES = "trajectories"
 WAITING = "waiting"
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
+#: Micro-batches whose loss or gradient was not finite.
+MICRO_BATCHES = "micro-batches"
 LOCK = ".lock"
 #: Held by a trainer that is a process of its own, while its command holds ``LOCK``.
 TRAINER_LOCK = ".lock-trainer"
@@ -20,7 +22,7 @@ TRAINER_LOCK = ".lock-trainer"
 OVERWRITING = ".overwriting"
 
 #: What belongs to agentrl in a run folder, and nothing else may be deleted from it.
-OWNED = (METRICS, TRAJECTORIES, WAITING, CHECKPOINTS, LOGS, MANIFEST, CONFIG)
+OWNED = (METRICS, TRAJECTORIES, WAITING, CHECKPOINTS, MICRO_BATCHES, LOGS, MANIFEST, CONFIG)
 
 #: Names that end so are unfinished, or on their way out: never read, removed at the next start.
 TEMPORARY = (".tmp", ".deleted")

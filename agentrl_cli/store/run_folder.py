@@ -9,10 +9,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.records import Trajectory
-from agentrl_cli.store import checkpoints, layout, metrics_file
+from agentrl_cli.store import checkpoints, layout, metrics_file, micro_batch_file
 from agentrl_cli.store.config_check import check_same_config, save_config
 from agentrl_cli.store.files import atomic_file, store_errors, write_text
 from agentrl_cli.store.finding import find_run_folder
@@ -292,6 +294,31 @@ class RunFolder:
     def truncate_metrics(self, last_step: int) -> None:
         """Drops the metrics of steps after ``last_step``: they will be done again."""
         metrics_file.truncate_lines(self.path / layout.METRICS, last_step)
+
+    # Micro-batches that could not be trained on
+
+    def write_micro_batch(
+        self,
+        step: int,
+        facts: Mapping[str, Any],
+        tensors: Mapping[str, np.ndarray[Any, Any]],
+    ) -> Path:
+        """Keeps a micro-batch of ``step`` that was not finite; replaces an earlier one."""
+        path = self.path / layout.MICRO_BATCHES / layout.step_name(step)
+        micro_batch_file.write_micro_batch(path, facts, tensors)
+        return path
+
+    def list_micro_batches(self) -> list[tuple[int, Path]]:
+        """Step and folder of every micro-batch that was kept, oldest first."""
+        found = checkpoints.list_checkpoints(self.path / layout.MICRO_BATCHES)
+        return [(step, path) for step, path in found if micro_batch_file.is_complete(path)]
+
+    def discard_micro_batches(self, last_step: int) -> None:
+        """Deletes those of steps after ``last_step``: they will be done again."""
+        for step, path in checkpoints.list_checkpoints(self.path / layout.MICRO_BATCHES):
+            if step > last_step:
+                with store_errors(path, "deleted"):
+                    checkpoints.discard(path)
 
     # Checkpoints
 

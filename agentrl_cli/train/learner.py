@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,10 +14,19 @@ from transformers import PreTrainedModel
 
 from agentrl_cli.config.cores import count_usable_cores
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.errors import RunError
+from agentrl_cli.log import get_logger
 from agentrl_cli.records import Trajectory
 from agentrl_cli.train.advantages import compute_advantages
 from agentrl_cli.train.checkpoint import load_learner_state, save_learner_state
+from agentrl_cli.train.faults import (
+    ComputePart,
+    FaultReport,
+    Part,
+    SaveFault,
+    add_up_gradient,
+    find_in_parts,
+    list_values,
+)
 from agentrl_cli.train.fixed_logprobs import FixedLogprobs
 from agentrl_cli.train.losses import LossInputs, compute_loss
 from agentrl_cli.train.minibatches import Minibatch, build_minibatches
@@ -42,6 +50,8 @@ from agentrl_cli.train.update_metrics import UpdateMetrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_log = get_logger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -108,7 +118,12 @@ class Learner:
         """The model in training."""
         return self._policy.model
 
-    def update(self, trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
+    def update(
+        self,
+        trajectories: Sequence[Trajectory],
+        policy_version: int,
+        save_fault: SaveFault | None = None,
+    ) -> dict[str, float]:
         """Improves the model on the trajectories of one step; metrics of the update.
 
         Args:
@@ -116,18 +131,20 @@ class Learner:
                 took the place of are left out.
             policy_version: of the weights before the update; tokens of other versions count
                 in ``off_policy_fraction``.
+            save_fault: keeps a micro-batch whose loss or gradient is not finite.
 
         Returns:
             ``loss``, ``grad_norm``, ``learning_rate``, ``approx_kl``, ``clipfrac``, ``kl``,
             ``entropy``, ``logprob_gap_mean``, ``logprob_gap_max``, ``off_policy_fraction``,
             ``rollout_correction_mean``, ``rollout_correction_max`` (before bounds),
             ``rollout_correction_dropped_fraction``, ``overlong_penalty_mean`` and
-            ``kl_penalty_mean`` where they are set, ``num_samples``, ``num_micro_batches``, ``num_updates``, ``train_tokens`` (tokens
-            passed forward and back), ``train_seconds``.
+            ``kl_penalty_mean`` where they are set, ``num_samples``, ``num_micro_batches``,
+            ``num_updates``, ``num_skipped_updates``, ``train_tokens`` (tokens passed forward and
+            back), ``train_seconds``.
 
         Raises:
-            RunError: a loss or gradient that is not finite; the weights are those from
-                before that minibatch.
+            NotFiniteError: a loss or gradient is not, and the update may not be left out; the
+                weights are those from before that minibatch.
         """
         started = time.perf_counter()
         self._use_threads()
@@ -142,6 +159,7 @@ class Learner:
         )
         samples = assign_advantages(samples, advantages)
         metrics = UpdateMetrics(samples, policy_version)
+        self._faults = FaultReport(self._config, self.step, self._ranks, save_fault)
         fixed = self._score_fixed([s for s in samples if self._needs_forward(s)])
         for epoch in range(self._train.num_epochs):
             shuffle_key = f"{self.step}/{epoch}"
@@ -278,34 +296,35 @@ class Learner:
             lambda batch: self._compute_part(batch, minibatch.token_weights, metrics, fixed),
             learning_rate,
         )
-        metrics.add_update(norm)
+        if norm is None:
+            metrics.skip_update()
+        else:
+            metrics.add_update(norm)
 
     def _apply_gradient(
         self,
         trained: Trained,
         samples: Sequence[Sample],
-        compute_part: Callable[[MicroBatch], Tensor],
+        compute_part: ComputePart,
         learning_rate: float,
-    ) -> float:
+    ) -> float | None:
         """One update by the gradient of the parts of a loss; the gradient's norm.
 
+        None: a loss or gradient is not finite, and the update was left out.
+
         Raises:
-            RunError: a loss or gradient that is not finite; the weights are as before.
+            NotFiniteError: one is not finite, and may not be left out; the weights are as before.
         """
-        problem: tuple[str, list[str]] | None = None
-        for batch in trained.pack(samples):
-            loss = compute_part(batch)
-            if problem is None and not torch.isfinite(loss):
-                problem = f"the loss is {loss.item()}", _list_trajectories(batch.samples)
-            # Also of a loss that is not finite: other ranks wait for this pass.
-            loss.backward()  # type: ignore[no-untyped-call]
-        trained.catch_up()
-        norm = trained.optimizer.clip_gradients()
-        if problem is None and not math.isfinite(norm):
-            problem = f"the gradient's norm is {norm}", _list_trajectories(samples)
-        self._stop_if_any(trained, problem)
-        trained.optimizer.step(learning_rate)
-        return norm
+        norm, fault = add_up_gradient(trained, samples, compute_part)
+        worst = self._faults.find_worst(fault)
+        if worst is None:
+            trained.optimizer.step(learning_rate)
+            return norm
+        if fault is not None and not fault.is_local and self._ranks.count == 1:
+            fault = find_in_parts(trained, samples, compute_part, fault)
+        trained.optimizer.zero_gradients()
+        _log.warning("%s", self._faults.refuse(trained, fault, worst))
+        return None
 
     def _compute_part(
         self,
@@ -313,39 +332,20 @@ class Learner:
         token_weights: Mapping[int, float],
         metrics: UpdateMetrics,
         fixed: FixedLogprobs,
-    ) -> Tensor:
+    ) -> Part:
         """The micro-batch's part in the minibatch's loss."""
         scored = self._policy.forward(batch)
         proximal, reference = fixed.join(batch)
-        output = compute_loss(
-            LossInputs(
-                new_logprobs=scored.logprobs,
-                proximal_logprobs=scored.logprobs.detach() if proximal is None else proximal,
-                rollout_logprobs=batch.targets.rollout_logprobs,
-                advantages=batch.targets.advantages,
-                sequence_numbers=batch.sequence_numbers,
-                token_weights=batch.spread([token_weights[id(s)] for s in batch.samples]),
-                ref_logprobs=reference,
-                entropies=scored.entropies,
-            ),
-            self._train.algorithm,
+        inputs = LossInputs(
+            new_logprobs=scored.logprobs,
+            proximal_logprobs=scored.logprobs.detach() if proximal is None else proximal,
+            rollout_logprobs=batch.targets.rollout_logprobs,
+            advantages=batch.targets.advantages,
+            sequence_numbers=batch.sequence_numbers,
+            token_weights=batch.spread([token_weights[id(s)] for s in batch.samples]),
+            ref_logprobs=reference,
+            entropies=scored.entropies,
         )
+        output = compute_loss(inputs, self._train.algorithm)
         metrics.add_micro_batch(batch, output, scored.entropies)
-        return output.loss
-
-    def _stop_if_any(self, trained: Trained, problem: tuple[str, list[str]] | None) -> None:
-        """Stops all ranks for the first one's problem: a loss says more than the norm of all."""
-        problems = [p for p in self._ranks.gather_objects(problem) if p is not None]
-        if not problems:
-            return
-        trained.optimizer.zero_gradients()
-        what, trajectory_ids = min(problems, key=lambda p: "the loss" not in p[0])
-        raise RunError(
-            f"step {self.step}: {what}. The weights were not changed by it. Trajectories: "
-            f"{', '.join(trajectory_ids)}. Look at them with: agentrl inspect-trajectories RUN. "
-            "A lower train.learning_rate or model.dtype=float32 often helps"
-        )
-
-
-def _list_trajectories(samples: Sequence[Sample]) -> list[str]:
-    return list(dict.fromkeys(sample.trajectory_id for sample in samples))
+        return Part(output.loss, list_values(inputs))

@@ -66,6 +66,7 @@ class TrainingLoop:
         last_step = self.config.train.total_steps
         first_step = self.learner.step + 1
         self.folder.truncate_metrics(first_step - 1)
+        self.folder.discard_micro_batches(first_step - 1)
         self._alarms = self.open_alarms()
         self.publish(first_step - 1)
         self.evaluate_if_due(first_step - 1)
@@ -120,7 +121,9 @@ class TrainingLoop:
         self.observer.on_stage("train")
         engine = self.config.engine
         self.background.run(self.engine.release_memory(), engine.compute_release_deadline())
-        metrics = self.learner.update(batch, policy_version=step - 1)
+        metrics = self.learner.update(
+            batch, policy_version=step - 1, save_fault=self.folder.write_micro_batch
+        )
         self.background.run(self.engine.reclaim_memory(), engine.compute_release_deadline())
         return metrics
 

@@ -26,6 +26,20 @@ class UpdateMetrics:
         self._num_forward_tokens = 0
         self._maxima: defaultdict[str, float] = defaultdict(float)
         self._grad_norms: list[float] = []
+        self._num_skipped_updates = 0
+        self.begin_update()
+
+    def begin_update(self) -> None:
+        """What is counted from now on belongs to the next update."""
+        counts = (self._num_scored_tokens, self._num_micro_batches, self._num_forward_tokens)
+        self._before = (self._sums.copy(), self._maxima.copy(), counts)
+
+    def skip_update(self) -> None:
+        """Counts an update that was left out, and forgets what was counted for it."""
+        self._sums, self._maxima, counts = self._before
+        self._num_scored_tokens, self._num_micro_batches, self._num_forward_tokens = counts
+        self._num_skipped_updates += 1
+        self.begin_update()
 
     def add_micro_batch(self, batch: MicroBatch, output: LossOutput, entropies: Tensor) -> None:
         """Counts one micro-batch."""
@@ -42,6 +56,7 @@ class UpdateMetrics:
     def add_update(self, grad_norm: float) -> None:
         """Counts one optimizer update; ``grad_norm`` is before clipping."""
         self._grad_norms.append(grad_norm)
+        self.begin_update()
 
     def add_ranks(self, ranks: Ranks) -> None:
         """Adds what the other ranks have counted; updates are the same for all."""
@@ -77,6 +92,7 @@ class UpdateMetrics:
             "num_samples": float(self._num_samples),
             "num_micro_batches": float(self._num_micro_batches),
             "num_updates": float(num_updates),
+            "num_skipped_updates": float(self._num_skipped_updates),
             "train_tokens": float(self._num_forward_tokens),
         }
 
