@@ -50,7 +50,7 @@ def test_a_rewarded_token_becomes_probable(build_model, build_config, build_traj
     assert after > 0.9
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "trajectory_mean", "constant"])
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "trajectory_mean", "constant"])
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 def test_micro_batches_change_nothing(
     build_model, build_config, ragged_batch, aggregation, num_minibatches
@@ -58,7 +58,7 @@ def test_micro_batches_change_nothing(
     results = []
     for budget in (1, 64, 100_000):
         config = build_config(
-            algorithm={"aggregation": aggregation, "kl_coef": 0.1},
+            algorithm={"aggregation": aggregation, "kl": {"coef": 0.1}},
             micro_batch_tokens=budget,
             num_minibatches=num_minibatches,
         )
@@ -292,7 +292,7 @@ def test_a_gradient_that_is_not_finite_stops(build_model, build_config, ragged_b
 
 def test_kl_pulls_towards_the_reference(build_model, build_config, build_trajectory):
     """Equal rewards leave the KL term alone: it must fall."""
-    config = build_config(algorithm={"kl_coef": 1.0}, learning_rate=3e-3)
+    config = build_config(algorithm={"kl": {"coef": 1.0}}, learning_rate=3e-3)
     learner = Learner(build_model(), config, reference_model=build_model(3))
     batch = [build_trajectory("g", i, 1.0, [([1, 2], [3, 4, 5])]) for i in range(2)]
     history = [learner.update(batch, step)["kl"] for step in range(40)]
@@ -302,7 +302,7 @@ def test_kl_pulls_towards_the_reference(build_model, build_config, build_traject
 
 def test_kl_without_a_reference_is_refused(build_model, build_config):
     with pytest.raises(ValueError, match="reference_model"):
-        Learner(build_model(), build_config(algorithm={"kl_coef": 0.1}))
+        Learner(build_model(), build_config(algorithm={"kl": {"coef": 0.1}}))
 
 
 def test_logits_that_are_changed_after_the_head_are_refused(build_model, build_config):

@@ -159,7 +159,7 @@ def test_what_a_transfer_writes_is_what_peft_reads(make_learner, ragged_batch, t
 
 
 def test_the_reference_is_the_model_without_its_adapter(make_learner, ragged_batch):
-    learner = make_learner(algorithm={"kind": "grpo", "kl_coef": 0.1})
+    learner = make_learner(algorithm={"kl": {"coef": 0.1}})
     first = learner.update(ragged_batch, 0)
     second = learner.update(ragged_batch, 1)
     assert first["kl"] == pytest.approx(0.0, abs=1e-9)

@@ -72,3 +72,4 @@ def test_a_micro_batch_lies_end_to_end():
     assert batch.targets.ids.tolist() == [6, 7, 9]
     assert batch.targets.advantages.tolist() == [0, 0, 1]
     assert batch.spread([0.5, 2.0, 3.0]).tolist() == [0.5, 0.5, 3.0]
+    assert batch.sequence_numbers.tolist() == [0, 0, 2]

@@ -10,7 +10,7 @@ import pytest
 
 from agentrl_cli.errors import RunError
 from agentrl_cli.records import Interaction, InteractionStatus, Trajectory
-from agentrl_cli.train.samples import Sample, Turn, build_samples
+from agentrl_cli.train.samples import Sample, Turn, assign_advantages, build_samples
 
 
 def interaction(
@@ -100,6 +100,20 @@ def test_advantage_zero_stays_in_the_denominator_without_a_forward_pass():
     (sample,) = build_samples([trajectory(*two_turns())], {"a": 0.0, "b": 0.0}, "concat")
     assert not sample.has_advantage
     assert sample.num_targets == 3
+
+
+@pytest.mark.parametrize("style", ["concat", "individual"])
+def test_advantages_may_be_assigned_later(style: Any):
+    first, second = two_turns()
+    third = interaction("c", [1, 2, 3, 4, 7], [8, 9], 2, parent_id="a", extends_parent=True)
+    batch, advantages = [trajectory(first, second, third)], {"a": 0.5, "b": -2.0, "c": 3.0}
+    drafts = build_samples(batch, None, style)
+    assert not any(draft.has_advantage for draft in drafts)
+    assigned = assign_advantages(drafts, advantages)
+    assert trained_tokens(assigned) == trained_tokens(build_samples(batch, advantages, style))
+    assert [s.turns for s in assigned] == [s.turns for s in drafts]
+    # The drafts stay what they were.
+    assert not any(draft.has_advantage for draft in drafts)
 
 
 @pytest.mark.parametrize(
