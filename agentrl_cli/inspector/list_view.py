@@ -30,26 +30,32 @@ class StepSummary:
     turns_mean: float | None = None
     tokens_mean: float | None = None
     breaks: BreakSummary = field(default_factory=BreakSummary)
+    alarms: tuple[str, ...] = ()
+    """Those that rang in the step."""
     problem: str | None = None
 
 
 def summarize_steps(folder: RunFolder) -> list[StepSummary]:
     """Every step and evaluation of a run."""
     summaries = []
+    alarms = folder.read_alarms()
     for source in list_sources(folder):
+        names = () if source.is_eval else tuple(alarms.get(source.step, ()))
         try:
-            summaries.append(_summarize(source, source.summarize(folder)))
+            summaries.append(_summarize(source, source.summarize(folder), names))
         except AgentrlError as error:
             summaries.append(StepSummary(source=source, problem=str(error)))
     return summaries
 
 
 def build_step_table(summaries: Sequence[StepSummary]) -> Table:
-    """One row a step."""
+    """One row a step; its alarms, where any rang in the run."""
     table = Table(box=None)
     names = ("", "trajectories", "reward", "unscored", "failed", "turns", "tokens", "broken")
     for name in names:
         table.add_column(name, justify="left" if not name else "right")
+    if any(s.alarms for s in summaries):
+        table.add_column("alarms", overflow="fold")
     for s in summaries:
         if s.problem is not None:
             table.add_row(s.source.name, Text("damaged", style="red"))
@@ -63,6 +69,7 @@ def build_step_table(summaries: Sequence[StepSummary]) -> Table:
             format_number(s.turns_mean, 1),
             format_number(s.tokens_mean, 1),
             format_broken(s.breaks),
+            *([Text(" ".join(s.alarms), style="red")] if len(table.columns) > len(names) else []),
         )
     return table
 
@@ -101,7 +108,9 @@ def build_trajectory_table(found: Sequence[Found]) -> Table:
     return table
 
 
-def _summarize(source: Source, trajectories: Sequence[TrajectorySummary]) -> StepSummary:
+def _summarize(
+    source: Source, trajectories: Sequence[TrajectorySummary], alarms: tuple[str, ...]
+) -> StepSummary:
     rewards = [t.reward for t in trajectories if t.reward is not None and not math.isnan(t.reward)]
     return StepSummary(
         source=source,
@@ -112,6 +121,7 @@ def _summarize(source: Source, trajectories: Sequence[TrajectorySummary]) -> Ste
         turns_mean=_mean([t.num_turns for t in trajectories]),
         tokens_mean=_mean([t.num_completion_tokens for t in trajectories]),
         breaks=sum((t.breaks for t in trajectories), BreakSummary()),
+        alarms=alarms,
     )
 
 

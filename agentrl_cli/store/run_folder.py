@@ -291,6 +291,12 @@ class RunFolder:
         """The metrics of every step so far; a line being written at this moment is left out."""
         return metrics_file.read_lines(self.path / layout.METRICS)
 
+    def read_alarms(self) -> dict[int, list[str]]:
+        """The names of the alarms that rang in each step, where any did."""
+        lines = self.read_metrics()
+        ringing = {int(m["step"]): metrics_file.list_alarms(m) for m in lines if "step" in m}
+        return {step: names for step, names in ringing.items() if names}
+
     def truncate_metrics(self, last_step: int) -> None:
         """Drops the metrics of steps after ``last_step``: they will be done again."""
         metrics_file.truncate_lines(self.path / layout.METRICS, last_step)

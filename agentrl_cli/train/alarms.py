@@ -15,14 +15,13 @@ from agentrl_cli.config.alarms import AlarmConfig
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import AlarmError
 from agentrl_cli.log import Observer, get_logger
+from agentrl_cli.store.metrics_file import ALARM_PREFIX
 from agentrl_cli.train.alarm_history import History
 from agentrl_cli.train.alarm_messages import Seen
 from agentrl_cli.train.alarm_table import ALARMS, Alarm
 
 _log = get_logger(__name__)
 
-#: What an alarm's metric is called, before its name.
-PREFIX = "alarm_"
 #: An alarm is over after as many quiet steps as it took to ring, and at least these: one that
 #: comes and goes is told once.
 _MIN_QUIET_STEPS = 3
@@ -97,7 +96,7 @@ class Alarms:
         self._texts: list[str] = []
         for line in lines:
             self._advance(line)
-            self._was_told = {name: line.get(PREFIX + name) == 1.0 for name in self._rules}
+            self._was_told = {name: line.get(ALARM_PREFIX + name) == 1.0 for name in self._rules}
         self._remind()
 
     def check(self, line: Mapping[str, float]) -> dict[str, float]:
@@ -118,7 +117,7 @@ class Alarms:
                 rang = f"; it rang from step {since[alarm.name]} on" if since[alarm.name] else ""
                 self._texts.append(f"step {step}: the alarm {alarm.name} is over{rang}")
         self._was_told = {name: state.is_ringing for name, state in self._states.items()}
-        return {PREFIX + name: float(rings) for name, rings in self._was_told.items()}
+        return {ALARM_PREFIX + name: float(rings) for name, rings in self._was_told.items()}
 
     def tell(self) -> None:
         """Tells the observer what began, and what is over, with the last step."""

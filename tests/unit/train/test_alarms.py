@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.log import SilentObserver
-from agentrl_cli.train.alarms import PREFIX, Alarms
+from agentrl_cli.store.metrics_file import ALARM_PREFIX as PREFIX
+from agentrl_cli.train.alarms import Alarms
 
 Line = dict[str, float]
 
