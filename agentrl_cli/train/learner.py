@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentrl_cli.config.cores import count_usable_cores
+from agentrl_cli.config.advantage import GaeAdvantageConfig
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.log import get_logger
 from agentrl_cli.records import Trajectory
 from agentrl_cli.train.advantages import compute_advantages
 from agentrl_cli.train.checkpoint import load_learner_state, save_learner_state
+from agentrl_cli.train.critic import Critic, describe_critic, open_critic
 from agentrl_cli.train.faults import (
     ComputePart,
     FaultReport,
@@ -46,14 +46,14 @@ from agentrl_cli.train.samples import (
     build_samples,
     build_scoring_sample,
 )
+from agentrl_cli.train.threads import use_threads
 from agentrl_cli.train.update_metrics import UpdateMetrics
+from agentrl_cli.train.value_targets import ValueTargets, assign_gae
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _log = get_logger(__name__)
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Learner:
@@ -68,6 +68,7 @@ class Learner:
         config: ExperimentConfig,
         *,
         reference_model: PreTrainedModel | None = None,
+        critic_model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         device: torch.device | str = "cpu",
         published: Literal["whole", "adapter"] = "whole",
@@ -83,8 +84,10 @@ class Learner:
             config: the experiment's.
             reference_model: needed with ``kl``; frozen. With an adapter, the model
                 without it is the reference.
+            critic_model: needed with ``config.train.critic``; taken over too, its output head
+                replaced by one that gives a value.
             tokenizer: saved beside the weights; trajectories with a structural tag need it.
-            device: where both models are kept.
+            device: where the models are kept.
             published: what :meth:`weights` gives: all weights (an adapter added to them), or
                 the adapter's, as ``engine.weight_transfer.kind`` lora sends them.
             ranks: the processes that train the model together, which call the same methods in
@@ -94,11 +97,14 @@ class Learner:
             MissingExtraError: an adapter is asked for and peft is not installed.
             ModelError: an architecture whose attention or output head agentrl cannot follow,
                 or an adapter that does not fit.
-            ValueError: ``kl`` is set and ``reference_model`` is missing.
+            ValueError: ``kl`` is set and ``reference_model`` is missing, or a critic is to be
+                trained and ``critic_model`` is.
         """
         uses_reference = config.train.algorithm.uses_reference
         if uses_reference and config.model.lora is None and reference_model is None:
             raise ValueError("train.algorithm.kl is set: the learner needs a reference_model")
+        if config.train.critic is not None and critic_model is None:
+            raise ValueError("train.critic is set: the learner needs a critic_model")
         self.step = 0
         self._config = config
         self._train = config.train
@@ -112,6 +118,9 @@ class Learner:
             device=torch.device(device),
             published=published,
         )
+        self._critic: Critic | None = None
+        if config.train.critic is not None and critic_model is not None:
+            self._critic = open_critic(critic_model, config, ranks, torch.device(device))
 
     @property
     def model(self) -> PreTrainedModel:
@@ -140,24 +149,24 @@ class Learner:
             ``rollout_correction_dropped_fraction``, ``overlong_penalty_mean`` and
             ``kl_penalty_mean`` where they are set, ``num_samples``, ``num_micro_batches``,
             ``num_updates``, ``num_skipped_updates``, ``train_tokens`` (tokens passed forward and
-            back), ``train_seconds``.
+            back), ``train_seconds``; with a critic also ``value_loss``, ``value_clipfrac``,
+            ``explained_variance`` (missing where returns are equal), ``value_mean``,
+            ``return_mean``, ``critic_grad_norm``, ``critic_learning_rate``.
 
         Raises:
             NotFiniteError: a loss or gradient is not, and the update may not be left out; the
                 weights are those from before that minibatch.
         """
         started = time.perf_counter()
-        self._use_threads()
+        use_threads(self._train.num_threads, self._ranks.count)
         self.step += 1
         trajectories = [t for t in trajectories if t.replaced_by is None]
         learning_rate = compute_learning_rate(self._train, self.step)
         export_style = self._config.rollout.export_style
         samples = build_samples(trajectories, None, export_style, self._policy.build_mask_maker())
         penalties = self._compute_penalties(trajectories, samples)
-        advantages = compute_advantages(
-            reduce_rewards(trajectories, penalties.amounts), self._train.algorithm.advantage
-        )
-        samples = assign_advantages(samples, advantages)
+        reduced = reduce_rewards(trajectories, penalties.amounts)
+        samples, value_targets = self._assign_advantages(reduced, samples)
         metrics = UpdateMetrics(samples, policy_version)
         self._faults = FaultReport(self._config, self.step, self._ranks, save_fault)
         fixed = self._score_fixed([s for s in samples if self._needs_forward(s)])
@@ -165,6 +174,8 @@ class Learner:
             shuffle_key = f"{self.step}/{epoch}"
             for one in build_minibatches(trajectories, samples, self._config, shuffle_key):
                 self._train_minibatch(one, learning_rate, metrics, fixed)
+                if self._critic is not None and value_targets is not None:
+                    self._train_critic(self._critic, one.samples, value_targets, metrics)
         if self._policy.device.type == "cuda":
             # What is only cached here is missing to an engine on the same GPU.
             torch.cuda.empty_cache()
@@ -173,6 +184,7 @@ class Learner:
         return {
             **metrics.summarize(),
             **penalties.means,
+            **({} if value_targets is None else value_targets.summarize()),
             "learning_rate": learning_rate,
             "train_seconds": seconds,
         }
@@ -192,7 +204,7 @@ class Learner:
         Tensors in ``replaced`` stand for the published ones of that name; of two names of one
         tensor, for the one given alone.
         """
-        self._use_threads()
+        use_threads(self._train.num_threads, self._ranks.count)
         starts = [1] * len(token_id_lists) if starts is None else starts
         samples = [
             build_scoring_sample(ids, start, temperature=temperature, top_p=top_p)
@@ -222,8 +234,11 @@ class Learner:
             StoreError: it cannot be written.
         """
         self._policy.save(Path(folder))
+        if self._critic is not None:
+            self._critic.save(Path(folder))
         if self._ranks.index == 0:
-            save_learner_state(Path(folder), step=self.step, facts=self._policy.describe())
+            save_learner_state(Path(folder), step=self.step, facts=self._describe())
+        self._ranks.barrier()
 
     def load(self, folder: str | Path) -> None:
         """Goes on from what :meth:`save` wrote: weights, optimizer, step, random states.
@@ -232,19 +247,20 @@ class Learner:
             RunFolderError: not a checkpoint of this kind of learner.
             StoreError: it is damaged.
         """
-        step = load_learner_state(Path(folder), self._policy.describe())
+        step = load_learner_state(Path(folder), self._describe())
         self._policy.load(Path(folder))
+        if self._critic is not None:
+            self._critic.load(Path(folder))
         self.step = step
 
-    def _needs_forward(self, sample: Sample) -> bool:
-        return sample.has_advantage or self._train.algorithm.trains_without_advantage
+    def _describe(self) -> dict[str, Any]:
+        """What must be equal where a checkpoint is loaded."""
+        return self._policy.describe() | describe_critic(self._critic)
 
-    def _use_threads(self) -> None:
-        """Sets the CPU threads of the calling thread, which OpenMP keeps apart."""
-        if self._train.num_threads is not None:
-            torch.set_num_threads(self._train.num_threads)
-        elif "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(max(1, count_usable_cores() // self._ranks.count))
+    def _needs_forward(self, sample: Sample) -> bool:
+        if self._critic is not None and self._critic.learns_alone(self.step):
+            return False
+        return sample.has_advantage or self._train.algorithm.trains_without_advantage
 
     def _compute_penalties(
         self, trajectories: Sequence[Trajectory], samples: Sequence[Sample]
@@ -261,6 +277,17 @@ class Learner:
             reference = self._policy.score_reference(samples)
             penalties.add("kl", compute_kl_penalties(samples, reference, algorithm.kl))
         return penalties
+
+    def _assign_advantages(
+        self, trajectories: Sequence[Trajectory], samples: Sequence[Sample]
+    ) -> tuple[list[Sample], ValueTargets | None]:
+        """The samples with their advantages; with a critic also what it learns from them."""
+        config = self._train.algorithm.advantage
+        if self._critic is None or not isinstance(config, GaeAdvantageConfig):
+            return assign_advantages(samples, compute_advantages(trajectories, config)), None
+        values = self._critic.score(samples)
+        turn_discount = self._config.rollout.turn_discount
+        return assign_gae(trajectories, samples, values, config, turn_discount)
 
     def _score_fixed(self, samples: Sequence[Sample]) -> FixedLogprobs:
         """What stays fixed during the step.
@@ -300,6 +327,24 @@ class Learner:
             metrics.skip_update()
         else:
             metrics.add_update(norm)
+
+    def _train_critic(
+        self,
+        critic: Critic,
+        samples: Sequence[Sample],
+        value_targets: ValueTargets,
+        metrics: UpdateMetrics,
+    ) -> None:
+        """One update of the critic: it learns from every target of the minibatch alike."""
+        if not any(sample.num_targets for sample in samples):
+            return
+        learning_rate = critic.compute_learning_rate(self.step)
+        compute_part = critic.build_loss(samples, value_targets, metrics)
+        norm = self._apply_gradient(critic, samples, compute_part, learning_rate)
+        if norm is None:
+            metrics.skip_update()
+        else:
+            metrics.add_critic_update(norm, learning_rate)
 
     def _apply_gradient(
         self,

@@ -12,6 +12,7 @@ from agentrl_cli.train.losses import LossOutput
 from agentrl_cli.train.packing import MicroBatch
 from agentrl_cli.train.ranks import Ranks
 from agentrl_cli.train.samples import Sample
+from agentrl_cli.train.value_loss import ValueLoss
 
 
 class UpdateMetrics:
@@ -26,6 +27,8 @@ class UpdateMetrics:
         self._num_forward_tokens = 0
         self._maxima: defaultdict[str, float] = defaultdict(float)
         self._grad_norms: list[float] = []
+        self._critic_grad_norms: list[float] = []
+        self._critic_learning_rate = 0.0
         self._num_skipped_updates = 0
         self.begin_update()
 
@@ -49,13 +52,25 @@ class UpdateMetrics:
         self._sums["loss"] += float(output.loss.detach())
         self._num_scored_tokens += len(batch.targets)
         self._num_micro_batches += 1
-        self._num_forward_tokens += sum(batch.lengths)
+        self._num_forward_tokens += batch.num_tokens
         for name, value in output.maxima.items():
             self._maxima[name] = max(self._maxima[name], float(value))
 
     def add_update(self, grad_norm: float) -> None:
         """Counts one optimizer update; ``grad_norm`` is before clipping."""
         self._grad_norms.append(grad_norm)
+        self.begin_update()
+
+    def add_critic_micro_batch(self, batch: MicroBatch, output: ValueLoss) -> None:
+        """Counts one micro-batch of the critic."""
+        self._sums["value_loss"] += float(output.loss.detach())
+        self._sums["value_clipped"] += float(output.num_clipped)
+        self._sums["valued_tokens"] += len(batch.targets)
+
+    def add_critic_update(self, grad_norm: float, learning_rate: float) -> None:
+        """Counts one update of the critic; ``grad_norm`` is before clipping."""
+        self._critic_grad_norms.append(grad_norm)
+        self._critic_learning_rate = learning_rate
         self.begin_update()
 
     def add_ranks(self, ranks: Ranks) -> None:
@@ -79,7 +94,9 @@ class UpdateMetrics:
             name: self._sums[name] / num_tokens
             for name in ("approx_kl", "clipfrac", "kl", "entropy")
         }
-        return means | {
+        return {
+            **means,
+            **self._summarize_critic(),
             "loss": self._sums["loss"] / max(num_updates, 1),
             "grad_norm": sum(self._grad_norms) / max(num_updates, 1),
             "logprob_gap_mean": self._sums["logprob_gap"] / num_tokens,
@@ -94,6 +111,17 @@ class UpdateMetrics:
             "num_updates": float(num_updates),
             "num_skipped_updates": float(self._num_skipped_updates),
             "train_tokens": float(self._num_forward_tokens),
+        }
+
+    def _summarize_critic(self) -> dict[str, float]:
+        num_updates = len(self._critic_grad_norms)
+        if num_updates == 0:
+            return {}
+        return {
+            "value_loss": self._sums["value_loss"] / num_updates,
+            "value_clipfrac": self._sums["value_clipped"] / max(self._sums["valued_tokens"], 1.0),
+            "critic_grad_norm": sum(self._critic_grad_norms) / num_updates,
+            "critic_learning_rate": self._critic_learning_rate,
         }
 
 
