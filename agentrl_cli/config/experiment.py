@@ -45,7 +45,19 @@ class ModelConfig(StrictConfig):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Number type of the forward and backward pass; optimizer state is always float32."""
     lora: LoraConfig | None = None
-    """null: all weights are trained."""
+    """null: all weights are trained, but those in ``frozen``."""
+    frozen: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Weights that stay as they are: ``embeddings``, ``head`` (one is both where they are tied), or
+    patterns of parameter names such as ``model.layers.0.*``."""
+
+    @model_validator(mode="after")
+    def _freezes_what_would_be_trained(self) -> Self:
+        if self.lora is not None and self.frozen:
+            raise ValueError(
+                "model.frozen: with model.lora nothing but the adapter is trained anyway. Type "
+                "model.frozen=[], and model.lora.target_modules=[...] for layers to adapt"
+            )
+        return self
 
 
 class GenerationConfig(StrictConfig):

@@ -15,6 +15,7 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.end_tokens import find_end_ids
 from agentrl_cli.engine.grammar import TokenGrammars
 from agentrl_cli.errors import StoreError
+from agentrl_cli.models.frozen import freeze_weights
 from agentrl_cli.models.lora import add_adapter, load_adapter_weights
 from agentrl_cli.models.pretrained import without_progress_bars
 from agentrl_cli.train.attention import use_packed_attention
@@ -87,6 +88,7 @@ class Policy:
                 prepare_layers(one, device)
         if lora is not None:
             add_adapter(model, lora, seed=config.seed)
+        freeze_weights(model, config.model.frozen)
         self._published = choose_published(model, published, has_adapter=lora is not None)
         dtype = _DTYPES[config.model.dtype]
         if self._reference is not None:
@@ -190,6 +192,7 @@ class Policy:
             "dtype": self._config.model.dtype,
             "model_class": type(self.model).__name__,
             "lora": None if lora is None else lora.model_dump(mode="json"),
+            "frozen": sorted(self._config.model.frozen) or None,
         }
 
     def _score(
