@@ -50,8 +50,9 @@ class ShardedPolicy(Policy):
         that ranks may load their models one after the other."""
         self._ranks = ranks
         self._published_kind = published
-        # Of the version that was published last, where a diagnosis has asked for it.
+        # A whole copy of the weights as they are, where a diagnosis has asked for it.
         self._whole: PreTrainedModel | None = None
+        self._has_gathered = False
         super().__init__(
             model,
             config,
@@ -78,12 +79,13 @@ class ShardedPolicy(Policy):
             lambda output: output.logprobs,
             self._ranks,
             max_tokens=self._config.train.micro_batch_tokens,
+            packing=self._config.train.packing,
             device=self.device,
         )
 
     def pack(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """The micro-batches of this rank's share of ``samples``."""
-        self._whole = None
+        self._forget_whole()
         return self._passes.pack(samples)
 
     def catch_up(self) -> None:
@@ -104,15 +106,22 @@ class ShardedPolicy(Policy):
         """
         if not replaced:
             return self._passes.score(samples)
-        whole = self._whole = self._whole or self._gather(_CPU)
-        if whole is None:
+        if not self._has_gathered:
+            self._whole, self._has_gathered = self._gather(_CPU), True
+        if self._whole is None:
             return {}
-        published = self._choose_published(whole)
+        published = self._choose_published(self._whole)
         located: dict[str, Tensor] = {}
         for name, tensor in replaced.items():
             located |= published.locate(name, tensor)
+        train = self._config.train
         return score_samples(
-            whole, samples, self._config.train.micro_batch_tokens, _CPU, replaced=located
+            self._whole,
+            samples,
+            train.micro_batch_tokens,
+            _CPU,
+            packing=train.packing,
+            replaced=located,
         )
 
     def score_reference(self, samples: Sequence[Sample]) -> dict[int, Tensor]:
@@ -160,11 +169,14 @@ class ShardedPolicy(Policy):
     def load(self, folder: Path) -> None:
         """Takes this rank's shards of what any number of ranks saved; one rank at a time reads,
         so that one whole copy stands in memory."""
-        self._whole = None
+        self._forget_whole()
         for turn in range(self._ranks.count):
             if turn == self._ranks.index:
                 super().load(folder)
             self._ranks.barrier()
+
+    def _forget_whole(self) -> None:
+        self._whole, self._has_gathered = None, False
 
     def _gather(
         self, device: torch.device, wanted: Callable[[str], bool] | None = None

@@ -1,0 +1,135 @@
+"""Runs a list of a learner's methods in a process that is one of several ranks.
+
+Loaded by path where it is needed: by the tests, for one process, and by the ranks that they start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.errors import RunError
+from agentrl_cli.records import Trajectory
+from agentrl_cli.train.learner import Learner
+from agentrl_cli.train.process_ranks import RankPlace, open_ranks
+from agentrl_cli.train.ranks import SINGLE, Ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Play:
+    """What every rank does: ``steps`` are names of functions below, with their arguments."""
+
+    model_folder: str
+    config: ExperimentConfig
+    steps: Sequence[tuple[Any, ...]]
+    reference_folder: str | None = None
+
+
+def play(part: Play, ranks: Ranks = SINGLE) -> list[Any]:
+    """What each step gave on this rank."""
+    torch.set_num_threads(1)
+
+    def load(folder: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    learner = Learner(
+        load(part.model_folder),
+        part.config,
+        reference_model=load(part.reference_folder) if part.reference_folder else None,
+        ranks=ranks,
+    )
+    return [globals()[f"do_{name}"](learner, *arguments) for name, *arguments in part.steps]
+
+
+def do_update(learner: Learner, batch: Sequence[Trajectory]) -> Any:
+    """The metrics, or the error's text."""
+    try:
+        return learner.update(batch, 0)
+    except RunError as error:
+        return str(error)
+
+
+def do_gradient(learner: Learner, batch: Sequence[Trajectory]) -> Any:
+    """The gradients of a batch's update, unclipped, in float64 by name, and its loss."""
+    from agentrl_cli.train.sharding import gather
+
+    found: dict[str, torch.Tensor] = {}
+    optimizer = learner._policy.optimizer
+    clip = optimizer.clip_gradients
+
+    def keep() -> float:
+        for name, weight in optimizer._masters.items():
+            found[name] = gather(weight.grad).clone()
+        return clip()
+
+    optimizer.clip_gradients = keep
+    metrics = learner.update(batch, 0)
+    optimizer.clip_gradients = clip
+    return found, metrics
+
+
+def do_spoil(learner: Learner, index: int, trajectory_id: str) -> None:
+    """Makes the loss of a trajectory NaN on rank ``index`` alone, in every later update."""
+    if learner._ranks.index != index:
+        return
+    compute = learner._compute_part
+
+    def spoiled(batch: Any, *arguments: Any) -> Any:
+        part = compute(batch, *arguments)
+        hit = any(s.trajectory_id == trajectory_id for s in batch.samples)
+        return part._replace(loss=part.loss * float("nan")) if hit else part
+
+    learner._compute_part = spoiled
+
+
+def do_logprobs(learner: Learner, ids: Sequence[Sequence[int]], **more: Any) -> Any:
+    return learner.compute_logprobs(ids, **more)
+
+
+def do_replaced(learner: Learner, ids: Sequence[Sequence[int]], names: Sequence[str]) -> Any:
+    """Logprobs with some published tensors doubled, each alone."""
+    weights = learner.weights()
+    found = []
+    for name in names:
+        replaced = {name: 2 * weights.get(learner.published_names()[name], torch.zeros(1))}
+        found.append(learner.compute_logprobs(ids, replaced=replaced))
+    return found
+
+
+def do_weights(learner: Learner) -> Any:
+    return {name: tensor.clone() for name, tensor in learner.weights().items()}
+
+
+def do_save(learner: Learner, folder: str) -> None:
+    learner.save(folder)
+
+
+def do_load(learner: Learner, folder: str) -> int:
+    learner.load(folder)
+    return learner.step
+
+
+def do_die(learner: Learner, index: int) -> None:
+    """Ends rank ``index`` without a word."""
+    if learner._ranks.index == index:
+        os._exit(9)
+
+
+def run_rank(place: RankPlace, part: dict[str, Any], result_path: str) -> None:
+    """The whole life of a rank; what its steps gave is left in a file."""
+    with open_ranks(place, exchange_seconds=60.0) as ranks:
+        results = play(Play(**part), ranks)
+        torch.save(results, result_path + ".partial")
+        Path(result_path + ".partial").rename(result_path)
+        ranks.barrier()
+
+
+if __name__ == "<rank>":
+    run_rank(*globals()["arguments"])
