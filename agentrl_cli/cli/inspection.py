@@ -34,6 +34,13 @@ class FailureFilter(StrEnum):
     BUDGET = "budget"
 
 
+class ReplacedFilter(StrEnum):
+    """Trajectories of groups that others took the place of, or all the others."""
+
+    ANY = "any"
+    NONE = "none"
+
+
 class BreakFilter(StrEnum):
     """Breaks to show: any, none, or those of one cause."""
 
@@ -68,6 +75,10 @@ def inspect_command(
         BreakFilter | None,
         typer.Option(help="Trajectories with broken turns only (or without any)."),
     ] = None,
+    replaced: Annotated[
+        ReplacedFilter | None,
+        typer.Option(help="Trajectories of replaced groups only (or none of them)."),
+    ] = None,
     task: Annotated[str | None, typer.Option(help="Task id.", metavar="ID")] = None,
     agent: Annotated[str | None, typer.Option(help="Agent name.", metavar="NAME")] = None,
     sort: Annotated[SortKey | None, typer.Option(help="Sort by this, largest first.")] = None,
@@ -99,6 +110,7 @@ def inspect_command(
         max_reward=max_reward,
         failure=failure.value if failure else None,
         broken=broken.value if broken else None,
+        replaced=replaced.value if replaced else None,
         task_id=task,
         agent_name=agent,
         sort=sort.value if sort else None,

@@ -27,6 +27,7 @@ class StepSummary:
     reward_mean: float | None = None
     num_unscored: int | None = None
     num_failed: int | None = None
+    num_replaced_groups: int | None = None
     turns_mean: float | None = None
     tokens_mean: float | None = None
     breaks: BreakSummary = field(default_factory=BreakSummary)
@@ -49,12 +50,14 @@ def summarize_steps(folder: RunFolder) -> list[StepSummary]:
 
 
 def build_step_table(summaries: Sequence[StepSummary]) -> Table:
-    """One row a step; its alarms, where any rang in the run."""
+    """One row a step; its replaced groups and its alarms, where the run had any."""
     table = Table(box=None)
-    names = ("", "trajectories", "reward", "unscored", "failed", "turns", "tokens", "broken")
-    for name in names:
+    names = ["", "trajectories", "reward", "unscored", "failed", "turns", "tokens", "broken"]
+    has_replaced = any(s.num_replaced_groups for s in summaries)
+    has_alarms = any(s.alarms for s in summaries)
+    for name in [*names, "replaced groups"] if has_replaced else names:
         table.add_column(name, justify="left" if not name else "right")
-    if any(s.alarms for s in summaries):
+    if has_alarms:
         table.add_column("alarms", overflow="fold")
     for s in summaries:
         if s.problem is not None:
@@ -69,7 +72,8 @@ def build_step_table(summaries: Sequence[StepSummary]) -> Table:
             format_number(s.turns_mean, 1),
             format_number(s.tokens_mean, 1),
             format_broken(s.breaks),
-            *([Text(" ".join(s.alarms), style="red")] if len(table.columns) > len(names) else []),
+            *([str(s.num_replaced_groups)] if has_replaced else []),
+            *([Text(" ".join(s.alarms), style="red")] if has_alarms else []),
         )
     return table
 
@@ -94,7 +98,7 @@ def build_trajectory_table(found: Sequence[Found]) -> Table:
         table.add_row(
             str(number),
             Text(s.id),
-            Text(item.source.name),
+            Text(item.source.name + (" (replaced)" if s.replaced_by is not None else "")),
             Text(s.task_id),
             format_number(s.reward),
             str(s.num_turns),
@@ -118,6 +122,7 @@ def _summarize(
         reward_mean=_mean(rewards),
         num_unscored=len(trajectories) - len(rewards),
         num_failed=sum(t.failure_boundary is not None for t in trajectories),
+        num_replaced_groups=len({t.group_id for t in trajectories if t.replaced_by is not None}),
         turns_mean=_mean([t.num_turns for t in trajectories]),
         tokens_mean=_mean([t.num_completion_tokens for t in trajectories]),
         breaks=sum((t.breaks for t in trajectories), BreakSummary()),
