@@ -18,6 +18,7 @@ from torch import Tensor
 from agentrl_cli.errors import RunError, RunFolderError
 from agentrl_cli.log import get_logger
 from agentrl_cli.records import Trajectory
+from agentrl_cli.train.faults import SaveFault
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.ranks import Ranks
 
@@ -55,10 +56,15 @@ class LeadingLearner(Learner):
             with self._leading("stop"):
                 pass
 
-    def update(self, trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
+    def update(
+        self,
+        trajectories: Sequence[Trajectory],
+        policy_version: int,
+        save_fault: SaveFault | None = None,
+    ) -> dict[str, float]:
         """As :meth:`Learner.update`; the trajectories are those stored for the step."""
         with self._leading("update", step=self.step + 1, policy_version=policy_version):
-            return super().update(trajectories, policy_version)
+            return super().update(trajectories, policy_version, save_fault)
 
     def compute_logprobs(
         self,
@@ -110,9 +116,18 @@ class LeadingLearner(Learner):
 
 
 def follow(
-    learner: Learner, ranks: Ranks, read_trajectories: Callable[[int], Sequence[Trajectory]]
+    learner: Learner,
+    ranks: Ranks,
+    read_trajectories: Callable[[int], Sequence[Trajectory]],
+    save_fault: SaveFault | None = None,
 ) -> None:
     """Does what the first rank commands until it says that all is done.
+
+    Args:
+        learner: this rank's.
+        ranks: the first of which leads.
+        read_trajectories: those stored for a step.
+        save_fault: keeps a micro-batch of this rank's that is not finite.
 
     Raises:
         RuntimeError: the first rank died, or said nothing within its deadline.
@@ -131,11 +146,14 @@ def follow(
                     f"{more['step']}: they do not train the same model. This is a bug in agentrl"
                 )
             arguments = [read_trajectories(more.pop("step"))]
+            more["save_fault"] = save_fault
         if "replaced" in more:
             # The values are used on the first rank alone.
             more["replaced"] = dict.fromkeys(more["replaced"]) or None
         try:
             getattr(learner, method)(*arguments, **more)
         except RunError as error:
+            if method != "update":
+                raise
             # Raised on all ranks: the first says what becomes of the run.
             _log.warning("%s: %s", method, error)

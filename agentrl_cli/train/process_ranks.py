@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -119,7 +118,7 @@ def open_ranks(
     # A file, not a port: torch's own store would listen on every interface.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=dist.FileStore(str(Path(place.meeting_path)), place.count),
+        store=dist.FileStore(place.meeting_path, place.count),  # type: ignore[attr-defined]
         rank=place.index,
         world_size=place.count,
         timeout=timedelta(seconds=exchange_seconds),

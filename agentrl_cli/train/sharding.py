@@ -33,7 +33,7 @@ def shard_module(
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh, mp_policy=policy)
     sharded = fully_shard(root, mesh=mesh, mp_policy=policy)
-    for module in sharded.modules():
+    for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # gloo has no scaled sum.
