@@ -192,6 +192,9 @@ class TrainConfig(StrictConfig):
     """Passes over the batch of one step."""
     micro_batch_tokens: int = Field(16384, ge=1)
     """Most tokens packed into one forward pass; a longer sample goes alone."""
+    packing: Literal["prefix_tree", "plain"] = "prefix_tree"
+    """``prefix_tree``: tokens that samples of a forward pass begin with alike (a prompt, turns that
+    branches share) are computed once, and count once; ``plain``: in every sample."""
     gradient_checkpointing: bool = False
     """Trade compute for memory."""
     num_threads: int | None = Field(None, ge=1)
@@ -201,7 +204,12 @@ class TrainConfig(StrictConfig):
     save_every_steps: int | None = Field(None, ge=1)
     """null: save after the last step only."""
     keep_last_checkpoints: int = Field(3, ge=1)
-    """Older checkpoints are deleted, the last one excepted."""
+    """Older checkpoints are deleted, the best one excepted."""
+    keep_best_checkpoint: (
+        Annotated[str, Field(pattern=r"^(mean_reward|pass_at_[1-9]\d*)$")] | None
+    ) = "mean_reward"
+    """Number of the evaluations (``mean_reward``, ``pass_at_1``, ...) by which the best checkpoint
+    is saved after its evaluation, and never deleted while no other is better; null: none is."""
     alarms: AlarmsConfig = AlarmsConfig()
     probe_tolerance: float | None = Field(None, gt=0.0)
     """Largest |engine - trainer| logprob, in nats, after a weight publication;
@@ -327,7 +335,20 @@ class ExperimentConfig(StrictConfig):
                 "Allowed when training: above 0. Type gconfig.temperature=1.0",
             )
         self._check_groups_have_scores_to_compare()
+        self._check_best_checkpoint()
         self._check_weights_reach_servers()
+
+    def _check_best_checkpoint(self) -> None:
+        metric, num_samples = self.train.keep_best_checkpoint, self.resolve_eval_gconfig().n_samples
+        # Those that evaluations report: powers of two, and the number of samples.
+        counts = [k for k in range(1, num_samples + 1) if k & (k - 1) == 0 or k == num_samples]
+        allowed = ["mean_reward", *(f"pass_at_{k}" for k in counts)]
+        if self.valid_dataset is not None and metric is not None and metric not in allowed:
+            raise ConfigError(
+                f"train.keep_best_checkpoint: {metric} is not reported by evaluations with "
+                f"{num_samples} sample(s) per task (eval_gconfig.n_samples). Allowed: "
+                f"{', '.join(allowed)}, null. Type train.keep_best_checkpoint={allowed[-1]}"
+            )
 
     def _check_groups_have_scores_to_compare(self) -> None:
         if self.gconfig.n_samples > 1:

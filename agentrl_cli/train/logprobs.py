@@ -15,10 +15,10 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from agentrl_cli.errors import ModelError
-from agentrl_cli.train.attention import packing_arguments
+from agentrl_cli.train.attention import AttentionLayout
 from agentrl_cli.train.fused_head import Head, is_linear, score_with_any, score_with_linear
 from agentrl_cli.train.masks import TokenMasks
-from agentrl_cli.train.packing import MicroBatch, pack_samples
+from agentrl_cli.train.packing import MicroBatch, Packing, pack_samples
 from agentrl_cli.train.samples import Sample
 from agentrl_cli.train.token_scores import build_choices
 
@@ -75,9 +75,10 @@ def compute_target_states(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
         input_ids=batch.input_ids[None],
         position_ids=batch.position_ids[None],
         use_cache=False,
-        **packing_arguments(batch.lengths, batch.input_ids.device),
+        layout=AttentionLayout(batch.segments),
     ).last_hidden_state[0]
-    return hidden_states[batch.targets.sources]
+    # Several targets may have one source; the gradient of an index_select is far cheaper here.
+    return hidden_states.index_select(0, batch.targets.sources)
 
 
 @torch.no_grad()
@@ -87,17 +88,19 @@ def score_samples(
     max_tokens: int,
     device: torch.device,
     *,
+    packing: Packing = "prefix_tree",
     replaced: Mapping[str, Tensor] | None = None,
 ) -> dict[int, Tensor]:
     """Logprobs of each sample's targets, float32 [targets] on the CPU, by ``id(sample)``.
 
-    ``max_tokens`` is the budget of a micro-batch. Parameters in ``replaced`` stand for the
-    model's own of that name, and for those of that name alone where two are tied.
+    ``max_tokens`` is the budget of a micro-batch, ``packing`` how it is filled. Parameters in
+    ``replaced`` stand for the model's own of that name, and for those of that name alone where
+    two are tied.
     """
     scoring = ScoringModule(model)
     substitutes = {f"model.{name}": tensor for name, tensor in (replaced or {}).items()}
     scored: dict[int, Tensor] = {}
-    for batch in pack_samples(samples, max_tokens, device):
+    for batch in pack_samples(samples, max_tokens, device, packing):
         output = functional_call(scoring, substitutes, (batch,), tie_weights=False)
         parts = torch.split(output.logprobs.cpu(), [s.num_targets for s in batch.samples])
         scored |= {id(sample): part for sample, part in zip(batch.samples, parts, strict=True)}

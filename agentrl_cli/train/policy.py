@@ -102,7 +102,8 @@ class Policy:
 
     def pack(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """The micro-batches of ``samples``."""
-        return pack_samples(samples, self._config.train.micro_batch_tokens, self.device)
+        train = self._config.train
+        return pack_samples(samples, train.micro_batch_tokens, self.device, train.packing)
 
     def catch_up(self) -> None:
         """Nothing: this process trains alone."""
@@ -201,8 +202,15 @@ class Policy:
         samples: Sequence[Sample],
         replaced: Mapping[str, Tensor] | None = None,
     ) -> dict[int, Tensor]:
-        budget = self._config.train.micro_batch_tokens
-        return score_samples(model, samples, budget, self.device, replaced=replaced)
+        train = self._config.train
+        return score_samples(
+            model,
+            samples,
+            train.micro_batch_tokens,
+            self.device,
+            packing=train.packing,
+            replaced=replaced,
+        )
 
 
 def open_policy(

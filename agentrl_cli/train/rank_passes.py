@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from agentrl_cli.train.packing import MicroBatch, pack_samples
+from agentrl_cli.train.packing import MicroBatch, Packing, pack_samples
 from agentrl_cli.train.ranks import Ranks
 from agentrl_cli.train.samples import Sample, build_scoring_sample
 from agentrl_cli.train.shares import divide_evenly
@@ -25,6 +25,7 @@ class RankPasses(Generic[Output]):
         take_values: of its output, one number for each target.
         ranks: the others.
         max_tokens: of a micro-batch.
+        packing: how micro-batches are filled.
         device: on which micro-batches are made.
     """
 
@@ -35,12 +36,14 @@ class RankPasses(Generic[Output]):
         ranks: Ranks,
         *,
         max_tokens: int,
+        packing: Packing,
         device: torch.device,
     ) -> None:
         self._root = root
         self._take_values = take_values
         self._ranks = ranks
         self._max_tokens = max_tokens
+        self._packing = packing
         self._device = device
         self._num_missing = 0
         # With a target, so that every weight has a gradient, and 0 is added to each.
@@ -88,7 +91,8 @@ class RankPasses(Generic[Output]):
         return divide_evenly([sample.num_tokens for sample in samples], self._ranks.count)
 
     def _pack(self, samples: Sequence[Sample], share: range) -> list[MicroBatch]:
-        batches = pack_samples([samples[i] for i in share], self._max_tokens, self._device)
+        chosen = [samples[i] for i in share]
+        batches = pack_samples(chosen, self._max_tokens, self._device, self._packing)
         most = max(self._ranks.gather_objects(len(batches)))
         self._num_missing = most - len(batches)
         return batches

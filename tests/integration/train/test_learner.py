@@ -76,7 +76,8 @@ def test_turns_merged_or_apart_give_the_same_gradient(build_model, build_config,
     apart = Learner(build_model(), build_config(export_style="individual"))
     merged_metrics, apart_metrics = merged.update(ragged_batch, 0), apart.update(ragged_batch, 0)
     assert merged_metrics["num_samples"] < apart_metrics["num_samples"]
-    assert merged_metrics["train_tokens"] < apart_metrics["train_tokens"]
+    # What the parted turns repeat is computed once.
+    assert merged_metrics["train_tokens"] == apart_metrics["train_tokens"]
     assert merged_metrics["grad_norm"] == pytest.approx(apart_metrics["grad_norm"], rel=1e-4)
     assert_close(weights_of(merged), weights_of(apart), 2e-4)
 
