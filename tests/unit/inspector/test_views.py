@@ -46,7 +46,7 @@ def show_json(folder: RunFolder, capsys):
 
 
 def test_replaced_groups_are_shown(folder: RunFolder, show, show_json) -> None:
-    assert "replaced" not in show()
+    assert "replaced groups" not in show()
     step = show_json()["steps"][-1]["step"]
     kept = Trajectory(id="g2/0", group_id="g2", task_id="7", step=step + 1, reward=1.0)
     replaced = dataclasses.replace(kept, id="g1/0", group_id="g1", replaced_by="g2")
