@@ -36,12 +36,14 @@ from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.tracking.gateway import get_gateway
+from agentrl_cli.train.data_cursor import DataCursor
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.loggers import build_loggers
 from agentrl_cli.train.loop import TrainingLoop
 from agentrl_cli.train.probes import build_probes
 from agentrl_cli.train.progress import BatchProgress
 from agentrl_cli.train.random_states import seed_generators
+from agentrl_cli.train.saving import CheckpointSaver
 from agentrl_cli.train.stop_flag import StopFlag
 
 _CLOSE_SECONDS = 20.0
@@ -180,6 +182,9 @@ class PPOTrainer:
             one.use(self.config.rollout)
             one.log_to(folder.log_dir())
         self.check_rows(workflow, eval_workflow)
+        cursor = DataCursor.of(self._train_rows)
+        if latest is not None:
+            cursor.check(latest[1])
         # Here and not when a checkpoint is loaded: critics and adapters begin with random weights.
         seed_generators(self.config.seed)
         with ExitStack() as stack:
@@ -198,6 +203,7 @@ class PPOTrainer:
                 config=self.config,
                 folder=folder,
                 learner=learner,
+                saver=CheckpointSaver(self.config.train, folder, learner, cursor),
                 engine=engine,
                 scheduler=scheduler,
                 progress=progress,

@@ -27,6 +27,7 @@ MAY_CHANGE_ON_RESUME: dict[str, str] = {
     "train.eval_every_steps": "when to look, not what is learned",
     "train.save_every_steps": "when to save, not what is learned",
     "train.keep_last_checkpoints": "what is kept on disk",
+    "train.keep_best_checkpoint": "what is kept on disk",
     "train.micro_batch_tokens": "memory: gradients are the same",
     "train.gradient_checkpointing": "memory: gradients are the same",
     "train.num_threads": "speed",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
@@ -341,11 +341,13 @@ class RunFolder:
         found = self.list_checkpoints()
         return found[-1] if found else None
 
-    def prune_checkpoints(self, keep_last: int) -> None:
-        """Deletes all but the newest ``keep_last`` checkpoints."""
+    def prune_checkpoints(self, keep_last: int, keep: Collection[int] = ()) -> None:
+        """Deletes all but the newest ``keep_last`` checkpoints and those of the steps ``keep``."""
         if keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}: at least one checkpoint must stay")
-        for _, path in self.list_checkpoints()[:-keep_last]:
+        for step, path in self.list_checkpoints()[:-keep_last]:
+            if step in keep:
+                continue
             with store_errors(path, "deleted"):
                 checkpoints.discard(path)
 

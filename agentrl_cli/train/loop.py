@@ -21,6 +21,7 @@ from agentrl_cli.train.loggers import MetricsLogger
 from agentrl_cli.train.metrics import summarize_trajectories
 from agentrl_cli.train.progress import BatchProgress
 from agentrl_cli.train.publish import publish_and_verify, resolve_probe_tolerance
+from agentrl_cli.train.saving import CheckpointSaver
 from agentrl_cli.train.stop_flag import StopFlag
 
 
@@ -37,6 +38,7 @@ class TrainingLoop:
     config: ExperimentConfig
     folder: RunFolder
     learner: Learner
+    saver: CheckpointSaver
     engine: InferenceEngine
     scheduler: RolloutScheduler
     progress: BatchProgress
@@ -181,15 +183,11 @@ class TrainingLoop:
             self.evaluate(step)
 
     def save_if_due(self, step: int) -> None:
-        """Saves every ``save_every_steps``, after the last step, and when asked to stop."""
-        every, last_step = self.config.train.save_every_steps, self.config.train.total_steps
-        due = step == last_step or (every is not None and step % every == 0)
-        if due or self.stop.is_set():
+        """Saves when it is due, and when asked to stop."""
+        if self.stop.is_set() or self.saver.is_due(step):
             self.save(step)
 
     def save(self, step: int) -> None:
-        """Writes a checkpoint, and deletes the oldest."""
+        """Writes a checkpoint, and deletes those that are not kept."""
         self.observer.on_stage("save")
-        with self.folder.new_checkpoint(step) as path:
-            self.learner.save(path)
-        self.folder.prune_checkpoints(self.config.train.keep_last_checkpoints)
+        self.saver.save(step)
