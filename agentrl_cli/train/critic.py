@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from agentrl_cli.config.critic import CriticConfig
 from agentrl_cli.config.experiment import ExperimentConfig, TrainConfig
 from agentrl_cli.errors import ModelError, StoreError
+from agentrl_cli.models.frozen import freeze_weights
 from agentrl_cli.models.lora import add_adapter
 from agentrl_cli.train.checkpoint import (
     describe_damage,
@@ -68,7 +69,8 @@ class Critic:
     ) -> None:
         """Takes ``model`` over.
 
-        With ``config.model.lora`` an adapter and the head alone are trained.
+        With ``config.model.lora`` an adapter and the head alone are trained; what
+        ``config.model.frozen`` names stays as it is, as in the policy.
 
         Raises:
             MissingExtraError: an adapter is asked for and peft is not installed.
@@ -82,6 +84,8 @@ class Critic:
         self._train: TrainConfig = config.train.model_copy(
             update={"learning_rate": self._config.learning_rate}
         )
+        # While it has the names that a user knows.
+        freeze_weights(model, config.model.frozen)
         self.value_model = ValueModel(model)
         layers = self.value_model.model
         prepare_layers(layers, device)
