@@ -14,7 +14,11 @@ from agentrl_cli.config.algorithm_check import check_algorithm
 from agentrl_cli.config.base import StrictConfig
 from agentrl_cli.config.cores import count_usable_cores
 from agentrl_cli.config.critic import CriticConfig
-from agentrl_cli.config.curriculum import ReplaceGroupsConfig, RestTasksConfig
+from agentrl_cli.config.curriculum import (
+    ReplaceGroupsConfig,
+    RestTasksConfig,
+    check_groups_are_compared,
+)
 from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.errors import ConfigError, MissingExtraError
 
@@ -320,7 +324,7 @@ class ExperimentConfig(StrictConfig):
         Raises:
             ConfigError: groups of one, algorithm settings that do not go together, greedy
                 sampling, or weights that would not reach the
-                engine's servers; groups of one also with a filter or a curriculum.
+                engine's servers; a filter or a curriculum that has nothing to compare.
             MissingExtraError: ``model.lora`` is set and peft is not installed.
         """
         check_algorithm(
@@ -334,7 +338,12 @@ class ExperimentConfig(StrictConfig):
                 "no gradient. "
                 "Allowed when training: above 0. Type gconfig.temperature=1.0",
             )
-        self._check_groups_have_scores_to_compare()
+        check_groups_are_compared(
+            self.rollout.filter,
+            self.rollout.curriculum,
+            algorithm=self.train.algorithm,
+            n_samples=self.gconfig.n_samples,
+        )
         self._check_best_checkpoint()
         self._check_weights_reach_servers()
 
@@ -349,18 +358,6 @@ class ExperimentConfig(StrictConfig):
                 f"{num_samples} sample(s) per task (eval_gconfig.n_samples). Allowed: "
                 f"{', '.join(allowed)}, null. Type train.keep_best_checkpoint={allowed[-1]}"
             )
-
-    def _check_groups_have_scores_to_compare(self) -> None:
-        if self.gconfig.n_samples > 1:
-            return
-        for key in ("filter", "curriculum"):
-            chosen = getattr(self.rollout, key)
-            if chosen is not None:
-                raise ConfigError(
-                    f"rollout.{key}.kind: {chosen.kind} compares the scores of a group, and "
-                    f"gconfig.n_samples is 1. Allowed: 2 or more. Type gconfig.n_samples=8, or "
-                    f"rollout.{key}=null"
-                )
 
     def _check_weights_reach_servers(self) -> None:
         transfer = self.engine.weight_transfer.kind
