@@ -8,7 +8,7 @@ signs and 0.
 from __future__ import annotations
 
 import dataclasses
-import warnings
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,12 +24,11 @@ from agentrl_cli.train.losses import LossInputs, compute_loss
 from agentrl_cli.train.packing import pack_samples
 from agentrl_cli.train.samples import Sample, build_samples
 
-with warnings.catch_warnings():
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL (extra trl)"),
     # TRL warns of versions of vLLM that it does not know, of peft, and of itself.
-    warnings.simplefilter("ignore")
-    trl = pytest.importorskip("trl", reason="needs TRL (extra trl)")
-
-pytestmark = pytest.mark.filterwarnings("ignore")
+    pytest.mark.filterwarnings("ignore"),
+]
 
 #: Settings of TRL's GRPOConfig, and what agentrl calls the same.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -118,6 +117,8 @@ def batch(build_model, build_trajectory) -> Batch:
 
 @pytest.fixture
 def build_trainer(build_model, tmp_path) -> Iterator[Any]:
+    # It changes classes of transformers: not before its first test.
+    import trl
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
