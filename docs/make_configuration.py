@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.loading import find_config_class
+from agentrl_cli.config.loading import find_config_class, find_config_kinds
 from agentrl_cli.config.sft import SftConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -59,8 +59,24 @@ def _format_rows(config_class: type[BaseModel], prefix: str) -> typing.Iterator[
         is_map = typing.get_origin(field.annotation) is dict
         inner = f"{key}[]." if is_list else f"{key}.NAME." if is_map else f"{key}."
         about = meaning or " ".join((nested.__doc__ or "").replace("``", "`").split())
+        kinds = find_config_kinds(field.annotation)
+        about = meaning if kinds else about
         yield f"| **`{key}`** | section | {_format_default(field, is_section=True)} | {about} |"
-        yield from _format_rows(nested, inner)
+        yield from _format_kinds(kinds, inner, field) if kinds else _format_rows(nested, inner)
+
+
+def _format_kinds(
+    kinds: dict[str, type[BaseModel]], prefix: str, field: FieldInfo
+) -> typing.Iterator[str]:
+    """Which kinds a section may be of, and the keys of each."""
+    names = ", ".join(f"`{kind}`" for kind in kinds)
+    default = field.get_default(call_default_factory=True)
+    yield f"| `{prefix}kind` | {names} | `{default.kind}` |  |"
+    for kind, config_class in kinds.items():
+        meaning = " ".join((config_class.__doc__ or "").replace("``", "`").split())
+        yield f"| with `kind: {kind}` | section |  | {meaning} |"
+        rows = _format_rows(config_class, prefix)
+        yield from (row for row in rows if not row.startswith(f"| `{prefix}kind` "))
 
 
 def _format_type(annotation: Any) -> str:

@@ -71,7 +71,7 @@ class KlConfig(StrictConfig):
 
     coef: float = Field(gt=0.0)
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Of KL(policy || reference) per token (Schulman, "Approximating KL divergence"): with
+    """Of the divergence of a token (Schulman, "Approximating KL divergence"): with
     d = policy - ref, k1 = d, k2 = d² / 2, k3 = exp(-d) + d - 1. Left out: ``k3`` in the loss,
     where the gradient of k1 is 0 on average; ``k1`` in the reward, where it alone is unbiased."""
     place: Literal["loss", "reward"] = "loss"

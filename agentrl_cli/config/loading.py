@@ -299,8 +299,8 @@ def _step_into(annotation: Any, part: str | int) -> Any:
         field = annotation.model_fields.get(str(part))
         return field.annotation if field else None
     arguments = typing.get_args(annotation)
-    kinds = {_find_kind(a): a for a in arguments if find_config_class(a) is a}
-    if len(kinds) > 1 and part in kinds:
+    kinds = find_config_kinds(annotation)
+    if part in kinds:
         return kinds[str(part)]
     if typing.get_origin(annotation) in (dict, Mapping):
         return arguments[1]
@@ -320,6 +320,12 @@ def _find_kind(config_class: type[BaseModel]) -> str | None:
     field = config_class.model_fields.get("kind")
     values = typing.get_args(field.annotation) if field is not None else ()
     return str(values[0]) if len(values) == 1 else None
+
+
+def find_config_kinds(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The classes of a section that is one of several kinds, by kind; of another one: none."""
+    kinds = {_find_kind(a): a for a in typing.get_args(annotation) if find_config_class(a) is a}
+    return {str(kind): a for kind, a in kinds.items()} if len(kinds) > 1 else {}
 
 
 def find_config_class(annotation: Any) -> type[BaseModel] | None:

@@ -88,7 +88,6 @@ def compute_loss(inputs: LossInputs, algorithm: AlgorithmConfig) -> LossOutput:
     return _with_statistics(loss, inputs, policy, correction, kl.detach())
 
 
-@torch.no_grad()
 def _with_statistics(
     loss: Tensor,
     inputs: LossInputs,
@@ -97,7 +96,7 @@ def _with_statistics(
     kl: Tensor,
 ) -> LossOutput:
     """``approx_kl`` is the k3 estimate of KL(policy of the ratio's base || new)."""
-    gap = (inputs.rollout_logprobs - inputs.proximal_logprobs).abs()
+    gap = (inputs.rollout_logprobs - inputs.proximal_logprobs).detach().abs()
     sums = {
         "approx_kl": (policy.log_ratio.exp() - 1.0 - policy.log_ratio).sum(),
         "clipfrac": policy.is_clipped.sum().float(),

@@ -40,7 +40,6 @@ class RolloutCorrection:
     """Bool: masked out."""
 
 
-@torch.no_grad()
 def compute_rollout_correction(
     proximal_logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -58,7 +57,7 @@ def compute_rollout_correction(
     if config is None:
         ones = torch.ones_like(proximal_logprobs)
         return RolloutCorrection(ones, ones, torch.zeros_like(ones, dtype=torch.bool))
-    gap = proximal_logprobs - rollout_logprobs
+    gap = (proximal_logprobs - rollout_logprobs).detach()
     if config.level == "sequence":
         gap = sum_over_sequences(gap, sequence_numbers)
     raw = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
