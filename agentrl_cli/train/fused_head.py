@@ -32,6 +32,7 @@ from agentrl_cli.train.token_scores import (
 Head = Callable[[Tensor], Tensor]
 
 _ALL = slice(None)
+_COLUMN_BLOCK = 64
 
 
 def is_linear(head: Head) -> TypeGuard[nn.Linear]:
@@ -137,13 +138,15 @@ class _ScoresOfHead(torch.autograd.Function):
         is_whole = num_targets * num_tokens <= max_logits
         is_frozen = not (weight.requires_grad or (bias is not None and bias.requires_grad))
         makes_unit = needs_gradient and is_frozen and not is_whole
+        keeps = needs_gradient and (is_whole or is_frozen)
         # The gradient of the hidden states where that of every logprob is 1.
         unit = torch.empty_like(hidden_states) if makes_unit else None
         parts, tile = [], None
+        logits = _Logits(hidden_states, weight, bias)
         for rows in _split(num_targets, num_targets if is_whole else max_logits // num_tokens):
             chosen = choices.take(rows)
-            tile = _compute_logits(hidden_states[rows], weight, bias)
-            scores = score_logits(tile, chosen, keep_probabilities=needs_gradient)
+            tile = logits.compute(rows, _ALL)
+            scores = score_logits(tile, chosen, keep_probabilities=keeps)
             parts.append(scores)
             if unit is not None:
                 ones = ScoreGradients(torch.ones_like(scores.logprobs), None)
@@ -170,36 +173,64 @@ class _ScoresOfHead(torch.autograd.Function):
         if unit is not None and of_entropies is None:
             return (unit * of_logprobs.to(unit.dtype)[:, None], *(None,) * 5)
         gradients = ScoreGradients(of_logprobs, of_entropies)
+        logits = _Logits(hidden_states, weight, bias)
         sums = _GradientSums(hidden_states, weight, bias, ctx.needs_input_grad)
         if probabilities is not None:
             differentiate_probabilities(probabilities, ctx.choices, scores, gradients)
             sums.add(probabilities, _ALL, _ALL)
         else:
-            _add_tiles(sums, ctx.choices, scores, gradients, ctx.max_logits)
+            _add_tiles(sums, logits, ctx.choices, scores, gradients, ctx.max_logits)
         return (*sums.results(), None, None, None)
 
 
 def _add_tiles(
     sums: _GradientSums,
+    logits: _Logits,
     choices: Choices,
     scores: Scores,
     gradients: ScoreGradients,
     max_logits: int,
 ) -> None:
     """Adds the gradients of all tiles, their logits computed once more."""
-    num_targets, num_tokens = scores.logprobs.shape[0], sums.head.shape[0]
+    num_targets, num_tokens = scores.logprobs.shape[0], logits.num_tokens
     if not choices.needs_whole_rows:
-        for columns in _split(num_tokens, max_logits // num_targets):
-            tile = sums.compute_logits(_ALL, columns)
+        num_columns = max_logits // num_targets
+        # Matrix units want whole blocks.
+        num_columns -= num_columns % _COLUMN_BLOCK if num_columns > _COLUMN_BLOCK else 0
+        for columns in _split(num_tokens, num_columns):
+            tile = logits.compute(_ALL, columns)
             differentiate_logits(tile, choices, scores, gradients, columns.start or 0)
             sums.add(tile, _ALL, columns)
         return
     for rows in _split(num_targets, max_logits // num_tokens):
         chosen = choices.take(rows)
-        tile = sums.compute_logits(rows, _ALL)
+        tile = logits.compute(rows, _ALL)
         own = score_logits(tile, chosen, keep_probabilities=True)
         differentiate_probabilities(tile, chosen, own, gradients.take(rows))
         sums.add(tile, rows, _ALL)
+
+
+class _Logits:
+    """Makes tiles of logits, one after the other in the same memory: new memory costs a CPU about
+    as much as filling it."""
+
+    def __init__(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.num_tokens = weight.shape[0]
+        self._states = states
+        self._weight = weight
+        self._bias = bias
+        self._memory: Tensor | None = None
+
+    def compute(self, rows: slice, columns: slice) -> Tensor:
+        """The logits of some targets and tokens; those of the tile before are gone."""
+        states, weight = self._states[rows], self._weight[columns]
+        size = states.shape[0] * weight.shape[0]
+        if self._memory is None or len(self._memory) < size:
+            self._memory = states.new_empty(size)
+        tile = self._memory[:size].view(states.shape[0], weight.shape[0])
+        if self._bias is None:
+            return torch.mm(states, weight.t(), out=tile)
+        return torch.addmm(self._bias[columns], states, weight.t(), out=tile)
 
 
 class _GradientSums:
@@ -211,27 +242,27 @@ class _GradientSums:
     def __init__(
         self, states: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]
     ) -> None:
-        self.head = weight
+        self._weight = weight
         self._states = states
         self._bias = bias
         self._sums: list[Tensor | None] = [None, None, None]
         self._needs_states, self._needs_weight, self._needs_bias = needed[:3]
-
-    def compute_logits(self, rows: slice, columns: slice) -> Tensor:
-        """A tile of logits."""
-        bias = None if self._bias is None else self._bias[columns]
-        return _compute_logits(self._states[rows], self.head[columns], bias)
 
     def add(self, tile: Tensor, rows: slice, columns: slice) -> None:
         """Adds what the gradients of a tile's logits give."""
         has_all_rows, has_all_columns = rows == _ALL, columns == _ALL
         if self._needs_states:
             self._sums[0] = _add_product(
-                self._sums[0], self._states, rows, tile, self.head[columns], once=has_all_columns
+                self._sums[0], self._states, rows, tile, self._weight[columns], once=has_all_columns
             )
         if self._needs_weight:
             self._sums[1] = _add_product(
-                self._sums[1], self.head, columns, tile.t(), self._states[rows], once=has_all_rows
+                self._sums[1],
+                self._weight,
+                columns,
+                tile.t(),
+                self._states[rows],
+                once=has_all_rows,
             )
         if self._needs_bias and self._bias is not None:
             ones = tile.new_ones(tile.shape[0], 1)
@@ -244,8 +275,8 @@ class _GradientSums:
         states, weight, bias = self._sums
         return (
             None if states is None else states.to(self._states.dtype),
-            None if weight is None else weight.to(self.head.dtype),
-            None if bias is None else bias[:, 0].to(self.head.dtype),
+            None if weight is None else weight.to(self._weight.dtype),
+            None if bias is None else bias[:, 0].to(self._weight.dtype),
         )
 
 
@@ -268,10 +299,6 @@ def _add_product(
 
 def _widen(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
-
-
-def _compute_logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.mm(states, weight.t()) if bias is None else torch.addmm(bias, states, weight.t())
 
 
 def _split(total: int, size: int) -> Iterator[slice]:

@@ -81,18 +81,20 @@ def score_logits(logits: Tensor, choices: Choices, *, keep_probabilities: bool) 
     With ``keep_probabilities``, the logits become probabilities.
     """
     parts = []
+    widened, weights = _Scratch(logits), _Scratch(logits)
     for rows in _split_rows(logits):
         block = logits[rows]
-        wide = _widen(block)
-        scores, probabilities = _score_block(wide, choices.take(rows))
+        own = weights.take(block)
+        scores, totals = _score_block(widened.widen(block), choices.take(rows), own)
         if keep_probabilities:
-            block.copy_(probabilities)
+            torch.div(own, totals[:, None], out=block)
         parts.append(scores)
     return Scores(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def _score_block(logits: Tensor, choices: Choices) -> tuple[Scores, Tensor]:
-    """Scores and probabilities; the logits are used up."""
+def _score_block(logits: Tensor, choices: Choices, weights: Tensor) -> tuple[Scores, Tensor]:
+    """Scores, and the totals of ``weights``, which become probabilities but for those; the logits
+    are used up."""
     if choices.masks is not None:
         allowed = choices.masks.table.unpack(choices.masks.numbers, logits.shape[-1])
         logits.masked_fill_(~allowed, -torch.inf)
@@ -101,7 +103,7 @@ def _score_block(logits: Tensor, choices: Choices) -> tuple[Scores, Tensor]:
     highest = logits.amax(-1)
     logits.sub_(highest[:, None])
     chosen = logits.gather(1, choices.ids[:, None])[:, 0]
-    weights = logits.exp()
+    torch.exp(logits, out=weights)
     if choices.top_ps is not None:
         removed = find_outside_nucleus(
             weights / weights.sum(-1, keepdim=True), choices.top_ps, choices.ids
@@ -110,12 +112,12 @@ def _score_block(logits: Tensor, choices: Choices) -> tuple[Scores, Tensor]:
         weights.masked_fill_(removed, 0.0)
     if choices.needs_whole_rows:
         logits.clamp_(min=_IMPOSSIBLE)
-    total = weights.sum(-1)
-    normalizer = total.log()
+    totals = weights.sum(-1)
+    normalizers = totals.log()
     # The entropy is the normalizer less the mean logit.
-    entropies = normalizer - logits.mul_(weights).sum(-1) / total
-    scores = Scores(chosen - normalizer, entropies, highest + normalizer)
-    return scores, weights.div_(total[:, None])
+    entropies = normalizers - logits.mul_(weights).sum(-1) / totals
+    scores = Scores(chosen - normalizers, entropies, highest + normalizers)
+    return scores, totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,12 +137,17 @@ def differentiate_probabilities(
     probabilities: Tensor, choices: Choices, scores: Scores, gradients: ScoreGradients
 ) -> None:
     """Overwrites the probabilities [targets, vocabulary] by the gradients of the logits."""
+    widened, scratch = _Scratch(probabilities), _Scratch(probabilities)
     for rows in _split_rows(probabilities):
         block = probabilities[rows]
-        wide = _widen(block)
-        _differentiate_block(
-            wide, None, choices.take(rows), _take_scores(scores, rows), gradients.take(rows), 0
-        )
+        wide = widened.widen(block)
+        own, outer = _take_scores(scores, rows), gradients.take(rows)
+        logprobs = None
+        if outer.entropies is not None:
+            # The limit of p log p is 0.
+            tiny = torch.finfo(wide.dtype).tiny
+            logprobs = torch.clamp(wide, min=tiny, out=scratch.take(block)).log_()
+        _differentiate_block(wide, logprobs, choices.take(rows), own, outer, 0)
         if wide is not block:
             block.copy_(wide)
 
@@ -153,14 +160,15 @@ def differentiate_logits(
     ``logits`` [targets, tokens] are of the tokens from ``first_id`` on, which need not be the
     whole vocabulary, and of choices that do not need whole rows.
     """
+    widened, scratch = _Scratch(logits), _Scratch(logits)
     for rows in _split_rows(logits):
         block, chosen = logits[rows], choices.take(rows)
-        wide = _widen(block)
+        wide = widened.widen(block)
         if chosen.temperatures is not None:
             wide.div_(chosen.temperatures[:, None])
         own, outer = _take_scores(scores, rows), gradients.take(rows)
         wide.sub_(own.normalizers[:, None])
-        logprobs = None if outer.entropies is None else wide.clone()
+        logprobs = None if outer.entropies is None else scratch.take(block).copy_(wide)
         _differentiate_block(wide.exp_(), logprobs, chosen, own, outer, first_id)
         if wide is not block:
             block.copy_(wide)
@@ -174,7 +182,8 @@ def _differentiate_block(
     gradients: ScoreGradients,
     first_id: int,
 ) -> None:
-    """Probabilities to gradients of the logits before the temperature, in place.
+    """Probabilities to gradients of the logits before the temperature, in place; ``logprobs``,
+    needed for the gradient of entropies, are used up.
 
     With a = d loss / d logprob of target t, b = d loss / d entropy H, it is for every token v
     a (1[v = t] - p_v) - b p_v (log p_v + H), over the temperature.
@@ -185,13 +194,10 @@ def _differentiate_block(
         of_entropy = None if of_entropy is None else of_entropy / choices.temperatures
     # Of the target, 1 - p by itself: where p is near 1 a difference would be mostly rounding.
     at_target = outer * -torch.expm1(scores.logprobs)
-    if of_entropy is None:
+    if of_entropy is None or logprobs is None:
         probabilities.mul_(-outer[:, None])
     else:
         at_target -= of_entropy * scores.logprobs.exp() * (scores.logprobs + scores.entropies)
-        if logprobs is None:
-            # The limit of p log p is 0.
-            logprobs = probabilities.clamp(min=torch.finfo(probabilities.dtype).tiny).log_()
         logprobs.add_(scores.entropies[:, None]).mul_(of_entropy[:, None]).add_(outer[:, None])
         probabilities.mul_(logprobs.neg_())
     ids = choices.ids - first_id
@@ -207,12 +213,38 @@ def _take_scores(scores: Scores, rows: slice) -> Scores:
     return Scores(*(one[rows] for one in scores))
 
 
-def _widen(block: Tensor) -> Tensor:
-    """The block itself where it is precise enough, else a copy."""
-    return block.to(torch.promote_types(block.dtype, torch.float32))
+class _Scratch:
+    """Memory for one block at a time, of float32 or wider.
+
+    Made anew for every block, it would lie between the few numbers that are kept of each, and a
+    process would grow by nearly all of it.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+        self._memory: Tensor | None = None
+
+    def take(self, block: Tensor) -> Tensor:
+        """Memory as large as ``block``, with anything in it."""
+        if self._memory is None:
+            dtype = torch.promote_types(block.dtype, torch.float32)
+            shape = (_count_rows(self._logits), self._logits.shape[-1])
+            self._memory = self._logits.new_empty(shape, dtype=dtype)
+        return self._memory[: len(block)]
+
+    def widen(self, block: Tensor) -> Tensor:
+        """The block itself where it is precise enough, else a copy."""
+        is_precise = torch.promote_types(block.dtype, torch.float32) == block.dtype
+        return block if is_precise else self.take(block).copy_(block)
+
+
+def _count_rows(logits: Tensor) -> int:
+    """Of a block."""
+    num_rows = _BLOCK_LOGITS.get(logits.device.type, _BLOCK_LOGITS["cuda"]) // logits.shape[-1]
+    return max(1, min(num_rows, len(logits)))
 
 
 def _split_rows(logits: Tensor) -> Iterator[slice]:
-    num_rows = max(1, _BLOCK_LOGITS.get(logits.device.type, 2**20) // logits.shape[-1])
-    for start in range(0, logits.shape[0], num_rows):
+    num_rows = _count_rows(logits)
+    for start in range(0, len(logits), num_rows):
         yield slice(start, start + num_rows)
