@@ -201,6 +201,10 @@ class TrainConfig(StrictConfig):
     branches share) are computed once, and count once; ``plain``: in every sample."""
     gradient_checkpointing: bool = False
     """Trade compute for memory."""
+    num_processes: int | None = Field(None, ge=1)
+    """Processes that train together, the model in shards over them (FSDP2), each on a GPU of its
+    own where the trainer has any; null: one for each GPU that engine servers leave, 1 on the CPU
+    and with the embedded engine."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads of the trainer; null: all cores."""
     eval_every_steps: int | None = Field(None, ge=1)

@@ -14,6 +14,7 @@ from agentrl_cli.launch.handover import RunningServers, TrainerOrders
 from agentrl_cli.launch.plan import PlannedProcess
 from agentrl_cli.launch.process import ManagedProcess
 from agentrl_cli.log import Observer
+from agentrl_cli.train.rank_place import RankPlace
 
 #: How long a trainer may take to end after its last word.
 _EXIT_SECONDS = 30.0
@@ -29,9 +30,10 @@ class ChildTrainer:
         planned: the trainer's command line up to the run folder, which this process holds, and
             additions to the environment.
         log_path: gets what the trainer and the agents in it print.
-        servers: the engine servers.
+        servers: the engine servers; None: the trainer itself samples.
         secrets: what is masked in the run folder's configuration.
         observer: is told what the trainer tells.
+        place: among several trainers, of which this is the first; None: it trains alone.
 
     Raises:
         EngineError: the operating system starts no more processes.
@@ -41,10 +43,11 @@ class ChildTrainer:
         self,
         planned: PlannedProcess,
         log_path: Path,
-        servers: RunningServers,
+        servers: RunningServers | None,
         *,
         secrets: Sequence[Sequence[Any]],
         observer: Observer,
+        place: RankPlace | None = None,
     ) -> None:
         reading, writing = os.pipe()
         orders = TrainerOrders(
@@ -52,6 +55,7 @@ class ChildTrainer:
             events_descriptor=writing,
             servers=servers,
             secrets=secrets,
+            place=place,
         )
         self.log_path = log_path
         self._process = ManagedProcess(

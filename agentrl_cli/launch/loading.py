@@ -14,7 +14,9 @@ from agentrl_cli.launch.handover import RunningServers
 from agentrl_cli.launch.plan import resolve_engine_kind
 from agentrl_cli.models.pretrained import choose_device, load_model
 from agentrl_cli.rollout.background import BackgroundLoop
+from agentrl_cli.train.commands import LeadingLearner
 from agentrl_cli.train.learner import Learner
+from agentrl_cli.train.ranks import SINGLE, Ranks
 
 if TYPE_CHECKING:
     import torch
@@ -25,10 +27,18 @@ _GRACE_SECONDS = 30.0
 
 
 def load_learner(
-    config: ExperimentConfig, model_folder: str, tokenizer: object, *, num_gpus: int
+    config: ExperimentConfig,
+    model_folder: str,
+    tokenizer: object,
+    *,
+    num_gpus: int,
+    ranks: Ranks = SINGLE,
 ) -> Learner:
     """A learner on the model's exact weights, with the reference model that a KL term needs and
     the critic's that its advantages need.
+
+    Of several ranks the first gets a :class:`LeadingLearner`. They load one after the other, so
+    that one whole model stands in memory.
 
     Raises:
         ModelError: the model cannot be loaded or followed.
@@ -41,15 +51,27 @@ def load_learner(
         resolve_engine_kind(config, num_gpus) != "embedded"
         and resolve_transfer_kind(config, num_gpus=num_gpus) == "lora"
     )
-    return Learner(
-        load_model(model_folder, "float32", device),
-        config,
-        reference_model=load_model(model_folder, "float32", device) if needs_reference else None,
-        critic_model=_load_critic_model(config, model_folder, tokenizer, device),
-        tokenizer=tokenizer,
-        device=device,
-        published="adapter" if sends_adapter else "whole",
-    )
+    is_first = ranks.count > 1 and ranks.index == 0
+    learner: Learner | None = None
+    for turn in range(ranks.count):
+        if turn == ranks.index:
+            # Shards are cut on the CPU too, and only they go to the GPU.
+            place = device if ranks.count == 1 else "cpu"
+            learner = (LeadingLearner if is_first else Learner)(
+                load_model(model_folder, "float32", place),
+                config,
+                reference_model=(
+                    load_model(model_folder, "float32", place) if needs_reference else None
+                ),
+                critic_model=_load_critic_model(config, model_folder, tokenizer, device),
+                tokenizer=tokenizer,
+                device=device,
+                published="adapter" if sends_adapter else "whole",
+                ranks=ranks,
+            )
+        ranks.barrier()
+    assert learner is not None
+    return learner
 
 
 def _load_critic_model(

@@ -36,13 +36,17 @@ from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.tracking.gateway import get_gateway
+from agentrl_cli.train.commands import LeadingLearner
 from agentrl_cli.train.data_cursor import DataCursor
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.loggers import build_loggers
 from agentrl_cli.train.loop import TrainingLoop
 from agentrl_cli.train.probes import build_probes
+from agentrl_cli.train.process_ranks import open_ranks
 from agentrl_cli.train.progress import BatchProgress
 from agentrl_cli.train.random_states import seed_generators
+from agentrl_cli.train.rank_place import RankPlace
+from agentrl_cli.train.ranks import SINGLE, Ranks
 from agentrl_cli.train.saving import CheckpointSaver
 from agentrl_cli.train.stop_flag import StopFlag
 
@@ -68,6 +72,8 @@ class PPOTrainer:
         servers: engine servers that run already; None: they are started here, where
             ``engine.kind`` needs any.
         owner_pid: the process that holds the run folder for this one; None: this one will.
+        place: among the processes that train together, of which this is the first; None: it
+            trains alone.
 
     Raises:
         UserInputError: the configuration or a dataset cannot be used.
@@ -84,6 +90,7 @@ class PPOTrainer:
         overwrite: bool = False,
         servers: RunningServers | None = None,
         owner_pid: int | None = None,
+        place: RankPlace | None = None,
     ) -> None:
         config.check_trainable()
         self._num_gpus = count_visible_gpus() if servers is None else servers.num_gpus
@@ -95,6 +102,7 @@ class PPOTrainer:
         self._overwrite = overwrite
         self._servers = servers
         self._owner_pid = owner_pid
+        self._place = place
         self._train_rows = take_rows(train_dataset, config.train_dataset, "train_dataset")
         self._valid_rows = (
             take_rows(valid_dataset, config.valid_dataset, "valid_dataset")
@@ -174,6 +182,7 @@ class PPOTrainer:
             UserInputError: a dataset that a workflow cannot run on.
             RunError: the run cannot go on; what was done is stored.
         """
+        self._check_alone()
         folder, eval_workflow = self._entered(), eval_workflow or workflow
         if self.tell_if_complete(folder):
             return True
@@ -191,7 +200,7 @@ class PPOTrainer:
             self.observer.on_stage("load model")
             background = stack.enter_context(BackgroundLoop())
             own_fleet = self._start_servers(folder, stack)
-            learner = self._load_learner(latest)
+            learner = self._load_learner(latest, stack)
             engine = self._open_engine(own_fleet, learner, background, stack)
             loggers = build_loggers(self.config, folder.path, stack)
             progress = BatchProgress(self.observer)
@@ -218,11 +227,26 @@ class PPOTrainer:
             with frozen_heap():
                 return loop.run()
 
-    def _load_learner(self, latest: tuple[int, Path] | None) -> Learner:
+    def _check_alone(self) -> None:
+        num_processes = self.config.train.num_processes or 1
+        if self._place is None and num_processes > 1:
+            raise ConfigError(
+                f"train.num_processes: {num_processes} processes are started by the command "
+                "agentrl train; a PPOTrainer in a program of your own trains in that program "
+                "alone. Type train.num_processes=1, or name the workflow in the YAML "
+                "(workflow_path) and type agentrl train --config FILE"
+            )
+
+    def _load_learner(self, latest: tuple[int, Path] | None, stack: ExitStack) -> Learner:
         """A learner as it was at the ``latest`` checkpoint, a new one where there is none."""
+        ranks: Ranks = SINGLE
+        if self._place is not None:
+            ranks = stack.enter_context(open_ranks(self._place))
         learner = load_learner(
-            self.config, self.model_folder, self.tokenizer, num_gpus=self._num_gpus
+            self.config, self.model_folder, self.tokenizer, num_gpus=self._num_gpus, ranks=ranks
         )
+        if isinstance(learner, LeadingLearner):
+            stack.enter_context(learner)
         if latest is not None:
             learner.load(latest[1])
             self.observer.on_message(f"going on after step {latest[0]}, from {latest[1]}")

@@ -30,6 +30,7 @@ MAY_CHANGE_ON_RESUME: dict[str, str] = {
     "train.keep_best_checkpoint": "what is kept on disk",
     "train.micro_batch_tokens": "memory: gradients are the same",
     "train.gradient_checkpointing": "memory: gradients are the same",
+    "train.num_processes": "speed and memory: updates are the same",
     "train.num_threads": "speed",
     "train.alarms.": "what is watched, and what happens then",
     "train.probe_tolerance": "a check, not what is learned",

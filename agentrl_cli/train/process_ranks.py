@@ -11,14 +11,15 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from agentrl_cli.train.rank_place import RankPlace
 
 #: Deadline of an exchange of shards: the ranks meet in every layer, so it is the time in which a
 #: rank passes a layer, plus what the others may begin later: their models load in turn.
@@ -27,25 +28,6 @@ EXCHANGE_SECONDS = 1800.0
 COMMAND_SECONDS = 3600.0
 
 _LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlace:
-    """Which of the ranks a process is, and where it meets the others."""
-
-    index: int
-    count: int
-    meeting_path: str
-    """A file that does not exist yet, in a folder that only this user can open."""
-
-    def format(self) -> str:
-        """As text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """From :meth:`format`'s text."""
-        return cls(**json.loads(text))
 
 
 class ProcessRanks:
@@ -123,12 +105,11 @@ def open_ranks(
         world_size=place.count,
         timeout=timedelta(seconds=exchange_seconds),
     )
-    try:
-        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=COMMAND_SECONDS))
-        mesh = DeviceMesh("cuda" if on_gpu else "cpu", list(range(place.count)))
-        yield ProcessRanks(place, mesh, control)
-    finally:
-        dist.destroy_process_group()
+    # After an error others may be in the middle of an exchange: to leave would be to wait.
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=COMMAND_SECONDS))
+    mesh = DeviceMesh("cuda" if on_gpu else "cpu", list(range(place.count)))
+    yield ProcessRanks(place, mesh, control)
+    dist.destroy_process_group()
 
 
 def _to_bytes(value: Any) -> Tensor:

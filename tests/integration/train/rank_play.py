@@ -18,7 +18,8 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunError
 from agentrl_cli.records import Trajectory
 from agentrl_cli.train.learner import Learner
-from agentrl_cli.train.process_ranks import RankPlace, open_ranks
+from agentrl_cli.train.process_ranks import open_ranks
+from agentrl_cli.train.rank_place import RankPlace
 from agentrl_cli.train.ranks import SINGLE, Ranks
 
 
@@ -30,6 +31,7 @@ class Play:
     config: ExperimentConfig
     steps: Sequence[tuple[Any, ...]]
     reference_folder: str | None = None
+    critic_folder: str | None = None
 
 
 def play(part: Play, ranks: Ranks = SINGLE) -> list[Any]:
@@ -43,6 +45,7 @@ def play(part: Play, ranks: Ranks = SINGLE) -> list[Any]:
         load(part.model_folder),
         part.config,
         reference_model=load(part.reference_folder) if part.reference_folder else None,
+        critic_model=load(part.critic_folder) if part.critic_folder else None,
         ranks=ranks,
     )
     return [globals()[f"do_{name}"](learner, *arguments) for name, *arguments in part.steps]
@@ -105,6 +108,15 @@ def do_replaced(learner: Learner, ids: Sequence[Sequence[int]], names: Sequence[
 
 def do_weights(learner: Learner) -> Any:
     return {name: tensor.clone() for name, tensor in learner.weights().items()}
+
+
+def do_critic_weights(learner: Learner) -> Any:
+    """The critic's trained weights, on every rank."""
+    from agentrl_cli.train.sharding import gather
+
+    assert learner._critic is not None
+    weights = learner._critic.optimizer.master_weights()
+    return {name: gather(weight).clone() for name, weight in weights.items()}
 
 
 def do_save(learner: Learner, folder: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import runpy
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl_cli.train.process_ranks import RankPlace
+from agentrl_cli.train.rank_place import RankPlace
 
 _PLAY = Path(__file__).parent / "rank_play.py"
 #: Ten times what they take on a core of their own.
@@ -136,6 +137,38 @@ def test_updates_are_those_of_one_process(run_ranks, save_model, build_config, r
         assert_same_metrics(found[2], second)
     assert_same(results[0][4], weights, 2e-5)
     assert [found[4] for found in results[1:]] == [{}] * (count - 1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_critic_in_shards_is_that_of_one_process(
+    run_ranks, save_model, build_config, ragged_batch, tmp_path, dtype
+):
+    """Values of all samples on every rank, several updates, and a checkpoint that one reads."""
+    config = build_config(
+        dtype=dtype,
+        algorithm={"kind": "ppo", "advantage": {"gae_lambda": 0.9}},
+        critic={"learning_rate": 1e-3},
+        learning_rate=1e-3,
+        num_minibatches=2,
+    )
+    steps = [("update", ragged_batch)] * 3 + [("critic_weights",)]
+    part = Play(
+        model_folder=save_model(), critic_folder=save_model(4), config=config, steps=steps
+    )
+    *_, last, weights = acts["play"](part)
+    assert last["explained_variance"] != 0.0
+    tolerance = 2e-5 if dtype == "float32" else 2e-3
+    saving = dataclasses.replace(part, steps=[*steps, ("save", str(tmp_path / "saved"))])
+    for results in run_ranks(2, saving):
+        if dtype == "float32":
+            assert_same_metrics(results[2], last)
+        assert_same(results[3], weights, tolerance)
+    read = [("load", str(tmp_path / "saved")), ("critic_weights",)]
+    step, loaded = acts["play"](dataclasses.replace(part, steps=read))
+    assert step == 3
+    assert_same(loaded, weights, tolerance)
+    for results in run_ranks(4, dataclasses.replace(part, steps=read)):
+        assert_same(results[1], loaded, 0.0)
 
 
 def test_a_batch_of_one_sample_leaves_ranks_without_work(
