@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,8 @@ class ValueModel(nn.Module):
 
 class Critic:
     """A value model in training, on one device."""
+
+    role: Literal["policy", "critic"] = "critic"
 
     def __init__(
         self, model: PreTrainedModel, config: ExperimentConfig, device: torch.device

@@ -162,10 +162,10 @@ class FaultReport:
         bad = sorted({n for names in self._ranks.gather_objects(_find_bad(trained)) for n in names})
         text = None
         if fault is not None and self._ranks.index == worst:
-            text = self._describe_fault(fault, bad) + self._keep(fault, bad)
+            text = self._describe_fault(trained, fault, bad) + self._keep(fault, bad)
         said = str(self._ranks.gather_objects(text)[worst])
         if bad or self._config.train.alarms.not_finite.action == "stop":
-            raise NotFiniteError(said + self._advise(bad))
+            raise NotFiniteError(said + self._advise(trained, bad))
         return said
 
     def _keep(self, fault: Fault, bad: Sequence[str]) -> str:
@@ -181,11 +181,12 @@ class FaultReport:
             return f"\n  its micro-batch could not be saved: {error}"
         return f"\n  look at it: agentrl inspect-micro-batch {shlex.quote(str(path))}"
 
-    def _describe_fault(self, fault: Fault, bad: Sequence[str]) -> str:
+    def _describe_fault(self, trained: Trained, fault: Fault, bad: Sequence[str]) -> str:
         ids = list(dict.fromkeys(sample.trajectory_id for sample in fault.samples))
         more = f" and {len(ids) - _MAX_LISTED} more" if len(ids) > _MAX_LISTED else ""
         text = (
-            f"step {self._step}: {fault.what}, of {len(fault.samples)} samples "
+            f"step {self._step}: {'' if trained.role == 'policy' else 'in the critic, '}"
+            f"{fault.what}, of {len(fault.samples)} samples "
             f"(trajectories {', '.join(ids[:_MAX_LISTED])}{more}). The weights are as they were "
             "before it"
         )
@@ -196,7 +197,7 @@ class FaultReport:
             )
         return text
 
-    def _advise(self, bad: Sequence[str]) -> str:
+    def _advise(self, trained: Trained, bad: Sequence[str]) -> str:
         if bad:
             return (
                 "\n  the model or checkpoint that the run began with is damaged: no trajectory "
@@ -204,6 +205,8 @@ class FaultReport:
             )
         train = self._config.train
         attempts = f"train.learning_rate={train.learning_rate / 2:g}"
+        if trained.role == "critic" and train.critic is not None:
+            attempts = f"train.critic.learning_rate={train.critic.learning_rate / 2:g}"
         if self._config.model.dtype != "float32":
             attempts += " or model.dtype=float32"
         return (

@@ -48,6 +48,11 @@ class Trained(Protocol):
     """A model that is trained, with its optimizer: the policy, or its critic."""
 
     @property
+    def role(self) -> Literal["policy", "critic"]:
+        """Which of the two it is."""
+        ...
+
+    @property
     def optimizer(self) -> MasterOptimizer:
         """Of its weights."""
         ...
@@ -63,6 +68,8 @@ class Trained(Protocol):
 
 class Policy:
     """A model whose logprobs are trained, on one device."""
+
+    role: Literal["policy", "critic"] = "policy"
 
     def __init__(
         self,
