@@ -182,16 +182,6 @@ def resolve_num_threads(config: ExperimentConfig, machine: Machine) -> int:
     return config.engine.num_threads or fair_share
 
 
-def plan_trainer_environment(config: ExperimentConfig, machine: Machine) -> dict[str, str]:
-    """What the environment of a trainer process differs in: the GPUs that are its own."""
-    device = resolve_device(config.engine, machine.num_gpus)
-    return _trainer_env(share_gpus(config.engine, machine.gpu_ids, device, "train"))
-
-
-def _trainer_env(shares: DeviceShares) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(shares.trainer)} if shares.trainer else {}
-
-
 def _find_own_flags(server_args: Sequence[str]) -> list[str]:
     return [
         f"engine.server_args: {flag} is set by agentrl ({_OWN_FLAGS[flag]}). Take it out"

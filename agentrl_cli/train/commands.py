@@ -111,8 +111,12 @@ class LeadingLearner(Learner):
 
     def _give_signs(self) -> None:
         while not self._ended.wait(self._sign_seconds):
-            with self._leading("wait"):
-                pass
+            try:
+                with self._leading("wait"):
+                    pass
+            except RuntimeError as error:
+                _log.warning("the other ranks do not hear this one any more: %s", error)
+                return
 
 
 def follow(

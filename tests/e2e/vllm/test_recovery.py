@@ -89,7 +89,8 @@ class Command:
         return [p for p in found if is_alive(p)]
 
     def find(self, kind: str) -> list[psutil.Process]:
-        """Processes of a kind: ``trainer``, ``server``, ``core`` (of a server), ``guard``."""
+        """Processes of a kind: ``trainer``, ``rank`` (a further one), ``server``, ``core`` (of a
+        server), ``guard``."""
         return [p for p in self.processes() if classify(p) == kind]
 
     def count_steps(self) -> int:
@@ -150,6 +151,8 @@ def classify(process: psutil.Process) -> str:
         return "guard"
     if "agentrl_cli.launch.trainer_process" in command:
         return "trainer"
+    if "agentrl_cli.launch.rank_process" in command:
+        return "rank"
     if "vllm.entrypoints.openai.api_server" in command:
         return "server"
     # The engine's core has no command line of its own; beside it is a tracker of resources.
@@ -272,6 +275,30 @@ def test_command_trainer_and_server_are_killed_and_nothing_is_lost(
     log = (command.run_dir / "logs" / "trainer.log").read_text()
     [num_calls] = re.findall(r"engine server vllm-\d is out, its (\d+) calls go on", log)
     assert int(num_calls) > 0, "no call was open: the test shows nothing"
+    check_nothing_is_lost(command.run_dir, num_steps=12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_either_of_two_trainers_is_killed_and_nothing_is_lost(
+    start: Callable[..., Command],
+) -> None:
+    command = start("train.num_processes=2", "engine.num_servers=1")
+    for kind, num_steps in (("rank", 2), ("trainer", 5), ("rank", 8)):
+        command.wait_until(lambda n=num_steps: command.count_steps() >= n)
+        servers = {p.pid for p in command.find("server")}
+        command.wait_until(lambda: command.find("rank") and command.find("trainer"))
+        both = {p.pid for kind in ("rank", "trainer") for p in command.find(kind)}
+        strike(command.find(kind)[0])
+        command.wait_until(
+            lambda both=both: not both & {p.pid for p in command.processes()}, seconds=60.0
+        )
+        assert {p.pid for p in command.find("server")} == servers
+    everything = command.processes()
+    assert command.finish(600) == 0, command.output
+    assert [p for p in everything if is_alive(p)] == []
+    assert "SIGKILL in rank 1 of 2 (trainer-1); it is started again (restart 1" in command.output
+    assert "the trainer was killed by SIGKILL; it is started again (restart 2" in command.output
     check_nothing_is_lost(command.run_dir, num_steps=12)
 
 

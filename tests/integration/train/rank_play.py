@@ -6,8 +6,12 @@ Loaded by path where it is needed: by the tests, for one process, and by the ran
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunError
 from agentrl_cli.records import Trajectory
+from agentrl_cli.train.commands import LeadingLearner, follow
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.process_ranks import open_ranks
 from agentrl_cli.train.rank_place import RankPlace
@@ -32,6 +37,8 @@ class Play:
     steps: Sequence[tuple[Any, ...]]
     reference_folder: str | None = None
     critic_folder: str | None = None
+    stored: Mapping[int, Sequence[Trajectory]] | None = None
+    """By step. With them the first rank alone plays the steps, and the others follow it."""
 
 
 def play(part: Play, ranks: Ranks = SINGLE) -> list[Any]:
@@ -41,14 +48,20 @@ def play(part: Play, ranks: Ranks = SINGLE) -> list[Any]:
     def load(folder: str) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-    learner = Learner(
+    is_led = part.stored is not None and ranks.count > 1
+    kind = partial(LeadingLearner, sign_seconds=0.05) if is_led and ranks.index == 0 else Learner
+    learner = kind(
         load(part.model_folder),
         part.config,
         reference_model=load(part.reference_folder) if part.reference_folder else None,
         critic_model=load(part.critic_folder) if part.critic_folder else None,
         ranks=ranks,
     )
-    return [globals()[f"do_{name}"](learner, *arguments) for name, *arguments in part.steps]
+    if is_led and ranks.index > 0:
+        follow(learner, ranks, part.stored.__getitem__)
+        return [learner.step]
+    with learner if is_led else nullcontext():
+        return [globals()[f"do_{name}"](learner, *arguments) for name, *arguments in part.steps]
 
 
 def do_update(learner: Learner, batch: Sequence[Trajectory]) -> Any:
@@ -126,6 +139,17 @@ def do_save(learner: Learner, folder: str) -> None:
 def do_load(learner: Learner, folder: str) -> int:
     learner.load(folder)
     return learner.step
+
+
+def do_think(learner: Learner, seconds: float) -> None:
+    """Nothing that others are needed for."""
+    time.sleep(seconds)
+
+
+def do_elsewhere(learner: Learner, ids: Sequence[Sequence[int]]) -> Any:
+    """Logprobs, computed in another thread, as a publication does."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(learner.compute_logprobs, ids).result(60.0)
 
 
 def do_die(learner: Learner, index: int) -> None:

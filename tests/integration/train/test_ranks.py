@@ -152,9 +152,7 @@ def test_a_critic_in_shards_is_that_of_one_process(
         num_minibatches=2,
     )
     steps = [("update", ragged_batch)] * 3 + [("critic_weights",)]
-    part = Play(
-        model_folder=save_model(), critic_folder=save_model(4), config=config, steps=steps
-    )
+    part = Play(model_folder=save_model(), critic_folder=save_model(4), config=config, steps=steps)
     *_, last, weights = acts["play"](part)
     assert last["explained_variance"] != 0.0
     tolerance = 2e-5 if dtype == "float32" else 2e-3
@@ -225,6 +223,32 @@ def compare_folders(mine: Path, theirs: Path, tolerance: float) -> None:
             assert read_json(mine / name) == read_json(theirs / name)
         elif name.endswith(".safetensors") and "random" not in name:
             assert_same(load_file(mine / name), load_file(theirs / name), tolerance)
+
+
+def test_the_first_rank_leads_the_others_through_a_run(
+    run_ranks, save_model, build_config, ragged_batch, tmp_path
+):
+    """Also when it has long had nothing to say, and says it from another thread."""
+    ids, path = [[1, 2, 3]], str(tmp_path / "saved")
+    steps = [("weights",), ("elsewhere", ids), ("think", 0.5), ("update", ragged_batch)]
+    steps += [("replaced", ids, ["lm_head.weight"]), ("save", path), ("update", ragged_batch)]
+    steps += [("load", path), ("elsewhere", ids), ("update", ragged_batch), ("think", 0.2)]
+    part = Play(
+        model_folder=save_model(tied=True),
+        config=build_config(learning_rate=1e-3),
+        steps=steps,
+        stored={1: ragged_batch, 2: ragged_batch},
+    )
+    expected = acts["play"](part)
+    found, *others = run_ranks(3, part)
+    assert others == [[2], [2]]
+    assert_same(found[0], expected[0], 0.0)
+    for which in (1, 8):
+        assert found[which][0] == pytest.approx(expected[which][0], abs=1e-4)
+    assert found[1] != found[8]
+    for which in (3, 6, 9):
+        assert_same_metrics(found[which], expected[which])
+    assert found[4][0][0] == pytest.approx(expected[4][0][0], abs=1e-4)
 
 
 def read_json(path: Path) -> Any:
