@@ -62,6 +62,16 @@ class History:
         """A mean over trained tokens; None where the step trained on none: it is 0 then."""
         return self.read(name) if self.read_or("train_tokens", 0.0) > 0 else None
 
+    def count_groups(self) -> tuple[int, int]:
+        """The groups that the last step learned from, and those of them without signal.
+
+        Groups that were replaced are none of them: ``rollout.filter`` has done its work.
+        """
+        num_replaced = self.read_or("num_replaced_groups", 0.0)
+        num_groups = self.read_or("num_groups", 0.0) - num_replaced
+        without = self.read_or("num_groups_without_signal", 0.0) - num_replaced
+        return int(num_groups), int(without)
+
     @property
     def best_reward(self) -> float:
         """The highest reward that any trajectory had; -inf where none is known."""

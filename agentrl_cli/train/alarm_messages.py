@@ -70,12 +70,11 @@ def describe_reward_constant(seen: Seen) -> str:
 def describe_groups_equal(seen: Seen) -> str:
     """In most groups all rewards were one number."""
     history = seen.history
-    num_groups = history.read_or("num_groups", 0.0)
-    without = history.read_or("num_groups_without_signal", 0.0)
+    num_groups, without = history.count_groups()
     num_unscored = history.read_or("num_unscored", 0.0)
     threshold = seen.config.train.alarms.groups_equal.threshold
     head = (
-        f"{without:.0f} of {num_groups:.0f} groups of this step, and at least {threshold:.0%} in "
+        f"{without} of {num_groups} groups of this step, and at least {threshold:.0%} in "
         f"each of {seen.lasted}, gave nothing to learn from: within them, all rewards were equal"
     )
     if num_unscored:

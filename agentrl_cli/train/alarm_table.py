@@ -128,6 +128,5 @@ ALARMS: tuple[Alarm, ...] = (
 
 
 def _share_without_signal(history: History) -> float | None:
-    num_groups = history.read("num_groups")
-    without = history.read("num_groups_without_signal")
-    return None if not num_groups or without is None else without / num_groups
+    num_groups, without = history.count_groups()
+    return without / num_groups if num_groups else None

@@ -167,10 +167,12 @@ class Alarms:
             config=self._config,
             run_dir=self._run_dir,
         )
+        key = f"train.alarms.{alarm.name}.action"
         return (
             f"step {self._history.step}: alarm {alarm.name}: {alarm.describe(seen)}\n"
             "  (what changes the learning needs a new run: add trial_name=NAME, and "
-            "model.path=CHECKPOINT to begin with what was learned)"
+            "model.path=CHECKPOINT to begin with what was learned"
+            + (f"; {key}=off silences this)" if alarm.name != "not_finite" else ")")
         )
 
     def _remind(self) -> None:

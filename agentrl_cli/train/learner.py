@@ -34,7 +34,6 @@ from agentrl_cli.train.optimizer import compute_learning_rate
 from agentrl_cli.train.packing import MicroBatch
 from agentrl_cli.train.penalties import (
     Penalties,
-    compute_kl_penalties,
     compute_overlong_penalties,
     reduce_rewards,
 )
@@ -274,8 +273,7 @@ class Learner:
                 "overlong", compute_overlong_penalties(trajectories, algorithm.overlong, limit)
             )
         if algorithm.kl is not None and algorithm.has_kl_reward:
-            reference = self._policy.score_reference(samples)
-            penalties.add("kl", compute_kl_penalties(samples, reference, algorithm.kl))
+            penalties.add_kl(samples, self._policy.score_reference(samples), algorithm.kl)
         return penalties
 
     def _assign_advantages(

@@ -26,13 +26,22 @@ class Penalties:
     amounts: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     """By trajectory index."""
     means: dict[str, float] = field(default_factory=dict)
-    """The metrics ``<kind>_penalty_mean``, over all trajectories."""
+    """The metrics ``<kind>_penalty_mean``, over all trajectories, and ``kl``, over all tokens."""
 
     def add(self, kind: str, amounts: Mapping[int, float]) -> None:
         """Adds one kind's, by trajectory index."""
         for index, amount in amounts.items():
             self.amounts[index] += amount
         self.means[f"{kind}_penalty_mean"] = math.fsum(amounts.values()) / self.num_trajectories
+
+    def add_kl(
+        self, samples: Sequence[Sample], ref_logprobs: Mapping[int, Tensor], config: KlConfig
+    ) -> None:
+        """Adds :func:`compute_kl_penalties`; the metric ``kl`` is their estimate per token."""
+        amounts = compute_kl_penalties(samples, ref_logprobs, config)
+        self.add("kl", amounts)
+        num_targets = sum(sample.num_targets for sample in samples)
+        self.means["kl"] = math.fsum(amounts.values()) / (config.coef * max(num_targets, 1))
 
 
 def compute_overlong_penalty(num_tokens: int, config: OverlongConfig, max_tokens: int) -> float:

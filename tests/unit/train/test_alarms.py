@@ -270,6 +270,15 @@ def test_lines_without_any_metrics_are_no_alarm() -> None:
     assert run.alarms.find_stop() is None
 
 
+def test_groups_that_were_replaced_are_not_those_that_were_learned_from() -> None:
+    run = Run()
+    replaced = {"num_groups": 80.0, "num_replaced_groups": 72.0, "num_groups_without_signal": 74.0}
+    assert not any(run.steps(20, replaced))
+    none_found = replaced | {"num_groups_without_signal": 80.0}
+    assert run.steps(5, none_found)[-1] == {"groups_equal"}
+    assert "8 of 8 groups" in run.listener.messages[0]
+
+
 def test_unscored_trajectories_ring_too() -> None:
     line = {
         "num_unscored": 64.0,

@@ -77,10 +77,15 @@ def test_kl_is_summed_over_the_samples_of_a_trajectory():
 @pytest.mark.parametrize("logprob", [math.inf, -math.inf, math.nan])
 def test_a_divergence_that_is_not_finite_is_named(logprob: float):
     one = sample(0, [-1.0])
-    with pytest.raises(RunError, match=r"g/1.*agentrl inspect-trajectories"):
+    with pytest.raises(RunError) as caught:
         compute_kl_penalties(
             [one], {id(one): torch.tensor([logprob])}, KlConfig(coef=0.1, place="reward")
         )
+    assert str(caught.value) == (
+        f"trajectory g/1: its divergence from the reference model is {-1.0 - logprob} nats. "
+        "The weights were not changed. Look at it with: agentrl inspect-trajectories RUN. "
+        "model.dtype=float32 often helps"
+    )
 
 
 def test_penalties_add_up_and_their_means_are_over_all_trajectories():
@@ -119,3 +124,16 @@ def test_without_calls_or_score():
     reduced = reduce_rewards([empty, unscored], {0: 0.5, 1: 0.5})
     assert reduced[0].reward == 0.5
     assert reduced[1] is unscored
+
+
+def test_divergence_that_is_taken_off_is_told_per_token_too():
+    samples = [sample(0, [-1.0, -2.0]), sample(1, [-3.0])]
+    reference = {id(samples[0]): torch.tensor([-2.0, -2.0]), id(samples[1]): torch.tensor([-8.0])}
+    penalties = Penalties(4)
+    penalties.add_kl(samples, reference, KlConfig(coef=0.5, place="reward"))
+    # k1 is 1, 0 and 5: a half of it is taken off, over four trajectories and over three tokens.
+    assert penalties.amounts == pytest.approx({0: 0.5, 1: 2.5})
+    assert penalties.means == pytest.approx({"kl_penalty_mean": 0.75, "kl": 2.0})
+    none = Penalties(1)
+    none.add_kl([], {}, KlConfig(coef=0.5, place="reward"))
+    assert none.means["kl"] == 0.0
