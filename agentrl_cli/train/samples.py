@@ -135,7 +135,7 @@ def build_samples(
             continue
         for sequence in build_sequences(trajectory.interactions, export_style):
             sample = _build_sample(sequence, advantages, index, trajectory.id, mask_maker)
-            if sample.num_targets:
+            if sample is not None:
                 samples.append(sample)
     return samples
 
@@ -181,7 +181,8 @@ def _build_sample(
     index: int,
     trajectory_id: str,
     mask_maker: MaskMaker | None,
-) -> Sample:
+) -> Sample | None:
+    """None: nothing of the sequence is trained."""
     parts: list[Targets] = []
     turns: list[Turn] = []
     for span in sequence.spans:
@@ -199,9 +200,11 @@ def _build_sample(
         first = turns[-1].end if turns else 0
         turns.append(Turn(interaction.id, first, first + len(part)))
         parts.append(part)
+    if not any(len(part) for part in parts):
+        return None
     return Sample(
         input_ids=torch.tensor(sequence.input_ids, dtype=torch.long),
-        targets=join_targets(parts) if parts else _build_no_targets(),
+        targets=join_targets(parts),
         turns=tuple(turns),
         trajectory_index=index,
         trajectory_id=trajectory_id,
@@ -231,19 +234,6 @@ def _build_targets(
         temperatures=torch.full(ids.shape, interaction.temperature),
         top_ps=torch.full(ids.shape, interaction.top_p),
         masks=masks,
-    )
-
-
-def _build_no_targets() -> Targets:
-    nothing, none = torch.zeros(0), torch.zeros(0, dtype=torch.long)
-    return Targets(
-        sources=none,
-        ids=none,
-        rollout_logprobs=nothing,
-        versions=none,
-        advantages=nothing,
-        temperatures=nothing,
-        top_ps=nothing,
     )
 
 
