@@ -42,7 +42,6 @@ from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.loggers import build_loggers
 from agentrl_cli.train.loop import TrainingLoop
 from agentrl_cli.train.probes import build_probes
-from agentrl_cli.train.process_ranks import open_ranks
 from agentrl_cli.train.progress import BatchProgress
 from agentrl_cli.train.random_states import seed_generators
 from agentrl_cli.train.rank_place import RankPlace
@@ -241,6 +240,9 @@ class PPOTrainer:
         """A learner as it was at the ``latest`` checkpoint, a new one where there is none."""
         ranks: Ranks = SINGLE
         if self._place is not None:
+            # What a trainer that is alone has no use for takes seconds to import.
+            from agentrl_cli.train.process_ranks import open_ranks
+
             ranks = stack.enter_context(open_ranks(self._place))
         learner = load_learner(
             self.config, self.model_folder, self.tokenizer, num_gpus=self._num_gpus, ranks=ranks

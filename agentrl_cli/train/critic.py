@@ -195,8 +195,10 @@ def open_critic(
     if ranks.count == 1:
         return Critic(model, config, device)
     # Seconds to import, and no use to a process that trains alone.
+    from agentrl_cli.train.process_ranks import ProcessRanks
     from agentrl_cli.train.sharded_critic import ShardedCritic
 
+    assert isinstance(ranks, ProcessRanks)
     return ShardedCritic(model, config, device, ranks)
 
 

@@ -227,8 +227,10 @@ def open_policy(
     if ranks.count == 1:
         return Policy(model, config, **arguments)
     # Seconds to import, and no use to a process that trains alone.
+    from agentrl_cli.train.process_ranks import ProcessRanks
     from agentrl_cli.train.sharded_policy import ShardedPolicy
 
+    assert isinstance(ranks, ProcessRanks)
     return ShardedPolicy(model, config, ranks=ranks, **arguments)
 
 
