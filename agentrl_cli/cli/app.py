@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from agentrl_cli.cli.evaluation import evaluate_command
+from agentrl_cli.cli.export import export_command
 from agentrl_cli.cli.failures import run_reporting_failures
 from agentrl_cli.cli.inspection import inspect_command
 from agentrl_cli.cli.micro_batch_inspection import inspect_micro_batch_command
@@ -31,6 +32,7 @@ app.command("inspect-trajectories", short_help="Look at what agents did.")(inspe
 app.command("inspect-micro-batch", short_help="Look at numbers that were not finite.")(
     inspect_micro_batch_command
 )
+app.command("export", short_help="Take a trained model out of a run.")(export_command)
 app.command("serve", short_help="Serve the model, to try an agent by hand.")(serve_command)
 app.command("sft", short_help="Train a model on conversations.")(sft_command)
 

@@ -150,5 +150,5 @@ def _list_next_commands(
             f"measure it again:     agentrl eval --config {shlex.quote(str(config_path))} "
             f"--checkpoint {checkpoint}{typed}"
         )
-        lines.append(f"the trained model:    {checkpoint}  (transformers loads this folder)")
+        lines.append(f"take the model out:   agentrl export {run} --to DIR")
     return lines

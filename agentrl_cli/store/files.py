@@ -27,18 +27,21 @@ def store_errors(path: Path, action: str = "written") -> Iterator[None]:
     except StoreError:
         raise
     except Exception as error:
-        if not isinstance(error, OSError) and not _is_full(error):
+        if not isinstance(error, OSError) and not is_full_disk(error):
             raise
         raise StoreError(_describe(path, action, error)) from error
 
 
-def _is_full(error: Exception) -> bool:
-    number = getattr(error, "errno", None)
-    return number in _FULL or os.strerror(errno.ENOSPC).lower() in str(error).lower()
+def is_full_disk(error: Exception) -> bool:
+    """True for a full disk, quota or file, also where a library has wrapped it."""
+    text = str(error).lower()
+    return getattr(error, "errno", None) in _FULL or any(
+        os.strerror(number).lower() in text for number in _FULL
+    )
 
 
 def _describe(path: Path, action: str, error: Exception) -> str:
-    if _is_full(error):
+    if is_full_disk(error):
         return (
             f"{path}: cannot be {action}: {error}. The disk (or your quota) is full. "
             "Everything written before is intact. Free some space, then type the same command "

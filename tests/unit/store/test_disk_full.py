@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import subprocess
@@ -131,14 +132,16 @@ def test_a_file_size_limit_is_reported_alike(tmp_path) -> None:
     assert "is full" in done.stdout
 
 
-def test_a_library_s_own_exception_for_a_full_disk_is_recognised() -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_library_s_own_exception_for_a_full_disk_is_recognised(number: int) -> None:
     """safetensors wraps the system's error in a class that is no OSError."""
 
     class SafetensorError(Exception):
         pass
 
+    text = f"{os.strerror(number)} (os error {number})"
     with pytest.raises(StoreError, match="is full"), store_errors(Path("model.safetensors")):
-        raise SafetensorError("Error while serializing: No space left on device (os error 28)")
+        raise SafetensorError(f"Error while serializing: I/O error: {text}")
     with pytest.raises(ValueError, match="mine"), store_errors(Path("x")):
         raise ValueError("mine")
 
