@@ -50,7 +50,9 @@ class ValueModel(nn.Module):
                 "head. Allowed: architectures such as Qwen2, Qwen3, Llama and Mistral"
             )
         self.model = layers
-        self.head = nn.Linear(layers.config.get_text_config().hidden_size, 1)
+        # On "meta" nothing is drawn from the generator, which belongs to the run.
+        width = layers.config.get_text_config().hidden_size
+        self.head = nn.Linear(width, 1, device="meta").to_empty(device="cpu")
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 

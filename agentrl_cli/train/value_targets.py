@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from agentrl_cli.config.advantage import GaeAdvantageConfig
+from agentrl_cli.errors import NotFiniteError
 from agentrl_cli.records import Trajectory
 from agentrl_cli.train.gae import GaeFactors, compute_gae, normalize_advantages
 from agentrl_cli.train.packing import MicroBatch
@@ -62,7 +63,11 @@ def assign_gae(
         values: the critic's, float32 [targets] by ``id(sample)``.
         config: how far credit reaches.
         turn_discount: ``rollout.turn_discount``.
+
+    Raises:
+        NotFiniteError: a value is not finite.
     """
+    _check_values(samples, values)
     factors = GaeFactors(
         gae_lambda=config.gae_lambda, discount=config.discount, turn_discount=turn_discount
     )
@@ -84,6 +89,16 @@ def assign_gae(
     old = {id(new): values[id(s)] for new, s in zip(assigned, samples, strict=True)}
     returns = {id(new): old[id(new)] + own for new, own in zip(assigned, raw, strict=True)}
     return assigned, ValueTargets(old, returns)
+
+
+def _check_values(samples: Sequence[Sample], values: Mapping[int, Tensor]) -> None:
+    for sample in samples:
+        if not torch.isfinite(values[id(sample)]).all():
+            raise NotFiniteError(
+                f"trajectory {sample.trajectory_id}: the critic gives values that are not finite. "
+                "Its updates were, so the model or checkpoint that it began with is damaged. Take "
+                "another one, with train.critic.path=FOLDER trial_name=NAME"
+            )
 
 
 def _gather_turns(sample: Sample, advantages: Mapping[str, Tensor]) -> Tensor:
