@@ -29,6 +29,7 @@ MAY_CHANGE_ON_RESUME: dict[str, str] = {
     "train.keep_last_checkpoints": "what is kept on disk",
     "train.keep_best_checkpoint": "what is kept on disk",
     "train.micro_batch_tokens": "memory: gradients are the same",
+    "train.packing": "speed: gradients are the same",
     "train.gradient_checkpointing": "memory: gradients are the same",
     "train.num_processes": "speed and memory: updates are the same",
     "train.num_threads": "speed",

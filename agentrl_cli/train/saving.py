@@ -26,9 +26,11 @@ class CheckpointSaver:
         if step == self.config.total_steps or (every is not None and step % every == 0):
             return True
         metric = self.config.keep_best_checkpoint
-        # Later evaluations may be there from before an interruption; the step before the first
-        # has no checkpoint.
-        best = find_best_eval(self.folder, metric, range(1, step + 1)) if metric else None
+        if metric is None or step not in self.folder.eval_steps():
+            return False
+        # Later evaluations may be there from before an interruption, and that of step 0 is of no
+        # checkpoint.
+        best = find_best_eval(self.folder, metric, range(1, step + 1))
         return best is not None and best.step == step
 
     def save(self, step: int) -> None:
