@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> None:
 
     Raises:
         MissingExtraError: peft is not installed.
-        ModelError: ``model.lora.target_modules`` names no layer of the model.
+        ModelError: ``model.lora.target_modules`` names no layer of the model, or its embeddings.
     """
     peft = _import_peft()
     path = model.name_or_path
@@ -46,6 +46,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> None:
         # The checkpoint must be usable from any folder.
         model.name_or_path = str(Path(path).absolute())
     targets = lora.target_modules
+    _refuse_embeddings(model, () if isinstance(targets, str) else targets)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -70,6 +71,22 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> None:
         ) from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
+
+
+def _refuse_embeddings(model: PreTrainedModel, targets: Sequence[str]) -> None:
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    # Merged into a tied head, an adapter would change the embeddings too.
+    is_tied = head is not None and head.weight is embeddings.weight
+    refused = (embeddings, head) if is_tied else (embeddings,)
+    for name, module in model.named_modules():
+        for target in targets:
+            if module in refused and (name == target or name.endswith(f".{target}")):
+                raise ModelError(
+                    f"model.lora.target_modules: {target} is the embeddings of "
+                    f"{type(model).__name__}{', which its output head shares' if is_tied else ''}: "
+                    "they get no adapter. Leave it out, or type "
+                    "model.lora.target_modules=all-linear"
+                )
 
 
 def load_merged_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:

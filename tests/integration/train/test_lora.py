@@ -183,6 +183,46 @@ def test_replaced_weights_are_computed_with(make_learner, ragged_batch, publishe
     assert learner.compute_logprobs(SEQUENCES) == changed
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradient_checkpointing_changes_nothing(make_learner, ragged_batch, dtype):
+    """The layers' inputs have no gradient below the first adapter."""
+    plain, thrifty = (make_learner(dtype=dtype, gradient_checkpointing=on) for on in (False, True))
+    plain_norm, thrifty_norm = (
+        one.update(ragged_batch, 0)["grad_norm"] for one in (plain, thrifty)
+    )
+    assert thrifty.model.is_gradient_checkpointing
+    assert thrifty_norm == pytest.approx(plain_norm, rel=1e-5)
+    assert thrifty_norm > 0
+    expected = plain.weights()
+    for name, tensor in thrifty.weights().items():
+        torch.testing.assert_close(tensor, expected[name], atol=2e-4, rtol=0.0)
+
+
+def test_an_adapter_on_the_output_head_is_trained_and_merged(
+    build_model, build_config, ragged_batch
+):
+    """A head that is more than a matrix."""
+    config = build_config(learning_rate=5e-2)
+    lora = LoraConfig.model_validate({"rank": 4, "target_modules": ["lm_head", "q_proj"]})
+    model = config.model.model_copy(update={"lora": lora})
+    learner = Learner(build_model(), config.model_copy(update={"model": model}))
+    before = parameters_of(learner)
+    for version in range(2):
+        learner.update(ragged_batch, version)
+    moved = {name for name, p in parameters_of(learner).items() if not torch.equal(p, before[name])}
+    assert {"lm_head.lora_A.default.weight", "lm_head.lora_B.default.weight"} <= moved
+    assert all(".lora_" in name for name in moved)
+    plain = build_model()
+    plain.load_state_dict(learner.weights())
+    check_same_logprobs(plain, learner)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "model.embed_tokens"])
+def test_an_adapter_on_tied_embeddings_is_refused(make_learner, target):
+    with pytest.raises(ModelError, match=f"{target} is the embeddings.*its output head shares"):
+        make_learner(lora={"target_modules": ["q_proj", target]})
+
+
 def test_unknown_target_modules_name_those_there_are(make_learner):
     with pytest.raises(ModelError, match=r"target_modules.*nothing.*Allowed: all-linear.*q_proj"):
         make_learner(lora={"target_modules": ["nothing"]})
