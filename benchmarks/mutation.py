@@ -59,9 +59,6 @@ def _finds(items: Sequence[pytest.Item], name: str) -> bool:
         return status != 0
     try:
         resource.setrlimit(resource.RLIMIT_CPU, (_MAX_SECONDS, _MAX_SECONDS))
-        silence = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silence, 1)
-        os.dup2(silence, 2)
         os.environ["MUTANT_UNDER_TEST"] = name
         for item in items:
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
@@ -86,6 +83,21 @@ def plant() -> dict[str, list[str]]:
     if not planted or not any(planted.values()):
         sys.exit("no error was planted that a test reaches: see mutmut's message above")
     return planted
+
+
+def run_silently(arguments: Sequence[str], loop: PlantErrors) -> None:
+    """Runs pytest: of what forks say of failing tests, nothing is worth reading."""
+    kept = [os.dup(stream) for stream in (1, 2)]
+    silence = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(silence, stream)
+    try:
+        pytest.main([*arguments], plugins=[loop])
+    finally:
+        for stream, own in zip((1, 2), kept, strict=True):
+            os.dup2(own, stream)
+    if len(loop.found) != len(loop.tests):
+        sys.exit(f"the tests cannot be collected: cd {FOLDER} and run pytest there")
 
 
 def print_table(found: Mapping[str, bool]) -> None:
@@ -114,7 +126,7 @@ def main() -> None:
     os.chdir(FOLDER)
     sys.path.insert(0, str(Path.cwd()))
     loop = PlantErrors(planted)
-    pytest.main(["-q", "-x", "-p", "no:cacheprovider", *files], plugins=[loop])
+    run_silently(["-p", "no:cacheprovider", *files], loop)
     print_table(loop.found)
     if arguments.survivors:
         for name in (name for name, is_found in loop.found.items() if not is_found):

@@ -104,7 +104,7 @@ def test_every_return_and_one_reward_lose_the_penalty():
         turn("failed", started=9),
     )
     untouched = trajectory(turn("x", turn_return=1.0))
-    reduced = reduce_rewards([untouched, trajectory(*turns, reward=3.0)], {1: 0.5, 0: 0.0})
+    reduced = reduce_rewards([untouched, trajectory(*turns, reward=3.0)], {0: 0.0, 1: 0.5})
     assert reduced[0] is untouched
     late, early, failed = reduced[1].interactions
     assert reduced[1].reward == 2.5
@@ -134,6 +134,9 @@ def test_divergence_that_is_taken_off_is_told_per_token_too():
     # k1 is 1, 0 and 5: a half of it is taken off, over four trajectories and over three tokens.
     assert penalties.amounts == pytest.approx({0: 0.5, 1: 2.5})
     assert penalties.means == pytest.approx({"kl_penalty_mean": 0.75, "kl": 2.0})
+    one = Penalties(1)
+    one.add_kl(samples[1:], reference, KlConfig(coef=0.5, place="reward"))
+    assert one.means["kl"] == 5.0
     none = Penalties(1)
     none.add_kl([], {}, KlConfig(coef=0.5, place="reward"))
     assert none.means["kl"] == 0.0

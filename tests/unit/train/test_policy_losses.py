@@ -20,6 +20,7 @@ from agentrl_cli.config.loss import (
 )
 from agentrl_cli.train.policy_losses import (
     PolicyLoss,
+    compute_cispo_loss,
     compute_clipped_loss,
     compute_policy_loss,
     compute_sequence_log_ratio,
@@ -55,6 +56,7 @@ def evaluate(
     loss.losses.sum().backward()
     assert logprobs.grad is not None
     assert not loss.log_ratio.requires_grad
+    assert loss.is_clipped.dtype == torch.bool
     return loss, logprobs.grad.tolist()
 
 
@@ -119,6 +121,8 @@ def test_ppo_clip_is_against_what_sampled(
         # 2 is below the bound: as without it.
         (2.0, -1.0, 2.0, 2.0, False),
         (0.5, -1.0, 0.8, 0.0, True),
+        # Without an advantage nothing is held.
+        (5.0, 0.0, 0.0, 0.0, False),
         # For positive advantages it must not apply.
         (1.0, 1.0, -1.0, -1.0, False),
         (5.0, 1.0, -1.2, 0.0, True),
@@ -139,6 +143,18 @@ def test_dual_clip_is_for_negative_advantages(
     assert log_ratio.grad is not None
     assert log_ratio.grad.item() == pytest.approx(slope)
     assert loss.is_clipped.item() is clipped
+
+
+def test_on_the_bound_nothing_is_clipped():
+    # Bounds that floating point numbers meet exactly.
+    ratios = tensor([-0.5, 0.5, 1.0]).exp()
+    low, high, dual = ratios.tolist()
+    ppo = DecoupledPpoLossConfig(clip_low=1.0 - low, clip_high=high - 1.0, dual_clip=dual)
+    log_ratio, advantages = tensor([-0.5, 0.5, 1.0]), tensor([-1.0, 1.0, -1.0])
+    assert compute_clipped_loss(log_ratio, advantages, ppo).is_clipped.tolist() == [False] * 3
+    cispo = CispoLossConfig(clip_low=1.0 - low, clip_high=high - 1.0)
+    held = compute_cispo_loss(tensor([-1.0] * 3), log_ratio, advantages, cispo).is_clipped
+    assert held.tolist() == [False, False, True]
 
 
 def test_ratios_stay_within_twenty_nats():

@@ -53,6 +53,7 @@ def test_sums_over_sequences_that_lie_mixed():
         ({"cap": 3.0}, [3.0, 2.0, 1.0, 0.5, 0.1], []),
         ({"floor": 0.4}, [2.0, 2.0, 1.0, 0.5, 0.4], []),
         # On the bound is inside.
+        ({"mode": "mask", "floor": 1.0, "cap": 1.0}, [0.0, 0.0, 1.0, 0.0, 0.0], [0, 1, 3, 4]),
         ({"mode": "mask", "cap": 2.1}, [0.0, 2.0, 1.0, 0.5, 0.1], [0]),
         ({"mode": "mask", "floor": 0.2, "cap": 5.0}, [4.0, 2.0, 1.0, 0.5, 0.0], [4]),
         ({"mode": "mask", "floor": 0.6, "cap": 1.5}, [0.0, 0.0, 1.0, 0.0, 0.0], [0, 1, 3, 4]),
@@ -102,3 +103,4 @@ def test_without_a_correction_every_weight_is_one():
     assert correction.weights.tolist() == [1.0, 1.0]
     assert correction.raw_weights.tolist() == [1.0, 1.0]
     assert correction.is_dropped.tolist() == [False, False]
+    assert correction.is_dropped.dtype == torch.bool

@@ -294,6 +294,29 @@ def test_tokens_that_their_tag_does_not_allow_are_not_trained(caplog: pytest.Log
     ]
 
 
+def test_turns_after_one_that_cannot_be_trained_still_are():
+    first, second = two_turns()
+    first = dataclasses.replace(first, structural_tag="TAG")
+    (sample,) = build_samples(
+        [trajectory(first, second)],
+        {"a": 1.0, "b": 2.0},
+        "concat",
+        NumberingMaker(None),  # type: ignore[arg-type]
+    )
+    assert trained_tokens([sample]) == [(6, 2.0)]
+    assert sample.turns == (Turn("b", 0, 1),)
+
+
+def test_a_turn_without_targets_changes_no_type():
+    first = interaction("a", [], [3], 0)
+    second = interaction("b", [3, 5], [6], 1, parent_id="a", extends_parent=True)
+    (sample,) = build_samples([trajectory(first, second)], {"a": 1.0, "b": 2.0}, "concat")
+    assert trained_tokens([sample]) == [(6, 2.0)]
+    assert sample.turns == (Turn("a", 0, 0), Turn("b", 0, 1))
+    targets = sample.targets
+    assert {targets.ids.dtype, targets.versions.dtype, targets.sources.dtype} == {torch.long}
+
+
 def test_constrained_tokens_need_a_mask_maker():
     message = "^trajectories with a structural tag need a mask_maker$"
     with pytest.raises(ValueError, match=message):
