@@ -55,13 +55,11 @@ def load_learner(
     learner: Learner | None = None
     for turn in range(ranks.count):
         if turn == ranks.index:
-            # Shards are cut on the CPU too, and only they go to the GPU.
-            place = device if ranks.count == 1 else "cpu"
             learner = (LeadingLearner if is_first else Learner)(
-                load_model(model_folder, "float32", place),
+                load_model(model_folder, "float32", device),
                 config,
                 reference_model=(
-                    load_model(model_folder, "float32", place) if needs_reference else None
+                    load_model(model_folder, "float32", device) if needs_reference else None
                 ),
                 critic_model=_load_critic_model(config, model_folder, tokenizer, device),
                 tokenizer=tokenizer,
