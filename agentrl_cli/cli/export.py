@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -33,7 +33,7 @@ def export_command(
 
     from agentrl_cli.launch.export import export_checkpoint
 
-    choice = "best" if best else "last" if last else step
+    choice: int | Literal["last", "best"] | None = "best" if best else "last" if last else step
     done = export_checkpoint(run, to, choice=choice, merge=merge)
     score = f" ({done.metric} {done.score.value:.4g})" if done.score is not None else ""
     megabytes = f"{done.num_bytes / 1e6:,.1f} MB"
