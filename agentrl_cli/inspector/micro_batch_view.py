@@ -43,9 +43,7 @@ def inspect_micro_batch(path: Path, *, as_json: bool = False, console: Console) 
         console.print()
         console.print(_build_target_table(bad))
     else:
-        console.print(
-            Text("every value of every target is finite: the gradient alone is not", style="yellow")
-        )
+        console.print(Text(_describe_finite(batch), style="yellow"), soft_wrap=True)
     run = path.resolve().parents[1]
     first = facts["samples"][0]["trajectory_id"]
     for line in (
@@ -92,6 +90,17 @@ def _list_values(batch: StoredMicroBatch) -> dict[str, np.ndarray[Any, Any]]:
         for name, value in batch.tensors.items()
         if value.dtype.kind == "f" and name not in _PLACES
     }
+
+
+def _describe_finite(batch: StoredMicroBatch) -> str:
+    """Where no value is to blame alone: what overflows is made of the largest."""
+    values = _list_values(batch)
+    largest = {name: float(np.abs(value).max()) for name, value in values.items() if value.size}
+    listed = ", ".join(f"{n} {v:.3g}" for n, v in sorted(largest.items(), key=lambda i: -i[1]))
+    return (
+        "every value of every target is finite: what is computed of them overflows, or the "
+        f"gradient alone is not. The largest: {listed}"
+    )
 
 
 def _count_all(batch: StoredMicroBatch) -> dict[str, int]:
