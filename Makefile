@@ -7,6 +7,9 @@ UV := $(if $(PIP_FIND_LINKS),UV_FIND_LINKS="$(PIP_FIND_LINKS)" )$(BIN)/uv
 # Compiled once here: where Python may write no bytecode, every process would compile anew.
 INSTALL := VIRTUAL_ENV="$(CURDIR)/$(VENV)" $(UV) pip install --quiet --compile-bytecode
 
+# For the same reason, for this folder's own code: an empty value does not forbid it.
+export PYTHONDONTWRITEBYTECODE :=
+
 # vLLM has a build for NVIDIA's GPUs and one for CPUs, of the same version.
 VLLM_EXTRA := $(if $(wildcard /dev/nvidia0),vllm,cpu)
 # The build for CPUs asks for packages for pictures and sound, whose registry builds cannot load

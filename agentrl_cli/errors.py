@@ -55,6 +55,10 @@ class MissingExtraError(UserInputError):
     """An optional package is needed and not installed."""
 
 
+class StoppedError(AgentrlError):
+    """The run was asked to stop before it had anything to finish or to keep."""
+
+
 class RunError(AgentrlError):
     """The run could not go on: exit code 1."""
 
@@ -72,7 +76,7 @@ class NotFiniteError(RunError):
 
 
 class RolloutFailedError(RunError):
-    """Every trajectory of a batch failed in the same way.
+    """Every trajectory of a batch failed in the same way, or none called the model.
 
     Attributes:
         trajectories: the batch, for the record.

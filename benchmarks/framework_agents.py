@@ -94,12 +94,22 @@ def _build_openai_loop(client: openai.AsyncOpenAI) -> Agent:
 # -- Anthropic's SDK, a loop of one's own ---------------------------------------------------
 
 
-def _build_anthropic_loop(http: httpx2.AsyncClient, api_key: str) -> Agent:
+def _build_anthropic_alone(http: httpx2.AsyncClient) -> Agent:
     import anthropic
 
     client = anthropic.AsyncAnthropic(
-        base_url=_BASE_URL.removesuffix("/v1"), api_key=api_key, http_client=http, max_retries=0
+        base_url=_BASE_URL.removesuffix("/v1"), api_key="none", http_client=http, max_retries=0
     )
+    return _build_anthropic_loop(client)
+
+
+def _build_anthropic_tracked(client: TrackingClient) -> Agent:
+    from agentrl_cli.agents.anthropic_sdk import build_anthropic_client
+
+    return _build_anthropic_loop(build_anthropic_client(client))
+
+
+def _build_anthropic_loop(client: Any) -> Agent:
     tool: Any = {"name": "add", "description": _DESCRIPTION, "input_schema": _PARAMETERS}
 
     async def run() -> str:
@@ -269,8 +279,8 @@ FRAMEWORKS = (
     Framework(
         "Anthropic SDK, own loop",
         "anthropic",
-        lambda http: _build_anthropic_loop(http, "none"),
-        lambda client: _build_anthropic_loop(client.gateway.http_client, client.session_key),
+        _build_anthropic_alone,
+        _build_anthropic_tracked,
     ),
     Framework("OpenAI Agents SDK", "agents", _build_agents_alone, _SharedAgent().build_tracked),
     Framework("CAMEL", "camel", _build_camel_alone, _build_camel_tracked),

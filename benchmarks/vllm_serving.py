@@ -52,10 +52,8 @@ from agentrl_cli.tracking.gateway import Gateway
 _NUM_TURNS = 3
 #: Sessions of a round for each that is open at the same time: when one ends, another begins.
 _NUM_SUCCESSORS = 3
-#: Tokens of a completion, from and to; equal lengths would make all sessions send at once.
-_NEW_TOKENS = (12, 36)
 _QUESTION = {"role": "user", "content": "What is the sum of the numbers from one to ten?"}
-_MAX_MODEL_LEN = 512
+_MAX_MODEL_LEN = 768
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +178,14 @@ async def open_router(
 class Comparison:
     """The same sessions on the bare server and through gateway and router."""
 
-    def __init__(self, router: EngineRouter, endpoint: ServerEndpoint, load: Process) -> None:
+    def __init__(
+        self,
+        router: EngineRouter,
+        endpoint: ServerEndpoint,
+        load: Process,
+        new_tokens: tuple[int, int],
+    ) -> None:
+        self._new_tokens = new_tokens
         self._gateway = Gateway(router, build_tokenizer())
         self._endpoint = endpoint
         self._load = load
@@ -189,7 +194,7 @@ class Comparison:
         """Medians over the rounds, by way."""
         rounds: dict[str, list[Round]] = {"bare server": [], "gateway + router": []}
         for number in range(num_rounds + 1):
-            lengths = draw_lengths(num_concurrent * _NUM_SUCCESSORS, seed=number)
+            lengths = self._draw_lengths(num_concurrent * _NUM_SUCCESSORS, seed=number)
             job = {"lengths": lengths, "num_concurrent": num_concurrent}
             bare = await self._measure(job | self._build_bare_job(len(lengths)))
             sessions = [self._gateway.open_session() for _ in lengths]
@@ -238,15 +243,17 @@ class Comparison:
         num_requests = len(job["keys"]) * _NUM_TURNS
         return Round(**figures, cpu_ms=1e3 * cpu / num_requests)
 
+    def _draw_lengths(self, num_sessions: int, seed: int) -> list[list[int]]:
+        """How many tokens each session's turns sample."""
+        random = Random(seed)
+        return [
+            [random.randint(*self._new_tokens) for _ in range(_NUM_TURNS)]
+            for _ in range(num_sessions)
+        ]
+
     async def close(self) -> None:
         """Closes the gateway."""
         await self._gateway.close()
-
-
-def draw_lengths(num_sessions: int, seed: int) -> list[list[int]]:
-    """How many tokens each session's turns sample."""
-    random = Random(seed)
-    return [[random.randint(*_NEW_TOKENS) for _ in range(_NUM_TURNS)] for _ in range(num_sessions)]
 
 
 def _compute_median(rounds: list[Round]) -> Round:
@@ -269,7 +276,7 @@ async def compare(
     print("| at once | way | requests/s | of bare | p50 ms | added ms | CPU ms a request |")
     print("|---|---|---|---|---|---|---|")
     async with open_process("benchmarks.load") as load:
-        comparison = Comparison(router, endpoint, load)
+        comparison = Comparison(router, endpoint, load, tuple(arguments.new_tokens))
         for num_sessions in arguments.sessions:
             figures = await comparison.run(num_sessions, arguments.rounds)
             bare = figures["bare server"]
@@ -287,7 +294,9 @@ async def compare(
 async def measure_null(folder: Path, arguments: argparse.Namespace) -> None:
     """Gateway and router before a server that answers at once."""
     config = build_config(str(folder), str(folder), max(arguments.sessions))
-    async with open_process("benchmarks.null_server", str(sum(_NEW_TOKENS) // 2)) as process:
+    async with open_process(
+        "benchmarks.null_server", str(sum(arguments.new_tokens) // 2)
+    ) as process:
         assert process.stdout is not None
         url = f"http://127.0.0.1:{int(await process.stdout.readline())}"
         endpoint = ServerEndpoint(name="null-0", base_url=url, api_key="none")
@@ -373,6 +382,15 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
     parser.add_argument("--sessions", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--new-tokens",
+        type=int,
+        nargs=2,
+        default=[12, 36],
+        metavar=("FROM", "TO"),
+        help="length of completions; those above 64 are streamed from the server. Equal ones "
+        "would make all sessions send at once",
+    )
     parser.add_argument("--publish-layers", type=int, default=4, help="48 MB each")
     arguments = parser.parse_args()
     logging.disable_progress_bar()

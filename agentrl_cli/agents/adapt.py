@@ -43,7 +43,7 @@ def adapt_agent(built: Any, key: str) -> AgentRunner:
         entry_points = _entry_points(built)
         for function, name in sorted(entry_points, key=lambda entry: not is_async(entry[0])):
             return CallableRunner(function, name, key)
-    raise BuilderError(f"{key}: the builder returned {_describe(built)}.\n{_ALLOWED}")
+    raise BuilderError(f"{key}: the builder returned {_describe(built)}\n{_ALLOWED}")
 
 
 def _is_kind_of(built: Any, module: str, name: str) -> bool:
@@ -66,12 +66,14 @@ def _describe(built: Any) -> str:
     if built is None:
         return "None: is there a return?"
     if isinstance(built, type):
-        return f"the class {built.__name__}, not an object of it: return {built.__name__}(...)"
+        return f"the class {built.__name__}, not an object of it: return {built.__name__}(...)."
     if inspect.iscoroutine(built):
         built.close()
         return (
             f"a coroutine: {built.__qualname__} is async. A builder is a plain def that returns "
-            "the agent; if it is the agent function itself, wrap it: def build(): return solve"
+            "the agent; if it is the agent function itself, wrap it: def build(): return solve."
         )
+    if _is_kind_of(built, "langgraph.graph.state", "StateGraph"):
+        return "a StateGraph that is not compiled: return graph.compile()."
     kind = type(built)
-    return f"an object of type {kind.__module__}.{kind.__qualname__}: {built!r:.120}"
+    return f"an object of type {kind.__module__}.{kind.__qualname__}: {built!r:.120}."

@@ -10,6 +10,7 @@ from openai import AsyncOpenAI
 
 from agentrl_cli.errors import MissingExtraError
 from agentrl_cli.tracking.blocking_client import build_blocking_client
+from agentrl_cli.tracking.sdk_platform import SharedPlatform
 
 if TYPE_CHECKING:
     from anthropic import Anthropic, AsyncAnthropic
@@ -67,7 +68,7 @@ def _load_classes() -> tuple[Any, Any]:
     check_anthropic("build_anthropic_client")
     from anthropic import Anthropic, AsyncAnthropic
 
-    class TrackedAsyncAnthropic(AsyncAnthropic):
+    class TrackedAsyncAnthropic(SharedPlatform, AsyncAnthropic):
         """Closing it leaves the connection open, which others share."""
 
         async def close(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, Literal
@@ -12,7 +11,7 @@ from openai import AsyncOpenAI
 
 from agentrl_cli.agents.adapt import adapt_agent
 from agentrl_cli.agents.runner import AgentRunner
-from agentrl_cli.config.imports import import_object
+from agentrl_cli.config.imports import advise_extra, find_own_line, import_object
 from agentrl_cli.errors import BuilderError
 
 #: What a builder gets besides ``agent_builder_kwargs``, if its signature names it.
@@ -126,11 +125,10 @@ class AgentSource:
         return supplied
 
     def _describe_raised(self, error: Exception) -> str:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
-        place = f"\n  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}"
+        line = find_own_line(error, besides=(__file__,))
         return (
-            f"{self._key}: the builder raised {type(error).__name__}: {error}"
-            f"{place if frames else ''}"
+            f"{self._key}: the builder raised {type(error).__name__}: {error}{advise_extra(error)}"
+            + (f"\n  at {line}" if line else "")
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -33,7 +34,7 @@ class CallableRunner:
     answer; anything else is a reward, a dict of rewards, or None for "use the reward function".
 
     Raises:
-        BuilderError: the signature asks for what nothing supplies.
+        BuilderError: the signature asks for what nothing supplies, or it yields.
         MissingExtraError: it names ``anthropic_client``, and the SDK is not installed.
     """
 
@@ -46,6 +47,11 @@ class CallableRunner:
         self._function = function
         self._name = name
         self._is_async = is_async(function)
+        if _yields(function):
+            raise BuilderError(
+                f"{key}: {name} has a yield, so that calling it does nothing. Return the answer: "
+                "collect what comes piece by piece, and return it at the end"
+            )
         parameters = list(inspect.signature(function).parameters.values())
         first = parameters[0] if parameters else None
         if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
@@ -107,6 +113,7 @@ class CallableRunner:
         returned = await self._call(dict(data), chosen)
         if isinstance(returned, str):
             return AgentOutcome(final_answer=returned)
+        self._check_returned(returned)
         return AgentOutcome(returned=returned)
 
     async def _call(self, row: dict[str, Any], supplied: dict[str, Any]) -> Any:
@@ -124,11 +131,35 @@ class CallableRunner:
             )
         return returned
 
+    def _check_returned(self, returned: Any) -> None:
+        """Refuses what is neither an answer nor a reward: most often a framework's reply."""
+        # With item: a number of numpy, torch and their like.
+        if returned is None or isinstance(returned, Mapping | Real) or hasattr(returned, "item"):
+            return
+        raise TypeError(
+            f"{self._name} returned {type(returned).__name__}: {returned!r:.120}. An agent returns "
+            "its answer as text (of a framework's reply, its text alone), a reward as a number, a "
+            "dict {interaction id: reward}, or None"
+        )
+
     def _takes(self, name: str) -> bool:
         return self._takes_all or name in self._named
 
 
 def is_async(function: Any) -> bool:
     """Whether calling ``function`` gives something to await, also behind a decorator."""
+    return any(inspect.iscoroutinefunction(code) for code in _find_code(function))
+
+
+def _yields(function: Any) -> bool:
+    """Whether calling ``function`` gives a generator, which nobody would walk through."""
+    return any(
+        inspect.isgeneratorfunction(code) or inspect.isasyncgenfunction(code)
+        for code in _find_code(function)
+    )
+
+
+def _find_code(function: Any) -> list[Any]:
+    """What runs when ``function`` is called: itself, or its method; behind decorators."""
     candidates = (function, getattr(function, "__call__", None))  # noqa: B004 - its method, if any
-    return any(inspect.iscoroutinefunction(inspect.unwrap(c)) for c in candidates if c is not None)
+    return [inspect.unwrap(c) for c in candidates if c is not None]

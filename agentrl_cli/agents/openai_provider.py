@@ -6,7 +6,9 @@ import dataclasses
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAI
+
+from agentrl_cli.tracking.blocking_client import BlockingCallError
 
 if TYPE_CHECKING:
     from agents import Model, ModelProvider, ModelSettings, RunConfig
@@ -16,7 +18,7 @@ AgentApi = Literal["chat", "responses"]
 
 
 def build_run_config(
-    client: AsyncOpenAI, model: str, *, api: AgentApi = "chat", **options: Any
+    client: AsyncOpenAI | OpenAI, model: str, *, api: AgentApi = "chat", **options: Any
 ) -> RunConfig:
     """The ``RunConfig`` with which ``Runner.run`` speaks to the tracked model.
 
@@ -28,8 +30,19 @@ def build_run_config(
         model: the ``model`` likewise.
         api: ``chat`` or ``responses``.
         options: what ``RunConfig`` takes besides.
+
+    Raises:
+        BlockingCallError: the client blocks, as that of a function which is not async does;
+            the SDK awaits its calls, also in ``Runner.run_sync``.
     """
     from agents import RunConfig
+
+    if isinstance(client, OpenAI):
+        raise BlockingCallError(
+            "build_run_config was given the client of a function that is not async, and the "
+            "OpenAI Agents SDK awaits its calls (Runner.run_sync does too). Write async def "
+            "solve(data, client, model), and in it: await Runner.run(...)"
+        )
 
     settings: dict[str, Any] = {
         "model_provider": build_provider(client, model, api),

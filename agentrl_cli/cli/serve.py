@@ -32,11 +32,13 @@ def serve_command(
         ),
     ] = None,
     host: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Address to listen at; one that other machines reach needs a key.", metavar="ADDR"
+            help="Address to listen at; one that other machines reach needs a key "
+            "[default: 127.0.0.1, or rollout.external.host with --online]",
+            metavar="ADDR",
         ),
-    ] = "127.0.0.1",
+    ] = None,
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -86,7 +88,7 @@ class _Listening(NamedTuple):
 
     observer: Observer
     port: int | None
-    host: str
+    host: str | None
     api_key: str | None
 
 

@@ -55,7 +55,9 @@ def train_command(
         stop_on_signals(observer.on_message) as stop,
     ):
         result = run_training(experiment, observer=observer, overwrite=overwrite, stop=stop)
-    print_summary(RunFolder.open(result.run_dir), config_path=config, overrides=overrides or [])
+    if result.is_begun:
+        run_folder = RunFolder.open(result.run_dir)
+        print_summary(run_folder, config_path=config, overrides=overrides or [])
     if not result.is_complete:
         typer.echo("stopped before the last step; the same command goes on from here")
 

@@ -167,6 +167,8 @@ class RolloutConfig(StrictConfig):
             num_waves += max_in_a_row
         seconds = self.timeout_seconds + self.reward_timeout_seconds
         if self.agent_mode == "external":
+            # There may be one program, which takes them one after another.
+            num_waves = num_trajectories
             seconds = (seconds + self.external.max_wait_seconds) * self.external.max_leases
         return 60.0 + num_waves * seconds
 

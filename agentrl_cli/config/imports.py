@@ -9,6 +9,7 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,15 @@ from typing import Any
 from agentrl_cli.errors import ImportPathError, format_nearest
 
 #: Where code lies that is not the user's: a line of it explains nothing.
+#: What brings the package that an agent's module imports.
+_EXTRAS = {
+    "agents": "openai-agents",
+    "anthropic": "anthropic",
+    "camel": "camel",
+    "langchain_core": "langgraph",
+    "langchain_openai": "langgraph",
+    "langgraph": "langgraph",
+}
 _LIBRARIES = tuple(
     sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
@@ -111,11 +121,28 @@ def _format_own_error(where: str, error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         place = f"{error.filename}:{error.lineno}"
     else:
-        frames = traceback.extract_tb(error.__traceback__)
-        outside = [f for f in frames if "importlib" not in f.filename and f.filename != __file__]
-        own = [f for f in outside if not f.filename.startswith(_LIBRARIES)] or outside
-        place = f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else "no line known"
+        place = find_own_line(error, besides=(__file__,)) or "no line known"
     return (
         f"{where}: the module was found but does not import: "
-        f"{type(error).__name__}: {error}\n  at {place}"
+        f"{type(error).__name__}: {error}{advise_extra(error)}\n  at {place}"
     )
+
+
+def find_own_line(error: BaseException, *, besides: Collection[str]) -> str | None:
+    """``file:line: code`` where the user's own code was last, or else a library's.
+
+    Args:
+        error: what was raised there.
+        besides: files that do not count.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [f for f in frames if "importlib" not in f.filename and f.filename not in besides]
+    own = [f for f in outside if not f.filename.startswith(_LIBRARIES)] or outside
+    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else None
+
+
+def advise_extra(error: BaseException) -> str:
+    """What to install, as a clause, where an agent framework is not; else nothing."""
+    missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+    extra = _EXTRAS.get(missing.partition(".")[0])
+    return f". Type uv pip install 'agentrl[{extra}]'" if extra else ""

@@ -324,8 +324,10 @@ def _find_kind(config_class: type[BaseModel]) -> str | None:
 
 def find_config_kinds(annotation: Any) -> dict[str, type[BaseModel]]:
     """The classes of a section that is one of several kinds, by kind; of another one: none."""
-    kinds = {_find_kind(a): a for a in typing.get_args(annotation) if find_config_class(a) is a}
-    return {str(kind): a for kind, a in kinds.items()} if len(kinds) > 1 else {}
+    classes = [
+        a for a in typing.get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel)
+    ]
+    return {str(_find_kind(a)): a for a in classes} if len(classes) > 1 else {}
 
 
 def find_config_class(annotation: Any) -> type[BaseModel] | None:

@@ -78,8 +78,7 @@ class ServerWatch:
         deadline = asyncio.get_running_loop().time() + _CHECK_TIMEOUT_SECONDS
         try:
             async with server.until_out(epoch, deadline):
-                await server.client.check_health()
-                reported = await server.client.policy_version()
+                reported = await server.client.check_health()
             is_changing = server.next_version is not None or server.version != version
             if not is_changing and version is not None:
                 server.add_evidence(reported, asked_at)

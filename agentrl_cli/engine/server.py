@@ -67,8 +67,8 @@ class EngineServer(Replica, Protocol):
         """Logprobs (nats, temperature 1) of the tokens from position ``start`` on."""
         ...
 
-    async def check_health(self) -> None:
-        """Returns if the server is able to serve, within a few seconds."""
+    async def check_health(self) -> int:
+        """What ``policy_version`` gives, if the server is able to serve; within a few seconds."""
         ...
 
     async def pause(self) -> None:

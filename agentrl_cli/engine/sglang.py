@@ -150,13 +150,10 @@ class SglangServer:
 
     async def policy_version(self) -> int:
         """The version of the weights that the server says it holds."""
-        reply = await self._get("/model_info", "policy version")
-        if not isinstance(reply, dict) or "weight_version" not in reply:
-            raise EngineError(f"{self.name} does not say which weights it holds: {reply}")
-        return parse_version(reply["weight_version"])
+        return await self._ask_version("policy version")
 
-    async def check_health(self) -> None:
-        """Returns if the server is able to serve.
+    async def check_health(self) -> int:
+        """The version of its weights, if the server is able to serve.
 
         Raises:
             UserInputError: its SGLang is not supported.
@@ -167,16 +164,16 @@ class SglangServer:
                 version = reply.get("version") if isinstance(reply, dict) else None
                 check_sglang_version(str(version))
                 self._is_supported = True
-            if not self._is_paused and await self._samples():
-                return
-            await self._get("/model_info", "health check")
+            if not self._is_paused:
+                await self._sample()
+            return await self._ask_version("health check")
         except ServerDownError:
             # The process that comes after it is not paused, and may be another SGLang.
             self._is_paused = self._is_supported = False
             raise
 
-    async def _samples(self) -> bool:
-        """Whether one token was sampled; False where a pause began meanwhile, which delays it."""
+    async def _sample(self) -> None:
+        """Returns when one token was sampled, or a pause began meanwhile, which delays it."""
         try:
             await self._http.request(
                 "GET", "/health_generate", leg="health check", timeout_seconds=_HEALTH_SECONDS
@@ -184,8 +181,12 @@ class SglangServer:
         except EngineError:
             if not self._is_paused:
                 raise
-            return False
-        return True
+
+    async def _ask_version(self, leg: str) -> int:
+        reply = await self._get("/model_info", leg)
+        if not isinstance(reply, dict) or "weight_version" not in reply:
+            raise EngineError(f"{self.name} does not say which weights it holds: {reply}")
+        return parse_version(reply["weight_version"])
 
     async def pause(self) -> None:
         """Freezes calls in flight and holds new ones.

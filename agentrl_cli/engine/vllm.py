@@ -143,19 +143,22 @@ class VllmServer:
             reply = await self._http.request("POST", path, body, leg="score", timeout_seconds=limit)
         return parse_score(reply, token_ids, start)
 
-    async def check_health(self) -> None:
-        """Returns if the server can serve, and is a vLLM that this version knows."""
+    async def check_health(self) -> int:
+        """Its policy version, if it can serve and is a vLLM that this version knows."""
         # The first is answered by the process that listens, the second by the one that computes.
-        for path in ("/health", "/weight_info"):
+        _, weight_info = [
             await self._http.request(
                 "GET", path, leg="health check", timeout_seconds=_HEALTH_SECONDS
             )
+            for path in ("/health", "/weight_info")
+        ]
         await self._connect()
+        return _read_version(weight_info)
 
     async def policy_version(self) -> int:
         """The version that the server says its weights have; UNKNOWN_VERSION: never set."""
         reply = await self._ask("GET", "/weight_info", leg="asking for the policy version")
-        return parse_version(_read(reply).get("weight_version"))
+        return _read_version(reply)
 
     async def pause(self) -> None:
         """Freezes calls in flight and holds new ones.
@@ -328,6 +331,10 @@ def _read(reply: bytes) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise EngineError(f"vLLM sent something that is no JSON object: {shorten(reply)}")
     return parsed
+
+
+def _read_version(weight_info: bytes) -> int:
+    return parse_version(_read(weight_info).get("weight_version"))
 
 
 def _find_files(folder: Path, pattern: str) -> str:

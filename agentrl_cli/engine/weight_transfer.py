@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,7 @@ from agentrl_cli.engine.weight_transfer_lora import (
     LoraTransfer,
 )
 from agentrl_cli.engine.weight_transfer_nccl import NcclTransfer
+from agentrl_cli.log import SilentObserver
 
 TransferKind = Literal["disk", "nccl", "lora"]
 
@@ -47,6 +48,7 @@ def build_weight_transfer(
     model_folder: str,
     tied_names: Mapping[str, str],
     num_gpus: int,
+    on_message: Callable[[str], None] | None = None,
 ) -> WeightTransfer:
     """The way for the trainer's weights to the servers; nothing is written yet.
 
@@ -56,6 +58,7 @@ def build_weight_transfer(
         tied_names: further name of a tensor -> the name the learner publishes it under, where
             the servers keep the two apart (a head that was untied at their start).
         num_gpus: that this machine has.
+        on_message: gets what a person should know, a line each.
     """
     kind = resolve_transfer_kind(config, num_gpus=num_gpus)
     engine, lora = config.engine, config.model.lora
@@ -83,6 +86,7 @@ def build_weight_transfer(
         disk,
         num_gpus_per_server=engine.tensor_parallel_size,
         timeout_seconds=engine.publish_timeout_seconds,
+        on_message=on_message or SilentObserver().on_message,
     )
 
 

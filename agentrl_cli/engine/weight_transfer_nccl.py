@@ -31,8 +31,16 @@ class NcclTransfer:
     learner's tensors change, and a server that comes back must get the version that serves.
     """
 
-    def __init__(self, disk: DiskTransfer, *, num_gpus_per_server: int, timeout_seconds: float):
+    def __init__(
+        self,
+        disk: DiskTransfer,
+        *,
+        num_gpus_per_server: int,
+        timeout_seconds: float,
+        on_message: Callable[[str], None],
+    ) -> None:
         self.disk = disk
+        self._on_message = on_message
         self.failure: str | None = None
         """Why NCCL is not used any more."""
         self._world_size = 1 + num_gpus_per_server
@@ -68,11 +76,12 @@ class NcclTransfer:
         """Says once that files are used from now on."""
         if self.failure is None:
             self.failure = f"{type(error).__name__}: {error}"
-            _log.warning(
-                "weights cannot go from GPU to GPU (engine.weight_transfer.kind nccl): %s. They "
-                "go through files from now on (disk)",
-                error,
+            text = (
+                f"weights cannot go from GPU to GPU (engine.weight_transfer.kind nccl): {error}. "
+                "They go through files from now on (disk)"
             )
+            _log.warning("%s", text)
+            self._on_message(text)
 
     async def write(self, update: NcclUpdate) -> WeightUpdate:
         """The same weights as files, written once however many servers need them."""

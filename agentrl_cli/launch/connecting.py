@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.router import EngineRouter
@@ -19,6 +19,7 @@ async def open_router(
     servers: RunningServers,
     version: int | None,
     tied_names: Mapping[str, str],
+    on_message: Callable[[str], None] | None = None,
 ) -> EngineRouter:
     """A router whose servers, one of them at least, are ready for calls.
 
@@ -28,6 +29,7 @@ async def open_router(
         servers: where they listen.
         version: what their weights are called; None: the first publication will say.
         tied_names: further name of a tensor -> the name under which it is published.
+        on_message: gets what a person should know, a line each.
 
     Raises:
         EngineError: none became ready in time.
@@ -41,6 +43,7 @@ async def open_router(
             model_folder=model_folder,
             tied_names=tied_names if servers.untied_head else {},
             num_gpus=servers.num_gpus,
+            on_message=on_message,
         ),
         shares_gpu=servers.shares_gpu,
     )

@@ -12,6 +12,7 @@ from agentrl_cli.errors import ModelError
 from agentrl_cli.launch.connecting import open_router
 from agentrl_cli.launch.handover import RunningServers
 from agentrl_cli.launch.plan import resolve_engine_kind
+from agentrl_cli.log import Observer
 from agentrl_cli.models.pretrained import choose_device, load_model
 from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.train.commands import LeadingLearner
@@ -114,6 +115,7 @@ def load_engine(
     *,
     servers: RunningServers | None,
     background: BackgroundLoop,
+    observer: Observer,
     version: int | None = None,
     tied_names: Mapping[str, str] | None = None,
 ) -> InferenceEngine:
@@ -125,6 +127,7 @@ def load_engine(
         tokenizer: the model's.
         servers: they sample; None: this process does, on its own copy of the model.
         background: the loop on which the engine is used.
+        observer: shows what goes wrong with weights on their way to servers.
         version: what the servers' weights are called; None: the first publication will say.
         tied_names: of :func:`find_tied_names`, for servers that will get weights.
 
@@ -142,6 +145,6 @@ def load_engine(
             model_name=config.model.path,
         )
     return background.run(
-        open_router(config, model_folder, servers, version, tied_names or {}),
+        open_router(config, model_folder, servers, version, tied_names or {}, observer.on_message),
         config.engine.start_timeout_seconds + _GRACE_SECONDS,
     )

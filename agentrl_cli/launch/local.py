@@ -12,6 +12,7 @@ from typing import Any
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.weight_transfer_folder import remove_folders_of_dead_runs
+from agentrl_cli.errors import StoppedError
 from agentrl_cli.evaluate.report import EvalReport
 from agentrl_cli.evaluate.run import evaluate_and_store
 from agentrl_cli.launch.child_trainer import ChildTrainer
@@ -47,6 +48,8 @@ class RunResult:
     run_dir: Path
     is_complete: bool
     """False: it was asked to stop before its last step."""
+    is_begun: bool = True
+    """False: before there was a run folder, even."""
 
 
 def run_training(
@@ -60,10 +63,13 @@ def run_training(
     """
     trainer = PPOTrainer(config, observer=observer, stop=stop, overwrite=overwrite)
     machine = Machine.detect()
-    if needs_servers(config, machine.num_gpus) or count_embedded_trainers(config, machine) > 1:
-        is_complete = _supervise(trainer, machine, overwrite=overwrite, stop=stop)
-    else:
-        is_complete = run_trainer(trainer)
+    try:
+        if needs_servers(config, machine.num_gpus) or count_embedded_trainers(config, machine) > 1:
+            is_complete = _supervise(trainer, machine, overwrite=overwrite, stop=stop)
+        else:
+            is_complete = run_trainer(trainer)
+    except StoppedError:
+        return RunResult(run_dir_of(config), is_complete=False, is_begun=False)
     return RunResult(run_dir_of(config), is_complete)
 
 

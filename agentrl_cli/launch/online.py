@@ -22,7 +22,7 @@ from agentrl_cli.rollout.dataset import Row, TaskStream
 from agentrl_cli.rollout.pool import TrajectoryPool
 from agentrl_cli.rollout.workflow import Attempt
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.tracking.server import LOOPBACK, check_binding
+from agentrl_cli.tracking.server import check_binding
 
 _OPEN_SECONDS = 60.0
 _POLL_SECONDS = 0.05
@@ -70,7 +70,7 @@ def serve_online(
     observer: Observer,
     on_finished: Callable[[str], None],
     port: int | None = None,
-    host: str = LOOPBACK,
+    host: str | None = None,
     api_key: str | None = None,
 ) -> Iterator[OnlineService]:
     """Gives out the training tasks, or programs' own, inside the block, and stores what comes.
@@ -80,14 +80,16 @@ def serve_online(
         observer: is told what is started.
         on_finished: is told of every trajectory, in a line.
         port: to listen at; None: ``rollout.external.port``.
-        host: the address; others than this machine's own need a key.
+        host: the address; None: ``rollout.external.host``. Others than this machine's own need a
+            key.
         api_key: the admin key; None: that in AGENTRL_API_KEY, else a random one.
 
     Raises:
         UserInputError: something in the input is wrong.
         RunError: the engine did not start.
     """
-    check_binding(host, api_key, "--host")
+    if host is not None:
+        check_binding(host, api_key, "--host")
     config = _listen_at(config, host, port)
     rows = take_rows(None, config.train_dataset, "train_dataset")
     shown: list[str] = []
@@ -153,10 +155,10 @@ def _wait_for_door(access: ExternalAccess, check: Callable[[], None]) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _listen_at(config: ExperimentConfig, host: str, port: int | None) -> ExperimentConfig:
+def _listen_at(config: ExperimentConfig, host: str | None, port: int | None) -> ExperimentConfig:
     external = config.rollout.external
     changes = {
-        "host": host if host != LOOPBACK else external.host,
+        "host": external.host if host is None else host,
         "port": external.port if port is None else port,
     }
     rollout = config.rollout.model_copy(update={"external": external.model_copy(update=changes)})

@@ -43,7 +43,7 @@ def serve_model(
     *,
     observer: Observer,
     port: int | None = None,
-    host: str = LOOPBACK,
+    host: str | None = None,
     api_key: str | None = None,
 ) -> Iterator[ServedModel]:
     """Serves the configuration's model inside the block.
@@ -54,13 +54,14 @@ def serve_model(
         config: the experiment.
         observer: is told what is started.
         port: of the gateway; None: one that is free.
-        host: its address; others than this machine's own need a key.
+        host: its address, 127.0.0.1 for None; others than this machine's own need a key.
         api_key: opens it; None: a random one.
 
     Raises:
         UserInputError: something in the input is wrong.
         RunError: the engine did not start.
     """
+    host = host or LOOPBACK
     check_binding(host, api_key, "--host")
     source = EngineSource(config, config.model.path, observer)
     source.prepare()

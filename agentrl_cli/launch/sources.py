@@ -122,6 +122,7 @@ class EngineSource:
             self.tokenizer,
             servers=fleet.wait() if fleet is not None else None,
             background=background,
+            observer=self._observer,
             version=0,
         )
         if fleet is not None:

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine
-from agentrl_cli.errors import ConfigError, DatasetError, RolloutFailedError
+from agentrl_cli.errors import ConfigError, DatasetError, RolloutFailedError, StoppedError
 from agentrl_cli.evaluate.run import evaluate_and_store
 from agentrl_cli.launch.fleet import (
     StartingFleet,
@@ -31,7 +31,7 @@ from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.rollout.curriculum import build_task_stream, recall_outcomes
 from agentrl_cli.rollout.dataset import Row, build_eval_tasks, load_rows
-from agentrl_cli.rollout.failures import check_not_all_failed
+from agentrl_cli.rollout.failures import check_batch_worked
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
@@ -113,8 +113,16 @@ class PPOTrainer:
 
     @cached_property
     def model_folder(self) -> str:
-        """The model's folder or hub id; a built-in model is made on its first use."""
-        return resolve_model_folder(self.config.model.path, self.observer)
+        """The model's folder or hub id; a built-in model is made on its first use.
+
+        Raises:
+            StoppedError: the run was asked to stop meanwhile.
+        """
+        return resolve_model_folder(self.config.model.path, self.observer, self._check_stop)
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise StoppedError("the run was asked to stop before its first step")
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -282,6 +290,7 @@ class PPOTrainer:
             self.tokenizer,
             servers=own_fleet.wait() if own_fleet is not None else self._servers,
             background=background,
+            observer=self.observer,
             tied_names=find_tied_names(learner.model),
         )
         if own_fleet is not None:
@@ -381,7 +390,7 @@ def find_first_rolled_step(folder: RunFolder, first_step: int) -> int:
     if step == first_step:
         return step
     try:
-        check_not_all_failed(folder.read_trajectories(step - 1), f"step {step - 1}")
+        check_batch_worked(folder.read_trajectories(step - 1), f"step {step - 1}")
     except RolloutFailedError:
         return step - 1
     return step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from filelock import FileLock, Timeout
 
 from agentrl_cli.errors import ModelError, RunError
 from agentrl_cli.log import Observer
+from agentrl_cli.models.stopping import CheckStop, go_on
 
 #: Another process that makes the same folder is waited for this long; ten times what it takes.
 _LOCK_TIMEOUT_SECONDS = 1200.0
@@ -29,11 +31,17 @@ def resolve_cache_folder() -> Path:
     return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "agentrl"
 
 
-def make_once(name: str, make: Callable[[Path], object], observer: Observer) -> Path:
+def make_once(
+    name: str,
+    make: Callable[[Path], object],
+    observer: Observer,
+    check_stop: CheckStop = go_on,
+) -> Path:
     """The cache's folder ``name``, which ``make`` fills if it is not there yet.
 
     ``make`` gets a path that does not exist, beside the final one, and makes a folder of
-    it, which is renamed when it is whole. Processes that want the same folder take turns.
+    it, which is renamed when it is whole. Processes that want the same folder take turns;
+    ``check_stop`` is called while one waits for its own.
 
     Raises:
         ModelError: the cache folder cannot be written.
@@ -45,7 +53,7 @@ def make_once(name: str, make: Callable[[Path], object], observer: Observer) -> 
         return folder
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _wait_for_lock(cache / f"{name}.lock", observer):
+        with _wait_for_lock(cache / f"{name}.lock", observer, check_stop):
             if not folder.is_dir():
                 _make_and_rename(folder, make)
     except OSError as error:
@@ -56,21 +64,27 @@ def make_once(name: str, make: Callable[[Path], object], observer: Observer) -> 
     return folder
 
 
-def _wait_for_lock(path: Path, observer: Observer) -> FileLock:
+def _wait_for_lock(path: Path, observer: Observer, check_stop: CheckStop) -> FileLock:
     """The lock, held; a process that dies lets go of it."""
     lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        observer.on_message(f"another process is making {path.stem}: waiting for it")
+    deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
+    is_told = False
+    while True:
         try:
-            lock.acquire(timeout=_LOCK_TIMEOUT_SECONDS, poll_interval=_LOCK_POLL_SECONDS)
+            lock.acquire(timeout=0)
         except Timeout:
+            if not is_told:
+                observer.on_message(f"another process is making {path.stem}: waiting for it")
+                is_told = True
+        else:
+            return lock
+        check_stop()
+        if time.monotonic() > deadline:
             raise RunError(
                 f"another process has held {path} for {_LOCK_TIMEOUT_SECONDS:.0f} seconds. End "
                 "it, or type AGENTRL_CACHE=ANOTHER_FOLDER before the command"
-            ) from None
-    return lock
+            )
+        time.sleep(_LOCK_POLL_SECONDS)
 
 
 def _make_and_rename(folder: Path, make: Callable[[Path], object]) -> None:

@@ -25,6 +25,7 @@ from agentrl_cli.config.sft import (
 from agentrl_cli.log import Observer
 from agentrl_cli.models.cache import make_once
 from agentrl_cli.models.sft_training import train_and_save
+from agentrl_cli.models.stopping import CheckStop, go_on
 
 #: The files of this room that decide what the model becomes.
 _SOURCES = (
@@ -68,8 +69,10 @@ def build_calculator_config(output_path: str) -> SftConfig:
     )
 
 
-def make_calculator_model(observer: Observer) -> Path:
+def make_calculator_model(observer: Observer, check_stop: CheckStop = go_on) -> Path:
     """The folder of the built-in model; made in about a minute if it is not in the cache.
+
+    What ``check_stop`` raises ends the making, and nothing of it is kept.
 
     Raises:
         ModelError: the cache folder cannot be written.
@@ -77,9 +80,9 @@ def make_calculator_model(observer: Observer) -> Path:
     name = f"calculator-{compute_digest()}"
 
     def make(folder: Path) -> None:
-        train_and_save(build_calculator_config(str(folder)), None, observer)
+        train_and_save(build_calculator_config(str(folder)), None, observer, check_stop)
 
-    return make_once(name, make, observer)
+    return make_once(name, make, observer, check_stop)
 
 
 def compute_digest() -> str:

@@ -9,17 +9,20 @@ from agentrl_cli.errors import ModelError, format_nearest
 from agentrl_cli.log import Observer
 from agentrl_cli.models.calculator import make_calculator_model
 from agentrl_cli.models.pretrained import load_model, load_tokenizer
+from agentrl_cli.models.stopping import CheckStop, go_on
 
 __all__ = ["load_model", "load_tokenizer", "resolve_model_folder"]
 
 _BUILTIN = "builtin:"
-_BUILTIN_MODELS: dict[str, Callable[[Observer], Path]] = {
+_BUILTIN_MODELS: dict[str, Callable[[Observer, CheckStop], Path]] = {
     "builtin:calculator": make_calculator_model
 }
 
 
-def resolve_model_folder(path: str, observer: Observer) -> str:
+def resolve_model_folder(path: str, observer: Observer, check_stop: CheckStop = go_on) -> str:
     """A folder or hub id for ``path``; a ``builtin:`` model is made on its first use.
+
+    What ``check_stop`` raises ends the making, and nothing of it is kept.
 
     Raises:
         ModelError: there is no such built-in model, or no such folder.
@@ -30,7 +33,7 @@ def resolve_model_folder(path: str, observer: Observer) -> str:
                 f"model.path: {path!r} is not a built-in model; "
                 f"{format_nearest(path, _BUILTIN_MODELS)}"
             )
-        return str(_BUILTIN_MODELS[path](observer))
+        return str(_BUILTIN_MODELS[path](observer, check_stop))
     if not Path(path).exists() and _must_be_folder(path):
         raise ModelError(
             f"model.path: there is no folder {path!r} (from the current folder, "

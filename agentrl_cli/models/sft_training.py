@@ -27,6 +27,7 @@ from agentrl_cli.models.sft_rows import (
     load_rows,
     render_conversation,
 )
+from agentrl_cli.models.stopping import CheckStop, go_on
 from agentrl_cli.models.tokenizer import build_untrained_tokenizer, train_tokenizer
 
 #: A tokenizer is learned from so many rows, spread over the dataset: more would change
@@ -37,7 +38,9 @@ _MAX_TOKENIZER_ROWS = 2000
 _IGNORED = -100
 
 
-def train_and_save(config: SftConfig, start_path: str | None, observer: Observer) -> Path:
+def train_and_save(
+    config: SftConfig, start_path: str | None, observer: Observer, check_stop: CheckStop = go_on
+) -> Path:
     """The folder of the trained model, in Hugging Face format.
 
     The folder appears whole, when all is done, or not at all. The same configuration
@@ -47,6 +50,7 @@ def train_and_save(config: SftConfig, start_path: str | None, observer: Observer
         config: what to train on, and how.
         start_path: folder or hub id to go on from; None: ``config.model.new`` says what to make.
         observer: sees a stage with one unit per update.
+        check_stop: called between rows and updates; what it raises ends the training.
 
     Raises:
         UserInputError: the model or the dataset cannot be used.
@@ -56,8 +60,8 @@ def train_and_save(config: SftConfig, start_path: str | None, observer: Observer
     rows = load_rows(config.dataset)
     with _fixed_randomness(config.seed, config.train.num_threads):
         model, tokenizer = _build_model(config, start_path, rows)
-        encoded = _encode_rows(config, tokenizer, rows)
-        _train(model, encoded, config, observer)
+        encoded = _encode_rows(config, tokenizer, rows, check_stop)
+        _train(model, encoded, config, observer, check_stop)
         _save(model, tokenizer, output, config.model.dtype)
     return output
 
@@ -120,10 +124,14 @@ def _build_new_model(config: NewModelConfig, tokenizer: PreTrainedTokenizerFast)
 
 
 def _encode_rows(
-    config: SftConfig, tokenizer: PreTrainedTokenizerFast, rows: Sequence[Mapping[str, Any]]
+    config: SftConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: Sequence[Mapping[str, Any]],
+    check_stop: CheckStop,
 ) -> list[EncodedRow]:
     encoded = []
     for number, row in enumerate(rows, start=1):
+        check_stop()
         where = f"{config.dataset.path}, row {number}"
         one = encode_conversation(tokenizer, row["messages"], row.get("tools"), where)
         if len(one.input_ids) > config.train.max_row_tokens:
@@ -137,7 +145,11 @@ def _encode_rows(
 
 
 def _train(
-    model: PreTrainedModel, rows: Sequence[EncodedRow], config: SftConfig, observer: Observer
+    model: PreTrainedModel,
+    rows: Sequence[EncodedRow],
+    config: SftConfig,
+    observer: Observer,
+    check_stop: CheckStop,
 ) -> None:
     train = config.train
     batches = _plan_batches(rows, config)
@@ -155,6 +167,7 @@ def _train(
     model.train()
     observer.on_stage("warm start", total=len(batches))
     for index, batch in enumerate(batches):
+        check_stop()
         for group in optimizer.param_groups:
             group["lr"] = compute_learning_rate(train, index, len(batches))
         with torch.autocast(

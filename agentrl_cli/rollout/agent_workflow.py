@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,6 +92,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         self._rollout = rollout
         self._open_client = open_client
         self._seed = seed
+        self._served_urls: set[str] = set()
         self.use(rollout)
 
     def check_rows(self, rows: list[dict[str, Any]], where: str) -> None:
@@ -155,7 +156,9 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         except UserInputError:
             raise
         except Exception as error:
-            failure = _describe(error, client, Boundary.REWARD if scoring else None)
+            failure = _describe(
+                error, client, self._served_urls, Boundary.REWARD if scoring else None
+            )
         finally:
             await client.close()
         client.apply_reward_discount(self._rollout.turn_discount)
@@ -238,7 +241,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         except UserInputError:
             raise
         except Exception as error:
-            if _describe(error, client).boundary is not Boundary.BUDGET:
+            if _describe(error, client, self._served_urls).boundary is not Boundary.BUDGET:
                 raise
             if client.session.stop_reason is None:
                 # The framework counted the turns itself.
@@ -262,12 +265,15 @@ class AgentRolloutWorkflow(RolloutWorkflow):
                 worker, client, row, model=engine.model_name, max_turns=self._rollout.max_turns
             )
         runner = source.get_runner(client, engine.model_name)
-        served = runner.needs_base_url
+        base_url = str(client.base_url)
+        if runner.needs_base_url:
+            base_url = await client.gateway.serve()
+            self._served_urls.add(base_url)
         return await runner.run(
             row,
             client,
             model=engine.model_name,
-            base_url=await client.gateway.serve() if served else str(client.base_url),
+            base_url=base_url,
             api_key=client.session_key,
             http_client=client.gateway.http_client,
             max_turns=self._rollout.max_turns,
@@ -308,7 +314,10 @@ class AgentRolloutWorkflow(RolloutWorkflow):
 
 
 def _describe(
-    error: Exception, client: TrackingClient, boundary: Boundary | None = None
+    error: Exception,
+    client: TrackingClient,
+    served_urls: Iterable[str],
+    boundary: Boundary | None = None,
 ) -> Failure:
     return describe_failure(
         error,
@@ -316,6 +325,7 @@ def _describe(
         budget_exceeded=client.session.budget_exceeded,
         stop_reason=client.session.stop_reason,
         engine_error=client.session.engine_error,
+        own_urls=(str(client.base_url), *served_urls),
     )
 
 

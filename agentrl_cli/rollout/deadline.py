@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from agentrl_cli.log import get_logger
+from agentrl_cli.tracking.blocking_client import BlockingCallError
+from agentrl_cli.tracking.loop_guard import OwnLoopError
 
 ResultT = TypeVar("ResultT")
 
@@ -60,6 +62,8 @@ async def _contain_exit(coroutine: Coroutine[Any, Any, ResultT], what: str) -> R
         return await coroutine
     except SystemExit as error:
         raise RuntimeError(f"{what} called exit({error.code!r})") from error
+    except OwnLoopError as error:
+        raise BlockingCallError(str(error)) from error
 
 
 async def _end(task: asyncio.Task[Any], what: str) -> None:

@@ -12,6 +12,7 @@ from openai import AsyncOpenAI
 from agentrl_cli.agents.runner import AgentOutcome
 from agentrl_cli.config.experiment import ExternalConfig, GenerationConfig, RolloutConfig
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
+from agentrl_cli.errors import DatasetError, RewardError, UserInputError
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow, ClientFactory
 from agentrl_cli.rollout.external_board import TaskBoard, TaskOffer
@@ -192,7 +193,14 @@ class ExternalWorkflow(RolloutWorkflow):
 
         Raises:
             RewardSignatureError: naming it.
+            DatasetError: naming the row.
         """
+        for number, row in enumerate(rows, start=1):
+            if not isinstance(row.get("agent_name"), str | None):
+                raise DatasetError(
+                    f"{where}: row {number} (counted from 1) has the agent_name "
+                    f"{row['agent_name']!r}; allowed is text"
+                )
         if self._reward is not None:
             self._reward.check_rows(rows, where)
 
@@ -213,7 +221,7 @@ class ExternalWorkflow(RolloutWorkflow):
             offer = await self._board.wait_for_taker(attempt, self._split)
             runner = _LeaseRunner(self._board, offer, self._config.idle_timeout_seconds)
             try:
-                trajectory = await self._run(engine, offer.attempt, runner)
+                trajectory = await self._run(engine, offer, runner)
             finally:
                 self._board.fail(offer)
             if not runner.is_lost or number == self._config.max_leases:
@@ -221,17 +229,35 @@ class ExternalWorkflow(RolloutWorkflow):
         return trajectory
 
     async def _run(
-        self, engine: InferenceEngine, attempt: Attempt, runner: _LeaseRunner
+        self, engine: InferenceEngine, offer: TaskOffer, runner: _LeaseRunner
     ) -> Trajectory:
+        row = offer.attempt.task.row
         workflow = AgentRolloutWorkflow(
-            {attempt.task.row.get("agent_name"): runner},
-            reward=self._reward,
+            {row.get("agent_name"): runner},
+            reward=self._find_judge(row),
             gconfig=self._gconfig,
             rollout=self._rollout,
             open_client=self._open_client,
             seed=self._seed,
         )
-        return await workflow.arun_trajectory(engine, attempt)
+        return await workflow.arun_trajectory(engine, offer.attempt)
+
+    def _find_judge(self, row: Mapping[str, Any]) -> AsyncRewardWrapper | None:
+        """The reward function; of a program's own task, which nobody has checked, maybe its
+        refusal: that is the trajectory's failure, not the run's."""
+        if self._reward is None:
+            return None
+        try:
+            self._reward.check_rows([{**row}], "the program's task")
+        except UserInputError as error:
+            problem = str(error)
+        else:
+            return self._reward
+
+        async def refuse() -> float:
+            raise RewardError(problem)
+
+        return AsyncRewardWrapper(refuse)
 
     async def _open_door(self, engine: InferenceEngine) -> None:
         if self._door.is_open:

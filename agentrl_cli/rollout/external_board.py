@@ -36,6 +36,8 @@ class TaskOffer:
     opened: asyncio.Future[Lease] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+    is_deserted: bool = False
+    """True: the program that took it waits no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class TaskBoard:
         self._begun_groups: set[str] = set()
         self._changed = asyncio.Event()
         self._asked_at = time.monotonic()
+        self._is_closed = False
 
     # -- for workflows --------------------------------------------------------------------
 
@@ -97,7 +100,9 @@ class TaskBoard:
     def open(self, lease: ExternalLease, offer: TaskOffer) -> None:
         """Hands the session to the program that took the offer."""
         self._open[lease.session.id] = lease
-        if not offer.opened.done():
+        if offer.is_deserted:
+            lease.end(None)
+        elif not offer.opened.done():
             offer.opened.set_result(lease)
 
     def close(self, lease: ExternalLease, state: str) -> None:
@@ -131,8 +136,13 @@ class TaskBoard:
                 f"{self._max_sessions} sessions are open (rollout.max_concurrent): end one first",
             )
         offer = await self._take(wish, time.monotonic() + wish.wait_seconds)
-        done, _ = await asyncio.wait({offer.opened}, timeout=_OPEN_SECONDS)
+        try:
+            done, _ = await asyncio.wait({offer.opened}, timeout=_OPEN_SECONDS)
+        except asyncio.CancelledError:
+            offer.is_deserted = True
+            raise
         if not done:
+            offer.is_deserted = True
             raise AdminError(503, "not_opened", "the session was not opened in time: ask again")
         return offer.opened.result()
 
@@ -158,6 +168,11 @@ class TaskBoard:
         if self._past.get(session_id) != "abandoned":
             self._find(session_id).end(None)
 
+    def stop(self) -> None:
+        """Gives out no more: whoever waits is told so."""
+        self._is_closed = True
+        self._wake()
+
     def summarize(self) -> dict[str, Any]:
         """How many sessions are open and tasks wait."""
         return {"num_open_sessions": len(self._open), "num_waiting_tasks": len(self._waiting)}
@@ -173,6 +188,8 @@ class TaskBoard:
 
     async def _take(self, wish: Wish, deadline: float) -> TaskOffer:
         while True:
+            if self._is_closed:
+                raise AdminError(503, "run_ended", "the run has ended: no task will come")
             changed = self._changed
             offer = self._choose(wish)
             if offer is not None:
@@ -205,6 +222,8 @@ class TaskBoard:
                 raise AdminError(
                     404, "unknown_group", f"no group {name!r} was begun: give its task as well"
                 )
+            if not isinstance(wish.task.get("agent_name"), str | None):
+                raise AdminError(400, "invalid_task", "agent_name must be text")
             group_id = self._find_untouched_group()
             if group_id is None:
                 return None

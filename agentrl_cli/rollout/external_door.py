@@ -47,7 +47,7 @@ class ExternalDoor:
 
     async def _open(self, gateway: BaseGateway, desk: SessionDesk) -> None:
         routes = AdminRoutes(desk, self._key, gateway.model_name, gateway.limits)
-        gateway.add_routes(routes.list_routes())
+        gateway.add_routes(routes.list_routes(), desk.stop)
         base_url = await gateway.serve(self._config.port or 0, self._config.host)
         self._announce(format_door(base_url.removesuffix("/v1"), self._key if self._is_own else ""))
         self.is_open = True

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from agentrl_cli.agents.runner import BoundaryError
 from agentrl_cli.errors import EngineError, RolloutFailedError
 from agentrl_cli.records import Boundary, Failure, StopReason, Trajectory
+from agentrl_cli.rollout.api_errors import find_failed_call
 from agentrl_cli.rollout.deadline import DeadlineError
 from agentrl_cli.rollout.worker_errors import AgentRunError
 
@@ -37,6 +38,7 @@ def describe_failure(
     budget_exceeded: str | None = None,
     stop_reason: StopReason | None = None,
     engine_error: BaseException | None = None,
+    own_urls: Collection[str] | None = None,
 ) -> Failure:
     """The failure that ``error`` was, attributed once.
 
@@ -46,12 +48,15 @@ def describe_failure(
         budget_exceeded: the budget that the session ran out of, if it did, in words.
         stop_reason: the same as a name.
         engine_error: the last engine error that a call of the session crossed.
+        own_urls: the gateway's addresses: an error of a call to another one is the agent's.
+            None: not known.
     """
     chain = list(_walk_causes(error))
     told = next((e for e in chain if isinstance(e, AgentRunError)), None)
     if told is not None:
         return _attribute(told.failure, budget_exceeded, engine_error)
-    api_error = any(_is_api_error(e) for e in chain)
+    call = find_failed_call(chain, own_urls)
+    api_error = call is not None and call.is_own
     shown = error
     if boundary is None:
         carrier = next((e for e in chain if isinstance(e, BoundaryError)), None)
@@ -68,6 +73,8 @@ def describe_failure(
         else:
             boundary = Boundary.GATEWAY if api_error else Boundary.AGENT
     message = str(shown)
+    if call is not None and shown is error:
+        message += call.explain()
     out_of_time = boundary is Boundary.TIMEOUT and stop_reason is StopReason.MAX_SECONDS
     if budget_exceeded is not None and (boundary is Boundary.BUDGET or out_of_time):
         message = f"{budget_exceeded} was reached: {message}"
@@ -99,14 +106,6 @@ def _attribute(
     return failure
 
 
-def _is_api_error(error: BaseException) -> bool:
-    """Whether an SDK raised it for a call's sake; known by name, not to load what nobody uses."""
-    return any(
-        t.__name__ == "APIError" and t.__module__.partition(".")[0] in ("openai", "anthropic")
-        for t in type(error).__mro__
-    )
-
-
 def _walk_causes(error: BaseException) -> Iterator[BaseException]:
     """The error, what it was raised from, and the members of exception groups."""
     waiting: list[BaseException | None] = [error]
@@ -124,13 +123,16 @@ def _walk_causes(error: BaseException) -> Iterator[BaseException]:
             waiting.extend(current.exceptions)
 
 
-def check_not_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
+def check_batch_worked(trajectories: Sequence[Trajectory], what: str) -> None:
     """Stops a run in which nothing works; ``what`` names the batch.
 
     Raises:
         RolloutFailedError: every trajectory failed at the same boundary with the same
-            exception class, and none of them has a reward.
+            exception class, and none of them has a reward; or none made a call of the model;
+            or none has a reward though agents ended as they should.
     """
+    _check_calls(trajectories, what)
+    _check_scores(trajectories, what)
     failures = [t.failure for t in trajectories if t.failure is not None and t.reward is None]
     causes = {(f.boundary, f.kind) for f in failures}
     if not trajectories or len(failures) < len(trajectories) or len(causes) != 1:
@@ -143,5 +145,36 @@ def check_not_all_failed(trajectories: Sequence[Trajectory], what: str) -> None:
         + "\n".join(f"  | {line}" for line in lines)
         + f"\n{_ADVICE[first.boundary]}. The failed trajectories are kept in the run folder: "
         "agentrl inspect-trajectories shows them.",
+        trajectories,
+    )
+
+
+def _check_calls(trajectories: Sequence[Trajectory], what: str) -> None:
+    """Refuses a batch whose agents spoke, if at all, to another model: there is no token in it."""
+    ended = [t for t in trajectories if t.failure is None]
+    if not ended or any(t.interactions for t in trajectories):
+        return
+    raise RolloutFailedError(
+        f"{what}: none of {len(trajectories)} trajectories called the model through agentrl, so "
+        "there is nothing to measure or to learn from. Does the agent make a client of its own? "
+        "Take agentrl's: def build(client, model), or async def solve(data, client, model); or "
+        "give yours the base_url and api_key that solve's signature can name. With "
+        "rollout.agent_mode: subprocess, clients made without arguments lead to agentrl. The "
+        "trajectories are kept in the run folder: agentrl inspect-trajectories shows them.",
+        trajectories,
+    )
+
+
+def _check_scores(trajectories: Sequence[Trajectory], what: str) -> None:
+    """Refuses a batch that nobody scored, though there was something to score."""
+    ended = [t for t in trajectories if t.failure is None]
+    if not ended or any(t.reward is not None for t in trajectories):
+        return
+    raise RolloutFailedError(
+        f"{what}: none of {len(trajectories)} trajectories has a reward, and {len(ended)} of them "
+        "ended without an error, so there is nothing to measure or to learn from. Let the function "
+        "of reward_fn_path return a number (None leaves a trajectory unscored), or without one "
+        "let the agent return it or call client.set_final_reward. The trajectories are kept in "
+        "the run folder: agentrl inspect-trajectories shows them.",
         trajectories,
     )

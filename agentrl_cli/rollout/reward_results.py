@@ -34,5 +34,5 @@ def parse_reward_result(result: Any) -> tuple[float | None, dict[str, float]]:
 def _parse(value: Any, what: str) -> float | None:
     try:
         return parse_number(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise RewardError(f"{what} is not usable: {error}. {_ALLOWED}") from None

@@ -13,7 +13,7 @@ from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import RunError
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.dataset import Task, TaskStream
-from agentrl_cli.rollout.failures import check_not_all_failed
+from agentrl_cli.rollout.failures import check_batch_worked
 from agentrl_cli.rollout.outcomes import list_outcomes
 from agentrl_cli.rollout.pool import OnFinished, TrajectoryPool
 from agentrl_cli.rollout.step_groups import StepGroups
@@ -61,7 +61,7 @@ async def run_tasks(
     if pool.error is not None:
         raise pool.error
     trajectories = [finished[attempt.id] for attempt in attempts]
-    check_not_all_failed(trajectories, f"evaluation after step {step}")
+    check_batch_worked(trajectories, f"evaluation after step {step}")
     return trajectories
 
 
@@ -167,7 +167,7 @@ class RolloutScheduler:
         self._next_step = step + 1
         del self._open[step]
         trajectories = groups.list_trajectories()
-        check_not_all_failed(trajectories, f"step {step}")
+        check_batch_worked(trajectories, f"step {step}")
         scores = ((t.group_id, t.task_id, compute_score(t)) for t in trajectories)
         self._stream.observe(step, list_outcomes(scores))
         return trajectories

@@ -69,21 +69,23 @@ def find_orphans(workers: set[int]) -> list[int]:
     if children.exists():
         found = {int(pid) for pid in children.read_bytes().split()}
     else:
-        found = {pid for pid, (parent, _, _) in _read_processes().items() if parent == me}
+        found = {pid for pid, (parent, _) in _read_processes().items() if parent == me}
     return sorted(found - workers)
 
 
 def read_memory(workers: set[int], *, with_others: bool) -> dict[int, int]:
-    """Bytes of RAM by worker; ``with_others``: what it has started included, if it is in the
-    worker's session."""
+    """Bytes of RAM by worker; ``with_others``: what it has started included."""
     if not _IS_LINUX:
         return {}
     if not with_others:
         return {pid: _read_own_memory(pid) for pid in workers}
-    used = dict.fromkeys(workers, 0)
-    for _, session, num_bytes in _read_processes().values():
-        if session in used:
-            used[session] += num_bytes
+    used, processes = dict.fromkeys(workers, 0), _read_processes()
+    for pid, (parent, num_bytes) in processes.items():
+        # A worker is the parent of what its descendants leave, so the way up leads to it.
+        while pid not in used and parent in processes:
+            pid, parent = parent, processes[parent][0]
+        if pid in used:
+            used[pid] += num_bytes
     return used
 
 
@@ -95,8 +97,8 @@ def _read_own_memory(pid: int) -> int:
     return int(fields[1]) * resource.getpagesize()
 
 
-def _read_processes() -> dict[int, tuple[int, int, int]]:
-    """Parent, session and bytes of RAM of every process."""
+def _read_processes() -> dict[int, tuple[int, int]]:
+    """Parent and bytes of RAM of every process."""
     page, found = resource.getpagesize(), {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
@@ -106,7 +108,7 @@ def _read_processes() -> dict[int, tuple[int, int, int]]:
             fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
         except OSError:
             continue
-        found[int(folder.name)] = (int(fields[1]), int(fields[3]), int(fields[21]) * page)
+        found[int(folder.name)] = (int(fields[1]), int(fields[21]) * page)
     return found
 
 

@@ -54,6 +54,13 @@ def build_process_error(
         return AgentProcessError("the agent's process was lost together with its host's")
     tail = format_tail(ended)
     status = int(ended["status"])
+    if ended["cause"] == "system":
+        return AgentProcessError(f"the system starts no further process for an agent{tail}")
+    if ended["cause"] == "trainer":
+        return AgentProcessError(
+            "the agent's process was killed: it closed the connection to the trainer, whose file "
+            f"descriptor is not the agent's{tail}"
+        )
     if ended["cause"] == "memory":
         used = ended["memory_bytes"] / 2**30
         return AgentMemoryError(

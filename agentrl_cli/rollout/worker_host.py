@@ -13,11 +13,13 @@ memory, tells how they ended, and leaves nothing of theirs behind.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import selectors
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -34,7 +36,6 @@ from agentrl_cli.rollout.worker_children import (
     read_memory,
 )
 from agentrl_cli.rollout.worker_client import warm_up
-from agentrl_cli.rollout.worker_command import build_command
 from agentrl_cli.rollout.worker_log import WorkerLog
 from agentrl_cli.rollout.worker_process import Worker, end_process, import_modules
 
@@ -43,8 +44,15 @@ _TICK_SECONDS = 0.2
 #: Other processes that a worker has started are looked for once in so many looks.
 _TICKS_PER_SEARCH = 5
 _PIECE_BYTES = 2**16
+#: What a pipe holds at most, by Linux's default for users without privileges, in such pieces.
+_MAX_LAST_PIECES = 16
 #: A thread is still counted for a moment after it was joined.
 _THREAD_END_SECONDS = 1.0
+_CODE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from agentrl_cli.rollout import worker_host; "
+    "getattr(worker_host, sys.argv[1])(*sys.argv[2:])"
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +64,7 @@ class _Child:
     output: int
     """The reading end of what it writes."""
     cause: str | None = None
-    """Why the host has killed it."""
+    """Why the host has killed it, or could not start it."""
     memory_bytes: int = 0
     """What it used when it was killed for that."""
     popen: subprocess.Popen[bytes] | None = None
@@ -141,19 +149,25 @@ class Host:
         """Starts a worker; gives its own channel in the worker itself."""
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
-        if self._forks:
-            host, pid = os.getpid(), os.fork()
+        host, popen = os.getpid(), None
+        try:
+            if self._forks:
+                pid = os.fork()
+            else:
+                popen = _start_interpreter(channel, writing)
+                pid = popen.pid
+        except OSError as error:
+            # The system is short of processes or memory: those that run already shall go on.
+            os.close(reading)
+            self._tell_end(_Child(worker, 0, reading, "system"), 0, [str(error)])
+        else:
             if pid == 0:
                 os.close(reading)
                 return self._become_worker(host, channel, writing)
-            child = _Child(worker, pid, reading)
-        else:
-            popen = _start_interpreter(channel, writing)
-            child = _Child(worker, popen.pid, reading, popen=popen)
+            child = self._children[worker] = _Child(worker, pid, reading, popen=popen)
+            self._selector.register(reading, selectors.EVENT_READ, child)
         os.close(writing)
         os.close(channel)
-        self._children[worker] = child
-        self._selector.register(reading, selectors.EVENT_READ, child)
         return None
 
     def _become_worker(self, host: int, channel: int, output: int) -> Channel:
@@ -202,14 +216,19 @@ class Host:
                 kill_worker(pid)
 
     def _settle(self, child: _Child, status: int) -> None:
-        while self._copy_output(child):
-            pass
+        # No more than can have been there when it ended: what it has started may write for ever.
+        for _ in range(_MAX_LAST_PIECES):
+            if not self._copy_output(child):
+                break
         self._forget_output(child)
         os.close(child.output)
         del self._children[child.id]
         if child.popen is not None:
             # It must not look for a process that is reaped already.
             child.popen.returncode = status
+        self._tell_end(child, status, self._log.forget(child.id))
+
+    def _tell_end(self, child: _Child, status: int, tail: list[str]) -> None:
         self._tell(
             {
                 "op": "ended",
@@ -217,7 +236,7 @@ class Host:
                 "status": status,
                 "cause": child.cause,
                 "memory_bytes": child.memory_bytes,
-                "tail": self._log.forget(child.id),
+                "tail": tail,
             }
         )
 
@@ -266,6 +285,18 @@ def _is_single_threaded() -> bool:
     while (num_threads := count_threads()) > 1 and time.monotonic() < deadline:
         time.sleep(0.01)
     return num_threads == 1
+
+
+def build_command(function: str, *arguments: str) -> list[str]:
+    """What runs a function of this module in a new interpreter.
+
+    The modules that a user's agent imports are found there as they are here, be it beside the
+    YAML, by PYTHONPATH, or by what a test has added to ``sys.path``.
+    """
+    # "" stands for the current folder, of which an agent may leave.
+    path = [str(Path(entry).absolute()) for entry in sys.path]
+    # Unbuffered: what an agent printed last is not lost with its process.
+    return [sys.executable, "-u", "-c", _CODE, json.dumps(path), function, *arguments]
 
 
 def _start_interpreter(channel: int, output: int) -> subprocess.Popen[bytes]:

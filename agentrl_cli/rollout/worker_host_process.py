@@ -19,9 +19,9 @@ from agentrl_cli.errors import BuilderError, RunError, build_error
 from agentrl_cli.guard import GUARD_PATH, KILL_SIGNAL
 from agentrl_cli.log import get_logger
 from agentrl_cli.rollout.worker_channel import Channel, ChannelError, Message
-from agentrl_cli.rollout.worker_command import build_command
 from agentrl_cli.rollout.worker_errors import build_process_error
-from agentrl_cli.rollout.worker_process import AgentSpec
+from agentrl_cli.rollout.worker_host import build_command
+from agentrl_cli.rollout.worker_process import MODEL_VARIABLES, AgentSpec
 
 _log = get_logger(__name__)
 
@@ -176,9 +176,12 @@ class HostProcess:
 
 
 def _build_environment() -> Mapping[str, str]:
-    """Many processes share the cores: each with a pool of threads would slow all of them down.
+    """One thread for each process, and nobody's keys.
 
-    A library that has started its threads could not be forked besides.
+    Many processes share the cores, and a library that has started its threads could not be
+    forked. One that makes a client when it is imported shall not do so before there is a model:
+    without a key it cannot, and is imported by the worker.
     """
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-    return {**dict.fromkeys(names, "1"), **os.environ}
+    own = {name: value for name, value in os.environ.items() if name not in MODEL_VARIABLES}
+    return {**dict.fromkeys(names, "1"), **own}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from agentrl_cli.agents.runner import AgentOutcome
 from agentrl_cli.errors import UserInputError, build_error
@@ -18,24 +18,12 @@ from agentrl_cli.rollout.worker_errors import (
     format_tail,
 )
 from agentrl_cli.rollout.worker_process import AgentSpec
+from agentrl_cli.tracking.client import TrackingClient
 
 #: Between the end of a process and the word of its host.
 _REPORT_SECONDS = 5.0
 #: What a process has said before its end may still be on its way.
 _DRAIN_SECONDS = 0.5
-
-
-class RewardTaker(Protocol):
-    """The tracking client of the trajectory, which rewards are laid on."""
-
-    def set_reward(self, interaction_id: str, reward: Any) -> None:
-        """Gives one interaction its own reward."""
-
-    def set_final_reward(self, reward: Any) -> None:
-        """Gives the reward to the interaction that ended last."""
-
-    def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Hands credit to earlier turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +99,7 @@ class WorkerLease:
         self.state = "idle"
         return True
 
-    async def run(self, task: AgentTask, client: RewardTaker) -> AgentOutcome:
+    async def run(self, task: AgentTask, client: TrackingClient) -> AgentOutcome:
         """What the agent ended with. Cancelled, it kills the process first.
 
         Raises:
@@ -130,7 +118,7 @@ class WorkerLease:
             if self.on_done is not None:
                 self.on_done()
 
-    async def _run(self, task: AgentTask, client: RewardTaker) -> AgentOutcome:
+    async def _run(self, task: AgentTask, client: TrackingClient) -> AgentOutcome:
         try:
             await self._channel.send_async({"op": "run", **asdict(task)})
             while (message := await self._receive()) is not None:
@@ -146,15 +134,24 @@ class WorkerLease:
         raise build_process_error(self.end, self._max_memory_gib)
 
     def _finish(self, message: Message) -> AgentOutcome:
-        if message["op"] == "done":
-            self.state = "finished"
-            self.modules = message["modules"]
-            return AgentOutcome(final_answer=message["final_answer"], returned=message["returned"])
         self.state = "spoilt"
-        if message["op"] == "refused":
-            raise build_error(message["error"], message["message"], UserInputError.exit_code)
-        told = message["failure"]
-        raise AgentRunError(Failure(**{**told, "boundary": Boundary(told["boundary"])}))
+        try:
+            if message["op"] == "done":
+                answer, returned = message["final_answer"], message["returned"]
+                self.modules = [str(name) for name in message["modules"]]
+                self.state = "finished"
+                return AgentOutcome(final_answer=answer, returned=returned)
+            error: Exception
+            if message["op"] == "refused":
+                error = build_error(message["error"], message["message"], UserInputError.exit_code)
+            else:
+                told = message["failure"]
+                failure = Failure(**{**told, "boundary": Boundary(told["boundary"])})
+                error = AgentRunError(failure)
+        except (KeyError, TypeError, ValueError):
+            text = f"a line is no message of a worker: {str(message)[:80]}"
+            raise ChannelError(text) from None
+        raise error
 
     async def _receive(self) -> Message | None:
         """The next message; None: the process has ended."""
@@ -213,7 +210,7 @@ class WorkerLease:
         return f": its process was killed{format_tail(self.end)}"
 
 
-def _answer(message: Message, client: RewardTaker) -> Message:
+def _answer(message: Message, client: TrackingClient) -> Message:
     """Does what a worker asks of the trajectory's client."""
     op = message["op"]
     try:

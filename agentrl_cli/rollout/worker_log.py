@@ -10,6 +10,8 @@ from agentrl_cli.log import mask_keys
 
 _MAX_LINE_BYTES = 4096
 _NUM_TAIL_LINES = 30
+#: Of one trajectory. An agent that prints in an endless loop would fill the disk for all.
+_MAX_LOGGED_BYTES = 4 * 2**20
 #: What is written before there is a log waits for it, up to so many bytes.
 _MAX_WAITING_BYTES = 2**20
 
@@ -20,6 +22,7 @@ class _Lines:
     def __init__(self) -> None:
         self.label = ""
         self.rest = b""
+        self.num_logged_bytes = 0
         self.tail: deque[str] = deque(maxlen=_NUM_TAIL_LINES)
 
 
@@ -60,6 +63,7 @@ class WorkerLog:
         lines = self._find(worker)
         self._end_line(lines)
         lines.label = label
+        lines.num_logged_bytes = 0
         lines.tail.clear()
 
     def write(self, worker: int, piece: bytes) -> None:
@@ -90,6 +94,11 @@ class WorkerLog:
         text = line[:_MAX_LINE_BYTES].decode("utf-8", errors="replace").rstrip("\r")
         text = mask_keys(text)
         lines.tail.append(text)
+        if lines.num_logged_bytes > _MAX_LOGGED_BYTES:
+            return b""
+        lines.num_logged_bytes += len(line)
+        if lines.num_logged_bytes > _MAX_LOGGED_BYTES:
+            text = f"(what it wrote after {_MAX_LOGGED_BYTES >> 20} MiB is not kept)"
         return f"{lines.label or 'agent worker'} | {text}\n".encode()
 
     def _append(self, text: bytes) -> None:

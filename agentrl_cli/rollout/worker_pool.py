@@ -141,6 +141,7 @@ class WorkerPool:
                 worker = self._ready.popleft()
                 if not worker.has_ended:
                     return worker
+                self._forget(worker)
             on_loop.changed.clear()
             await on_loop.changed.wait()
 

@@ -37,6 +37,14 @@ _log = get_logger(__name__)
 _LIBRARIES = tuple(
     sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
+#: By these the SDKs find a model and its key: they are the trajectory's own.
+MODEL_VARIABLES = (
+    *("OPENAI_BASE_URL", "OPENAI_API_KEY"),
+    # The last would be sent beside the key, and be taken for it.
+    *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"),
+)
+#: Any name is served; this one is no model of OpenAI's.
+SERVED_MODEL = "policy"
 #: Where builders are tried, there is nobody to talk to.
 NO_BASE_URL = "http://agentrl.invalid/v1"
 NO_KEY = "opens-nothing"
@@ -61,6 +69,7 @@ class Worker:
         self._modules = set(sys.modules)
         self._environment = dict(os.environ)
         self._folder = Path.cwd()
+        self._pid = os.getpid()
 
     def run(self) -> None:
         """Works until the trainer says that it is enough, or is gone."""
@@ -136,7 +145,10 @@ class Worker:
             cancelled = RuntimeError("the agent cancelled itself (asyncio.CancelledError)")
             reply = _format_failure(cancelled)
         except BaseException as error:
-            reply = _format_failure(error)
+            reply = _format_failure(error, own_urls=(task["base_url"],))
+        if os.getpid() != self._pid:
+            # Forked by the agent, and not ended where it should have been.
+            os._exit(0)
         self._channel.send(reply)
 
     async def _run_agent(self, task: Message) -> AgentOutcome:
@@ -180,7 +192,7 @@ def end_process() -> NoReturn:
 def build_environment(
     environment: Mapping[str, str], base_url: str, api_key: str
 ) -> dict[str, str]:
-    """The environment of an agent whose model is at ``base_url``."""
+    """``environment``, which names no model, for an agent whose model is at ``base_url``."""
     changed = {
         **environment,
         "OPENAI_BASE_URL": base_url,
@@ -188,9 +200,11 @@ def build_environment(
         # Anthropic's SDK adds /v1 itself.
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": api_key,
+        # The OpenAI Agents SDK would send traces to OpenAI with the session's key, and with every
+        # call the settings of OpenAI's newest model, which it takes for an agent without one.
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",
+        "OPENAI_DEFAULT_MODEL": SERVED_MODEL,
     }
-    # It would be sent beside the key, and be taken for it.
-    changed.pop("ANTHROPIC_AUTH_TOKEN", None)
     # The way to this machine must not lead through a proxy.
     for name in ("NO_PROXY", "no_proxy"):
         hosts = [host for host in environment.get(name, "").split(",") if host]
@@ -218,8 +232,10 @@ def _to_number(value: Any) -> float:
     return float("nan") if reward is None else reward
 
 
-def _format_failure(error: BaseException, boundary: Boundary | None = None) -> Message:
-    failure: Failure = describe_failure(error, boundary=boundary)
+def _format_failure(
+    error: BaseException, boundary: Boundary | None = None, own_urls: Sequence[str] | None = None
+) -> Message:
+    failure: Failure = describe_failure(error, boundary=boundary, own_urls=own_urls)
     message = {"op": "failed", "failure": asdict(failure)}
     try:
         encode_message(message)

@@ -7,6 +7,7 @@ neither reward itself nor see another.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -108,6 +109,10 @@ class SessionDesk(Protocol):
         """Gives a session's task back."""
         ...
 
+    def stop(self) -> None:
+        """Gives out no more: whoever waits is told so."""
+        ...
+
     def summarize(self) -> dict[str, Any]:
         """How many sessions are open and tasks wait."""
         ...
@@ -178,7 +183,7 @@ class AdminRoutes:
 
     async def _start(self, request: Request) -> Response:
         body = await self._read(request, ("task_id", "task", "group_id", "wait_seconds"))
-        lease = await self._desk.start(_parse_wish(body))
+        lease = await self._wait_for_lease(request, _parse_wish(body))
         root = f"{request.url.scheme}://{request.headers.get('host', '')}"
         described = {
             "id": lease.session.id,
@@ -189,6 +194,22 @@ class AdminRoutes:
             "seconds_left": lease.session.seconds_left,
         }
         return JSONResponse(described, status_code=201)
+
+    async def _wait_for_lease(self, request: Request, wish: Wish) -> Lease:
+        """A session for a program that still waits for it. Raises ClientDisconnect otherwise."""
+        starting = asyncio.create_task(self._desk.start(wish))
+        hanging_up = asyncio.create_task(_wait_for_hang_up(request))
+        try:
+            await asyncio.wait({starting, hanging_up}, return_when=asyncio.FIRST_COMPLETED)
+            if not hanging_up.done():
+                return starting.result()
+        finally:
+            for waiting in (starting, hanging_up):
+                waiting.cancel()
+            [lease, _] = await asyncio.gather(starting, hanging_up, return_exceptions=True)
+        if not isinstance(lease, BaseException):
+            self._desk.abandon(lease.session.id)
+        raise ClientDisconnect
 
     async def _summarize(self, request: Request) -> Response:
         return JSONResponse(self._desk.summarize())
@@ -223,6 +244,8 @@ class AdminRoutes:
         if not isinstance(rewards, dict):
             raise AdminError(400, "invalid_reward", "rewards must be {interaction id: number}")
         if "interaction_id" in body:
+            if not isinstance(body["interaction_id"], str):
+                raise AdminError(400, "invalid_request", "interaction_id must be text")
             rewards = {**rewards, body["interaction_id"]: body.get("reward")}
         parsed = {name: _parse_reward(value) for name, value in rewards.items()}
         completed = {i.id for i in lease.session.interactions if i.ended and i.reply is not None}
@@ -299,7 +322,7 @@ def _parse_wish(body: dict[str, Any]) -> Wish:
 def _parse_reward(value: Any) -> float | None:
     try:
         return parse_reward(value)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError) as error:
         raise AdminError(400, "invalid_reward", str(error)) from None
 
 
@@ -314,6 +337,11 @@ def _describe_interaction(interaction: Interaction) -> dict[str, Any]:
         "reward": interaction.reward,
         "error": interaction.error,
     }
+
+
+async def _wait_for_hang_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        continue
 
 
 async def _refuse_path(request: Request) -> Response:

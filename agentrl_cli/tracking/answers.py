@@ -8,7 +8,8 @@ flight, or gets what was answered, byte for byte.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+import inspect
+from collections import Counter, OrderedDict
 from collections.abc import Coroutine, Iterable, MutableMapping
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
+
+from agentrl_cli.tracking.transport import CANCELS_ON_HANG_UP
 
 #: How long a cancelled call may take to end before nobody waits for it.
 _CANCEL_SECONDS = 10.0
@@ -49,6 +52,8 @@ class Answer(Response):
         self.has_ended = False
         self.is_whole = False
         """True: it ended well, so that a repeated call may have it."""
+        self.is_cancelled = False
+        """True: nobody who asks from now on gets anything of it."""
         self._head: MutableMapping[str, Any] | None = None
         self._pieces: list[bytes] = []
         self._changed = asyncio.Event()
@@ -78,6 +83,11 @@ class Answer(Response):
             async for piece in pieces:
                 self.add(piece)
 
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of the body that there are: of a stream, events."""
+        return len(self._pieces)
+
     async def fail(self, refusal: Response, event: bytes) -> None:
         """Says what went wrong: as a response, or in a body that has begun, as its last event."""
         if self._pieces:
@@ -98,10 +108,16 @@ class Answer(Response):
 
     def cancel(self) -> asyncio.Task[None] | None:
         """Cancels the call; its task, None when it has ended."""
-        if self._work is None or self._work.done():
+        work = self._work
+        if work is None or work.done():
             return None
-        self._work.cancel()
-        return self._work
+        self.is_cancelled = True
+        if inspect.getcoroutinestate(work.get_coro()) == inspect.CORO_CREATED:  # type: ignore[arg-type]
+            # Cancelled before its first step it would never run, and its readers wait for ever.
+            asyncio.get_running_loop().call_soon(work.cancel)
+        else:
+            work.cancel()
+        return work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the answer to one reader, from its first byte on, as it is made."""
@@ -115,7 +131,8 @@ class Answer(Response):
             self._wake()
 
         self.num_readers += 1
-        watching = asyncio.create_task(watch())
+        is_cancelled_instead = CANCELS_ON_HANG_UP in scope.get("extensions", ())
+        watching = None if is_cancelled_instead else asyncio.create_task(watch())
         try:
             num_sent = 0
             while True:
@@ -131,7 +148,8 @@ class Answer(Response):
         except ClientDisconnect:
             return
         finally:
-            watching.cancel()
+            if watching is not None:
+                watching.cancel()
             self.num_readers -= 1
             if self.num_readers == 0 and not self.has_ended:
                 await wait_cancelled([self])
@@ -176,6 +194,8 @@ class AnswerBook:
         self._num_kept_bytes = 0
         self._running: set[Answer] = set()
         self._by_session: dict[str, dict[CallKey, list[Answer]]] = {}
+        #: Calls that were turned away and may come again, by session.
+        self._refused: dict[str, Counter[CallKey]] = {}
 
     @property
     def num_running(self) -> int:
@@ -193,8 +213,12 @@ class AnswerBook:
         that whose answer did not arrive: first one that nobody reads, then one in flight, then
         the latest that was sent to its end, as its reader may not have got it.
         """
+        refused = self._refused.get(key.session_id)
+        if refused is not None and refused[key]:
+            refused[key] -= 1
+            return None
         answers = self._by_session.get(key.session_id, {}).get(key, ())
-        usable = [a for a in answers if not a.has_ended or a.is_whole]
+        usable = [a for a in answers if a.is_whole or not (a.has_ended or a.is_cancelled)]
         return min(reversed(usable), key=_rank, default=None)
 
     def begin(self, key: CallKey) -> Answer:
@@ -203,6 +227,10 @@ class AnswerBook:
         self._running.add(answer)
         self._by_session.setdefault(key.session_id, {}).setdefault(key, []).append(answer)
         return answer
+
+    def refuse(self, key: CallKey) -> None:
+        """Says that a call was turned away for now: when it comes again, it is new."""
+        self._refused.setdefault(key.session_id, Counter())[key] += 1
 
     def end(self, answer: Answer, *, is_whole: bool) -> None:
         """Ends an answer; one that ended well is kept for a while."""
@@ -224,6 +252,7 @@ class AnswerBook:
         """Forgets what the session was answered; what it still has in flight."""
         answers = self._list(session_id)
         self._by_session.pop(session_id, None)
+        self._refused.pop(session_id, None)
         for answer in answers:
             if answer in self._kept:
                 del self._kept[answer]

@@ -131,24 +131,41 @@ class BlockingTrackingClient(OpenAI):
     Make it on the event loop, use it in other threads. It ends with the tracking client:
     calls in flight are cancelled then, and later ones refused.
 
+    Args:
+        client: whose session it is.
+        original: the client that this is a copy of.
+        openai_options: what ``OpenAI`` takes besides.
+
     Raises:
         RuntimeError: made where no event loop runs.
     """
 
-    def __init__(self, client: TrackingClient) -> None:
-        self._bridge = _Bridge(asyncio.get_running_loop())
+    def __init__(
+        self,
+        client: TrackingClient,
+        *,
+        original: BlockingTrackingClient | None = None,
+        **openai_options: Any,
+    ) -> None:
         self._tracking = client
-        client.call_on_close(self._bridge.close)
-        transport = _BlockingTransport(self._bridge, InProcessTransport(client.gateway.app))
-        super().__init__(
-            base_url=client.base_url,
-            api_key=client.session_key,
-            max_retries=client.max_retries,
+        options: dict[str, Any] = {
+            "base_url": client.base_url,
+            "max_retries": client.max_retries,
+            **openai_options,
+            "api_key": client.session_key,
+        }
+        if original is None:
+            self._bridge = _Bridge(asyncio.get_running_loop())
+            client.call_on_close(self._bridge.close)
+            transport = _BlockingTransport(self._bridge, InProcessTransport(client.gateway.app))
             # Without the environment's proxies, which cost ten times the rest.
-            http_client=httpx2.Client(
+            options["http_client"] = httpx2.Client(
                 transport=transport, timeout=httpx2.Timeout(None), trust_env=False
-            ),
-        )
+            )
+        else:
+            self._bridge = original._bridge
+            options["http_client"] = original.http_client
+        super().__init__(**options)
 
     @property
     def http_client(self) -> httpx2.Client:
@@ -173,6 +190,13 @@ class BlockingTrackingClient(OpenAI):
     def set_final_reward(self, reward: Any) -> None:
         """As :meth:`TrackingClient.set_final_reward`."""
         self._on_loop(lambda: self._tracking.set_final_reward(reward))
+
+    def copy(self, **options: Any) -> BlockingTrackingClient:
+        """A client with other options on the same session."""
+        extra = {**options.pop("_extra_kwargs", {}), "client": self._tracking, "original": self}
+        return super().copy(**options, _extra_kwargs=extra)
+
+    with_options = copy
 
     def request(self, *args: Any, **kwargs: Any) -> Any:
         """One request.

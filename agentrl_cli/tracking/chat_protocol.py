@@ -73,7 +73,7 @@ class ChatProtocol:
         """OpenAI's error object."""
         return format_error(problem.message, problem.kind, param=problem.param, code=problem.code)
 
-    def format_stream_error(self, problem: Problem) -> bytes:
+    def format_stream_error(self, problem: Problem, num_events: int) -> bytes:
         """The same as an event."""
         return format_event(self.format_error(problem))
 

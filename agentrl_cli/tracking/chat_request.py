@@ -14,6 +14,7 @@ from agentrl_cli.tracking.model_request import ModelRequest, RequestError
 from agentrl_cli.tracking.request_fields import check_keys, drop_nulls, take, take_int
 from agentrl_cli.tracking.sampling_request import (
     MAX_TOP_LOGPROBS,
+    check_verbosity,
     parse_format,
     parse_sampling,
     parse_template_inputs,
@@ -33,6 +34,7 @@ _NEUTRAL_KEYS = frozenset(
         "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
+        "verbosity",
     }
 )
 _HONOURED_KEYS = frozenset(
@@ -68,9 +70,14 @@ _UNUSED_VALUES: Mapping[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "ignore_eos": (False,),
     "modalities": (["text"],),
-    "verbosity": ("medium",),
     "functions": ([],),
     "function_call": ("none", "auto"),
+}
+#: Keys of messages that no chat template reads, and what says the same.
+_UNREAD_MESSAGE_KEYS: Mapping[str, str] = {
+    "audio": "send its transcript as content",
+    "function_call": "use tool_calls, and role 'tool' for the result",
+    "refusal": "send it as content",
 }
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _MAX_STOPS = 64
@@ -84,14 +91,17 @@ def parse_chat_request(body: dict[str, Any], defaults: Sampling) -> ModelRequest
     """
     body = drop_nulls(body)
     check_keys(body, _HONOURED_KEYS, _NEUTRAL_KEYS, _UNUSED_VALUES)
+    check_verbosity(body)
     tools = parse_tools(body)
     rules, parse_calls = parse_tool_rules(body, tools, _parse_response_format(body))
     logprobs = take(body, "logprobs", bool, False)
     num_top_logprobs = take_int(body, "top_logprobs", 0, minimum=0, maximum=MAX_TOP_LOGPROBS)
     if num_top_logprobs and not logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+    messages = parse_messages(body)
+    _check_all_is_read(messages)
     return ModelRequest(
-        messages=parse_messages(body),
+        messages=messages,
         inputs=parse_template_inputs(body, tools, take_effort(body, "reasoning_effort")),
         sampling=parse_sampling(
             body,
@@ -135,6 +145,14 @@ def parse_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+def _check_all_is_read(messages: tuple[Message, ...]) -> None:
+    for index, message in enumerate(messages):
+        for key, remedy in _UNREAD_MESSAGE_KEYS.items():
+            if message.get(key):
+                where = f"messages[{index}].{key}"
+                raise RequestError(f"{where} is not supported here; {remedy}", where)
+
+
 def _check_content(content: Any, where: str) -> None:
     if content is None or isinstance(content, str):
         return
@@ -175,7 +193,7 @@ def _parse_stream_options(body: Mapping[str, Any]) -> bool:
     """Whether usage is wanted at the end of a stream."""
     options = take(body, "stream_options", dict, {})
     # Obfuscation pads events against eavesdroppers, who do not exist on a loopback socket.
-    check_keys(options, ("include_usage",), ("include_obfuscation",), {})
+    check_keys(options, ("include_usage",), ("include_obfuscation",), {}, path="stream_options.")
     return take(options, "include_usage", bool, False, "stream_options.")
 
 

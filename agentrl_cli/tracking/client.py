@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import httpx2
 from openai import AsyncOpenAI
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.records import Interaction
 from agentrl_cli.tracking.export import ExportedInteraction
 from agentrl_cli.tracking.gateway import BaseGateway, get_gateway
+from agentrl_cli.tracking.sdk_platform import SharedPlatform
 from agentrl_cli.tracking.sequences import ExportStyle
 from agentrl_cli.tracking.session import Budget, Session
 
-_IN_PROCESS_URL = "http://agentrl.invalid/v1"
+#: Parsed once, and with the slash that the SDK would add to it for every client.
+IN_PROCESS_URL = httpx2.URL("http://agentrl.invalid/v1/")
 
 
-class TrackingClient(AsyncOpenAI):
+class TrackingClient(SharedPlatform, AsyncOpenAI):
     """Works wherever an ``AsyncOpenAI`` does; make one per trajectory.
 
     Args:
@@ -60,7 +63,7 @@ class TrackingClient(AsyncOpenAI):
         self.gateway = gateway
         self.session = session or gateway.open_session(sampling=sampling, budget=budget)
         self._on_close: list[Callable[[], Awaitable[None]]] = []
-        options: dict[str, Any] = {"base_url": _IN_PROCESS_URL, "max_retries": 0}
+        options: dict[str, Any] = {"base_url": IN_PROCESS_URL, "max_retries": 0}
         options |= openai_options
         options |= {"api_key": self.session.key, "http_client": gateway.http_client}
         super().__init__(**options)

@@ -17,7 +17,7 @@ def parse_reward(value: Any) -> float | None:
 
     Raises:
         TypeError: ``value`` is no number.
-        ValueError: ``value`` is infinite.
+        ValueError: ``value`` is infinite, or too large for a float.
     """
     if value is None:
         return None
@@ -28,7 +28,10 @@ def parse_reward(value: Any) -> float | None:
             f"a reward must be a number, a bool or None (unscored), not "
             f"{type(value).__name__}: {value!r:.200}"
         )
-    reward = float(value)
+    try:
+        reward = float(value)
+    except OverflowError as error:
+        raise ValueError(f"a reward must be finite, not a number this large: {error}") from None
     if math.isnan(reward):
         return None
     if math.isinf(reward):

@@ -13,17 +13,18 @@ import json
 import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import BaseRoute, Route, Router
+from starlette.routing import BaseRoute, Route
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.log import get_logger
 from agentrl_cli.tracking.answers import Answer, AnswerBook, CallKey, wait_cancelled
+from agentrl_cli.tracking.call_router import CallRouter
 from agentrl_cli.tracking.chat_protocol import ChatProtocol
 from agentrl_cli.tracking.constraints import constrain
 from agentrl_cli.tracking.messages_protocol import CountTokensProtocol, MessagesProtocol
@@ -79,16 +80,17 @@ class BaseGateway(ABC):
         self.limits = limits or Limits()
         self._answers = AnswerBook()
         self._protocols = {protocol.path: protocol for protocol in protocols}
-        # Not Starlette around it: its middlewares answer exceptions, of which none come this far.
-        self.app = Router(
-            routes=[
-                *(Route(path, self._answer_call, methods=["POST"]) for path in self._protocols),
+        self.app = CallRouter(
+            self._protocols,
+            self._answer_call,
+            [
                 Route("/v1/models", self._list_models, methods=["GET"]),
                 Route("/v1/{path:path}", self._unknown_path, methods=_METHODS),
-            ]
+            ],
         )
         self.http_client = SharedClient(self.app)
         self._sessions: dict[bytes, Session] = {}
+        self._on_close: list[Callable[[], None]] = []
         self._server = GatewayServer(self.app)
 
     @abstractmethod
@@ -142,9 +144,10 @@ class BaseGateway(ABC):
         """Sessions whose key still opens the gateway."""
         return len(self._sessions)
 
-    def add_routes(self, routes: Iterable[BaseRoute]) -> None:
-        """Serves further paths, before all others."""
+    def add_routes(self, routes: Iterable[BaseRoute], *on_close: Callable[[], None]) -> None:
+        """Serves further paths before those of calls; ``on_close`` runs before the socket ends."""
         self.app.routes[:0] = list(routes)
+        self._on_close += on_close
 
     async def serve(self, port: int = 0, host: str = LOOPBACK) -> str:
         """The base_url of a socket, opened on first use: ``http://127.0.0.1:N/v1``.
@@ -159,8 +162,14 @@ class BaseGateway(ABC):
         return f"{await self._server.start(port, host)}/v1"
 
     async def close(self) -> None:
-        """Ends the socket and the in-process client."""
-        self._sessions.clear()
+        """Ends all sessions, the socket and the in-process client."""
+        for tell in self._on_close:
+            tell()
+        sessions = list(self._sessions.values())
+        running = [answer for s in sessions for answer in self._answers.list_running(s.id)]
+        for session in sessions:
+            self.close_session(session)
+        await wait_cancelled(running)
         await self._server.stop()
         await self.http_client.end()
 
@@ -182,23 +191,27 @@ class BaseGateway(ABC):
             f"{request.method} {request.url.path} is not served here; served are {served} "
             "and GET /v1/models"
         )
+        if request.url.path.startswith("/v1/responses/"):
+            message += ". Replies are kept to be continued: send previous_response_id"
         if request.url.path.startswith("/v1/v1/"):
             message += ". Anthropic's SDK adds /v1 itself: give it a base_url that ends before it"
         return refuse(_guess_protocol(request), Problem(404, message))
 
-    async def _answer_call(self, request: Request) -> Response:
-        protocol = self._protocols[request.url.path]
+    async def _answer_call(self, path: str, request: Request) -> Response:
+        protocol = self._protocols[path]
         session = self._find_session(request)
         if session is None:
             return refuse(protocol, unknown_key_problem())
         try:
             data = await read_body(request, self.limits)
+            if session.is_closed:
+                return refuse(protocol, unknown_key_problem())
             key = CallKey(session.id, protocol.path, hashlib.sha256(data).digest())
             repeated = self._answers.find(key) if is_retry(request) else None
             if repeated is not None:
                 return repeated
             body = parse_json(data)
-            self._check_load(session)
+            self._check_load(session, key)
         except ClientDisconnect:
             return Response(status_code=499)
         except Exception as error:
@@ -227,15 +240,17 @@ class BaseGateway(ABC):
         finally:
             self._answers.end(answer, is_whole=is_whole)
 
-    def _check_load(self, session: Session) -> None:
+    def _check_load(self, session: Session, key: CallKey) -> None:
         """Raises BusyError when so many calls are in flight that one more is too many."""
         limits = self.limits
         if len(self._answers.list_running(session.id)) >= limits.max_session_calls:
+            self._answers.refuse(key)
             raise BusyError(
                 f"this session has {limits.max_session_calls} calls in flight, and may have no "
                 "more: wait for one of them"
             )
         if self._answers.num_running >= limits.max_calls:
+            self._answers.refuse(key)
             raise BusyError(f"{limits.max_calls} calls are in flight: ask again in a moment")
 
     def _find_session(self, request: Request) -> Session | None:
@@ -289,6 +304,8 @@ class Gateway(BaseGateway):
         if isinstance(protocol, CountTokensProtocol):
             plan = session.plan_prompt(request.messages, request.inputs)
             return JSONResponse(protocol.format_count(len(plan.prompt_ids)))
+        sampling = await self._hold_to_rules(request, session)
+        await session.wait_for_tokens(sampling, request.num_choices)
         calls = ModelCalls(
             self.engine,
             self.template,
@@ -298,7 +315,7 @@ class Gateway(BaseGateway):
                 f"{protocol.id_prefix}{uuid.uuid4().hex}",
                 request.messages,
                 request.inputs,
-                await self._hold_to_rules(request, session),
+                sampling,
                 request.num_choices,
             ),
         )
@@ -361,7 +378,8 @@ async def _continue_events(first: bytes, events: AsyncGenerator[bytes]) -> Async
 
 
 async def _fail(answer: Answer, protocol: WireProtocol, problem: Problem) -> None:
-    await answer.fail(refuse(protocol, problem), protocol.format_stream_error(problem))
+    event = protocol.format_stream_error(problem, answer.num_pieces)
+    await answer.fail(refuse(protocol, problem), event)
 
 
 def _guess_protocol(request: Request) -> WireProtocol:

@@ -93,8 +93,17 @@ def normalize_message(message: Message) -> list[Any]:
 
 def fingerprint(message: Message, previous: bytes = b"") -> bytes:
     """A digest of a message's meaning and of all that came before it."""
-    data = _write_json(normalize_message(message))
-    return hashlib.blake2b(data.encode("utf-8", "surrogatepass"), key=previous[:64]).digest()
+    return digest_meaning(write_meaning(message), previous)
+
+
+def write_meaning(message: Message) -> bytes:
+    """A message's meaning as text; equal meaning gives equal text."""
+    return _write_json(normalize_message(message)).encode("utf-8", "surrogatepass")
+
+
+def digest_meaning(meaning: bytes, previous: bytes = b"") -> bytes:
+    """As :func:`fingerprint`, of a meaning that was written before."""
+    return hashlib.blake2b(meaning, key=previous[:64]).digest()
 
 
 def fingerprint_prefixes(messages: Iterable[Message]) -> list[bytes]:

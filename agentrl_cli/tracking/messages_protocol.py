@@ -63,7 +63,7 @@ class MessagesProtocol:
         """Anthropic's error object."""
         return format_error(problem)
 
-    def format_stream_error(self, problem: Problem) -> bytes:
+    def format_stream_error(self, problem: Problem, num_events: int) -> bytes:
         """The same as an event."""
         return format_event("error", **self.format_error(problem))
 

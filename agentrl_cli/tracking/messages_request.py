@@ -202,7 +202,7 @@ def _convert_tool(tool: Any, index: int) -> Tool:
         )
     tool = drop_nulls(tool)
     known = ("name", "description", "input_schema", "strict")
-    check_keys(tool, known, _NEUTRAL_TOOL_KEYS, _UNUSED_TOOL_VALUES)
+    check_keys(tool, known, _NEUTRAL_TOOL_KEYS, _UNUSED_TOOL_VALUES, path=f"{where}.")
     if not isinstance(tool.get("input_schema"), dict):
         raise RequestError(
             f"{where}.input_schema must be a JSON schema, found {tool.get('input_schema')!r:.80}",
@@ -258,7 +258,7 @@ def _parse_rules(body: Mapping[str, Any], tools: Sequence[Tool]) -> tuple[ReplyR
 def _parse_format(body: Mapping[str, Any]) -> dict[str, Any] | None:
     """``output_config.format`` as chat completions write it."""
     output = take(body, "output_config", dict, {})
-    check_keys(drop_nulls(output), ("effort", "format"), (), {})
+    check_keys(drop_nulls(output), ("effort", "format"), (), {}, path="output_config.")
     wanted = take(output, "format", dict, {}, "output_config.")
     if not wanted:
         return None

@@ -73,7 +73,7 @@ class ModelCalls:
             # Nearly every request asks for one choice, which needs no task of its own.
             generations = [await works[0]] if len(works) == 1 else await _gather(works)
             parsed = [
-                self._open_reader(call).read(generation.completion_ids)
+                self.open_reader(call).read(generation.completion_ids)
                 for call, generation in zip(self.calls, generations, strict=True)
             ]
         except BaseException as error:
@@ -113,17 +113,19 @@ class ModelCalls:
         for call in self.calls:
             self.session.fail_call(call, error)
 
-    def _open_reader(self, call: Call) -> ReplyReader:
+    def open_reader(self, call: Call) -> ReplyReader:
+        """A reader of what the call samples."""
         return ReplyReader(
             self.template,
-            call.sampling.stop,
+            # Not those of the call's own sampling: the end of a single call is part of it.
+            self.request.sampling.stop,
             self.request.parse_tools,
             tools=self.request.inputs.tools,
             prompt_ids=call.plan.prompt_ids,
         )
 
     async def _stream(self, index: int, call: Call) -> AsyncGenerator[Piece | Choice]:
-        reader = self._open_reader(call)
+        reader = self.open_reader(call)
         whole = ParsedText()
         pieces: list[Generation] = []
         try:

@@ -40,7 +40,9 @@ class ReplyReader:
     ) -> None:
         self._template = template
         self._stop = tuple(stop)
-        prompt_end = template.decode_all(prompt_ids[-PROMPT_END_TOKENS:])
+        # Whether the prompt opened a thought is nothing to formats that know of none.
+        reads_thoughts = template.formats.reads_thoughts
+        prompt_end = template.decode_all(prompt_ids[-PROMPT_END_TOKENS:]) if reads_thoughts else ""
         context = ReplyContext(tools=tools if parse_tools else (), prompt_end=prompt_end)
         self._parser = _build_parser(template, context, parse_tools)
         self._decoder: DecodeStream | None = DecodeStream(skip_special_tokens=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +38,7 @@ class Limits:
 def is_retry(request: Request) -> bool:
     """True when an SDK says that it sends this request again."""
     count = request.headers.get(_RETRY_HEADER, "0")
-    return count.isascii() and count.isdigit() and int(count) > 0
+    return count.isascii() and count.isdigit() and count.strip("0") != ""
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
@@ -62,7 +63,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
         RequestError: no JSON, no object, or text that is no Unicode.
     """
     try:
-        value = json.loads(data, parse_constant=_refuse_constant)
+        value = json.loads(data, parse_constant=_refuse_constant, parse_float=_parse_number)
     except RecursionError:
         raise RequestError("the body is nested too deep") from None
     except ValueError as error:
@@ -84,6 +85,14 @@ def _check_unicode(value: dict[str, Any]) -> None:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
+
+
+def _parse_number(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        # Written again it would be Infinity, which is no JSON.
+        raise ValueError(f"the number {text:.20} is too large")
+    return number
 
 
 def check_size(request: ModelRequest, limits: Limits) -> None:

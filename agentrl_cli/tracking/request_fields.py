@@ -21,6 +21,7 @@ def check_keys(
     honoured: Collection[str],
     neutral: Collection[str],
     unused: Mapping[str, tuple[Any, ...]],
+    path: str = "",
 ) -> None:
     """Refuses keys that would be dropped in silence.
 
@@ -29,6 +30,7 @@ def check_keys(
         honoured: keys that are read.
         neutral: keys that change nothing about what is sampled.
         unused: keys that are allowed only at a value that means "not used".
+        path: where ``body`` stands in the request, ending in a point.
 
     Raises:
         RequestError: naming the key, with the nearest known one.
@@ -38,10 +40,13 @@ def check_keys(
             continue
         if key not in unused:
             raise RequestError(
-                f"{key!r:.80} is not supported here; {format_nearest(key, honoured)}", key[:80]
+                f"{path + key!r:.80} is not supported here; {format_nearest(key, honoured)}",
+                (path + key)[:80],
             )
         if value not in unused[key]:
-            raise RequestError(f"{key} = {value!r:.80} is not supported here; leave it out", key)
+            raise RequestError(
+                f"{path}{key} = {value!r:.80} is not supported here; leave it out", f"{path}{key}"
+            )
 
 
 def take(body: Mapping[str, Any], key: str, kind: type, default: Any, path: str = "") -> Any:

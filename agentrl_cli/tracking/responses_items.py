@@ -78,24 +78,29 @@ class _Turn:
     reasoning: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
+    results: list[Message] = field(default_factory=list)
+    """Of its calls; some agents send each right after its call."""
 
     def takes(self, kind: str, response_id: str | None) -> bool:
         """Whether a further item of ``kind`` belongs to this turn."""
         if response_id is not None and self.response_id is not None:
             return response_id == self.response_id
+        if self.results:
+            return False
         if kind == "reasoning":
             return not self.texts and not self.calls
         # Two messages in a row are two turns, unless calls show that one goes on.
         return kind == "function_call" or not self.texts or bool(self.calls)
 
-    def build_message(self) -> Message:
+    def build_messages(self) -> list[Message]:
+        """The turn, and the results that came for it."""
         content = "".join(self.texts)
         message: Message = {"role": "assistant", "content": content or (None if self.calls else "")}
         if self.calls:
             message["tool_calls"] = self.calls
         if any(self.reasoning):
             message["reasoning_content"] = "".join(self.reasoning)
-        return message
+        return [message, *self.results]
 
 
 class _ItemReader:
@@ -116,8 +121,8 @@ class _ItemReader:
         elif kind == "function_call":
             self._open_turn(item, kind).calls.append(_read_call(item, where))
         elif kind == "function_call_output":
-            self._close_turn()
-            self._messages.append(_read_output(item, where))
+            results = self._messages if self._turn is None else self._turn.results
+            results.append(_read_output(item, where))
         elif kind == "item_reference":
             raise RequestError(
                 f"{where} refers to the stored item {item.get('id')!r:.80}; items are not looked "
@@ -172,7 +177,7 @@ class _ItemReader:
 
     def _close_turn(self) -> None:
         if self._turn is not None:
-            self._messages.append(self._turn.build_message())
+            self._messages += self._turn.build_messages()
         self._turn = None
 
 

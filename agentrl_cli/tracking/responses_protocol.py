@@ -5,10 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
-from agentrl_cli.engine.protocol import Generation
 from agentrl_cli.tracking.chat_reply import format_error
 from agentrl_cli.tracking.model_calls import Choice, ModelCalls, Piece
 from agentrl_cli.tracking.responses_items import ID_PREFIX
@@ -22,7 +20,7 @@ from agentrl_cli.tracking.responses_reply import (
 )
 from agentrl_cli.tracking.responses_request import ResponsesRequest, parse_responses_request
 from agentrl_cli.tracking.session import Session
-from agentrl_cli.tracking.token_report import count_tokens_until, format_token_logprobs
+from agentrl_cli.tracking.token_report import TextLogprobs, count_tokens_until
 from agentrl_cli.tracking.tool_calls import ParsedText
 from agentrl_cli.tracking.wire import Problem, describe_error
 
@@ -47,7 +45,11 @@ class ResponsesProtocol:
             reasoning=reply.get("reasoning_content") or "",
         )
         writer = OutputWriter(calls.id, summarize=_get_request(calls).summarize)
-        writer.write(parsed, _list_text_logprobs(calls, choice.generation, parsed))
+        logprobs: list[Any] = []
+        if calls.request.logprobs:
+            of_text = _open_logprobs(calls)
+            logprobs = of_text.feed(choice.generation) + of_text.finish()
+        writer.write(parsed, logprobs)
         writer.end(_find_status(choice))
         return _format_ended(calls, choice, writer)
 
@@ -77,11 +79,13 @@ class ResponsesProtocol:
             param = param.replace("response_format", "text.format")
         return format_error(message, problem.kind, param=param, code=problem.code)
 
-    def format_stream_error(self, problem: Problem) -> bytes:
-        """An ``error`` event."""
+    def format_stream_error(self, problem: Problem, num_events: int) -> bytes:
+        """An ``error`` event, numbered like those before it."""
         error = self.format_error(problem)["error"]
         flat = {key: error[key] for key in ("code", "message", "param")}
-        return format_event({"type": "error", "sequence_number": 0, **flat, "error": error})
+        return format_event(
+            {"type": "error", "sequence_number": num_events, **flat, "error": error}
+        )
 
 
 class _EventWriter:
@@ -90,7 +94,7 @@ class _EventWriter:
     def __init__(self, calls: ModelCalls) -> None:
         self._calls = calls
         self._output = OutputWriter(calls.id, summarize=_get_request(calls).summarize)
-        self._logprobs: list[Any] = []
+        self._logprobs = _open_logprobs(calls) if calls.request.logprobs else None
         self._num_events = 0
 
     @property
@@ -104,14 +108,11 @@ class _EventWriter:
             response = _format(self._calls, status="in_progress")
             names = ("response.created", "response.in_progress")
             return self._number({"type": name, "response": response} for name in names)
-        parsed = piece.parsed
-        if self._calls.request.logprobs and piece.generation is not None:
-            self._logprobs += _format_logprobs(self._calls, piece.generation)
-        events = self._output.write(parsed, self._logprobs)
-        if parsed.content or parsed.reasoning or parsed.tool_calls:
-            # Those of thoughts and calls are nobody's: only texts have logprobs.
-            self._logprobs = []
-        return self._number(events)
+        logprobs: list[Any] = []
+        if self._logprobs is not None:
+            generation = piece.generation
+            logprobs = self._logprobs.feed(generation) if generation else self._logprobs.finish()
+        return self._number(self._output.write(piece.parsed, logprobs))
 
     def end(self, choice: Choice) -> list[bytes]:
         """The events of the end."""
@@ -138,6 +139,10 @@ class _EventWriter:
 def _get_request(calls: ModelCalls) -> ResponsesRequest:
     assert isinstance(calls.request, ResponsesRequest)
     return calls.request
+
+
+def _open_logprobs(calls: ModelCalls) -> TextLogprobs:
+    return TextLogprobs(calls.template, calls.open_reader(calls.calls[0]))
 
 
 def _find_status(choice: Choice) -> Status:
@@ -170,37 +175,3 @@ def _format_ended(calls: ModelCalls, choice: Choice, writer: OutputWriter) -> di
         completed_at=None if is_cut else int(time.time()),
         incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
     )
-
-
-def _list_text_logprobs(
-    calls: ModelCalls, generation: Generation, parsed: ParsedText
-) -> list[dict[str, Any]]:
-    """Those of the tokens between the thoughts and the calls."""
-    if not calls.request.logprobs:
-        return []
-    ids = generation.completion_ids
-    start = count_tokens_until(calls.template, ids, parsed.reasoning)
-    end = len(ids)
-    if parsed.tool_calls:
-        end = max(start, count_tokens_until(calls.template, ids, parsed.content))
-    part = replace(
-        generation,
-        completion_ids=ids[start:end],
-        rollout_logprobs=generation.rollout_logprobs[start:end],
-        top_logprobs=generation.top_logprobs[start:end],
-    )
-    return _format_logprobs(calls, part)
-
-
-def _format_logprobs(calls: ModelCalls, generation: Generation) -> list[dict[str, Any]]:
-    """Those of text: special tokens, such as the end of the turn, are none."""
-    special = set(calls.template.tokenizer.all_special_ids)
-    return [
-        logprob
-        for token_id, logprob in zip(
-            generation.completion_ids,
-            format_token_logprobs(calls.template, generation),
-            strict=True,
-        )
-        if token_id not in special
-    ]

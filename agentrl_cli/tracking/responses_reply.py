@@ -1,6 +1,7 @@
 """``/v1/responses``, the way out: the output items of a reply, and the events that tell of them.
 
-A reply that is not streamed is written as one that is, in one piece, so that both are equal.
+A reply that is not streamed is written as one that is, in one piece: its text comes before its
+calls.
 """
 
 from __future__ import annotations

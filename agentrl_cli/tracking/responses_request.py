@@ -22,6 +22,7 @@ from agentrl_cli.tracking.request_fields import (
 from agentrl_cli.tracking.responses_items import ID_PREFIX, parse_input
 from agentrl_cli.tracking.sampling_request import (
     MAX_TOP_LOGPROBS,
+    check_verbosity,
     parse_format,
     parse_sampling,
     parse_template_inputs,
@@ -112,12 +113,13 @@ def parse_responses_request(body: dict[str, Any], session: Session) -> Responses
     # "auto" would drop items where the input is too long; that stays an error.
     take_choice(body, "truncation", ("auto", "disabled"))
     options = take(body, "stream_options", dict, {})
-    check_keys(options, (), ("include_obfuscation",), {})
+    check_keys(options, ("include_obfuscation",), (), {}, path="stream_options.")
     tools = parse_flat_tools(body)
     text = drop_nulls(take(body, "text", dict, {}))
     asked_format = take(text, "format", dict, {"type": "text"}, "text.")
     response_format = parse_format(asked_format, asked_format, "text.format")
-    check_keys(text, ("format",), (), {"verbosity": ("medium",)})
+    check_keys(text, ("format",), ("verbosity",), {}, path="text.")
+    check_verbosity(text, "text.")
     rules, parse_calls = parse_tool_rules(body, tools, response_format)
     reasoning = take(body, "reasoning", dict, {})
     effort = take_effort(reasoning, "effort", "reasoning.")
@@ -203,7 +205,8 @@ def _wants_summary(reasoning: Mapping[str, Any]) -> bool:
         for key in ("summary", "generate_summary")
     ]
     known = ("effort", "summary", "generate_summary")
-    check_keys(drop_nulls(reasoning), known, (), {"mode": ("standard",), "context": ("auto",)})
+    unused = {"mode": ("standard",), "context": ("auto",)}
+    check_keys(drop_nulls(reasoning), known, (), unused, path="reasoning.")
     return any(summaries)
 
 

@@ -14,6 +14,7 @@ from agentrl_cli.tracking.tool_request import Tool
 
 #: What OpenAI allows; engines compute no more beside each token.
 MAX_TOP_LOGPROBS = 20
+_VERBOSITIES = frozenset({"low", "medium", "high"})
 _EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "max"})
 #: What the gateway itself passes to the tokenizer, or would change what comes back from it.
 _RESERVED_TEMPLATE_KWARGS = frozenset(
@@ -62,7 +63,7 @@ def parse_sampling(
         if key in body:
             asked = take_int(body, key, 1, minimum=1)
             limit = asked if limit is None else min(asked, limit)
-    seed = defaults.seed
+    seed = None
     if "seed" in body:
         seed = take_int(body, "seed", 0, minimum=-(2**63), maximum=2**63 - 1)
     return replace(
@@ -72,6 +73,7 @@ def parse_sampling(
         # 0 asks for the one most probable token.
         top_p=take_number(body, "top_p", defaults.top_p, 0.0, 1.0) or 1e-6,
         stop=(*defaults.stop, *stop),
+        # The session's gives each of its calls another one.
         seed=seed,
         num_top_logprobs=num_top_logprobs,
     )
@@ -112,6 +114,15 @@ def take_effort(body: Mapping[str, Any], key: str, path: str = "") -> str | None
         RequestError: an unknown name.
     """
     return take_choice(body, key, _EFFORTS, path)
+
+
+def check_verbosity(body: Mapping[str, Any], path: str = "") -> None:
+    """Passes over how long replies shall be, a wish that the OpenAI Agents SDK sends unasked.
+
+    Raises:
+        RequestError: an unknown name.
+    """
+    take_choice(body, "verbosity", _VERBOSITIES, path)
 
 
 def parse_format(

@@ -16,6 +16,8 @@ from agentrl_cli.tracking.schema_lengths import MAX_REPEATS
 
 #: The same as vLLM's.
 MAX_NESTING = 64
+#: A ``multipleOf`` above it xgrammar passes over.
+_MAX_FACTOR = 1024
 #: Keywords that speak of values of one type, and are nothing to others.
 _KEYWORDS_OF_TYPE: Mapping[str, tuple[str, ...]] = {
     "string": ("minLength", "maxLength", "pattern", "format"),
@@ -191,6 +193,9 @@ class _SchemaReader:
             others = [k for k in _KEYWORDS_OF_TYPE["number"] if k in schema and k != "multipleOf"]
             if "number" in types or others:
                 _refuse(at, "'multipleOf' can be held to of integers without bounds only")
+            factor = schema["multipleOf"]
+            if isinstance(factor, int | float) and factor > _MAX_FACTOR:
+                _refuse(at, f"'multipleOf' can be held to up to {_MAX_FACTOR}, found {factor}")
         if "object" in types:
             self._read_object(schema, at)
         if "array" in types:

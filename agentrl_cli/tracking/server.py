@@ -13,6 +13,7 @@ from typing import Any
 import uvicorn
 
 from agentrl_cli.errors import RunError, UserInputError
+from agentrl_cli.tracking.loop_guard import guard_port, release_port
 
 LOOPBACK = "127.0.0.1"
 #: Environment variable with the key that opens a gateway to those who are elsewhere.
@@ -39,6 +40,7 @@ class GatewayServer:
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
         self._url = ""
+        self._port = 0
 
     async def start(self, port: int = 0, host: str = LOOPBACK) -> str:
         """The server's url, ``http://127.0.0.1:PORT``; starts it when it is not running.
@@ -66,6 +68,7 @@ class GatewayServer:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self._server = self._task = None
+        release_port(self._port)
 
     async def _start(self, port: int, host: str) -> None:
         listener = open_listener(port, host)
@@ -89,7 +92,9 @@ class GatewayServer:
             self._server.serve(sockets=[listener]), context=contextvars.Context()
         )
         shown = f"[{host}]" if ":" in host else host
-        self._url = f"http://{shown}:{listener.getsockname()[1]}"
+        self._port = listener.getsockname()[1]
+        self._url = f"http://{shown}:{self._port}"
+        guard_port(self._port)
         deadline = asyncio.get_running_loop().time() + _START_SECONDS
         while not self._server.started:
             if self._task.done() or asyncio.get_running_loop().time() > deadline:

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -111,6 +111,7 @@ class Session:
         self._opened = self._last_active = time.monotonic()
         self._max_kept = max_kept
         self._open_calls: dict[int, Call] = {}
+        self._call_ended = asyncio.Event()
         collected = _COLLECTED.get()
         if collected is not None:
             collected.append(self)
@@ -127,6 +128,24 @@ class Session:
             TemplateError: the chat template refuses the messages.
         """
         return self._tree.plan(messages, inputs)
+
+    async def wait_for_tokens(self, sampling: Sampling, num_choices: int) -> None:
+        """Returns when the budget has the tokens that a request may need, or no call is in flight.
+
+        Calls at the same time would otherwise sample more than the budget holds; and a call that
+        was cut to what those in flight might leave would be cut for nothing.
+        """
+        while self._open_calls and not self._has_tokens(sampling, num_choices):
+            await self._call_ended.wait()
+
+    def _has_tokens(self, sampling: Sampling, num_choices: int) -> bool:
+        if self.budget.max_tokens is None:
+            return True
+        left = self.budget.max_tokens - self._num_tokens
+        wanted = left if sampling.max_tokens is None else sampling.max_tokens * num_choices
+        # With a budget every call has a limit.
+        reserved = sum(call.sampling.max_tokens or 0 for call in self._open_calls.values())
+        return reserved + min(wanted, left) <= left
 
     def begin_calls(
         self,
@@ -149,7 +168,7 @@ class Session:
         calls = []
         for index in range(num_choices):
             call_id = completion_id if index == 0 else f"{completion_id}-{index}"
-            seed = _derive_seed(sampling.seed, started, index)
+            seed = self._derive_seed(sampling.seed, started, index)
             calls.append(
                 Call(
                     call_id, messages, plan, replace(sampling, seed=seed),
@@ -217,6 +236,8 @@ class Session:
                 f"no completed interaction {interaction_id!r} in this session; it has {known}"
             )
         self._interactions[interaction_id] = replace(interaction, reward=parse_reward(reward))
+        # What was handed out before knew nothing of it.
+        self._set_returns({})
 
     def set_final_reward(self, reward: Any) -> None:
         """Gives the reward to the interaction that ended last.
@@ -231,10 +252,13 @@ class Session:
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
         """Hands credit down the tree: sets every interaction's ``turn_return``."""
-        returns = compute_turn_returns(self._interactions.values(), turn_discount)
-        for interaction_id, turn_return in returns.items():
-            interaction = self._interactions[interaction_id]
-            self._interactions[interaction_id] = replace(interaction, turn_return=turn_return)
+        self._set_returns(compute_turn_returns(self._interactions.values(), turn_discount))
+
+    def _set_returns(self, returns: Mapping[str, float]) -> None:
+        for interaction in tuple(self._interactions.values()):
+            turn_return = returns.get(interaction.id)
+            if turn_return != interaction.turn_return:
+                self._interactions[interaction.id] = replace(interaction, turn_return=turn_return)
 
     def export_interactions(self, style: ExportStyle = "concat") -> dict[str, ExportedInteraction]:
         """Completed interactions as training material, by id."""
@@ -283,6 +307,8 @@ class Session:
     def _keep(self, call: Call, interaction: Interaction) -> None:
         self.touch()
         self._open_calls.pop(id(call), None)
+        self._call_ended.set()
+        self._call_ended = asyncio.Event()
         if self._max_kept is not None and len(self._interactions) >= self._max_kept:
             self._interactions.clear()
             self._tree.clear()
@@ -305,14 +331,20 @@ class Session:
             seconds=time.perf_counter() - call.clock,
         )
 
+    def _derive_seed(self, asked: int | None, started: int, choice: int) -> int | None:
+        """The seed of one choice of a call.
+
+        What a request asks for repeats the reply when it is asked for again; the session's own
+        seed is another one for every call, so that a seeded session does not repeat itself.
+        """
+        if asked is not None:
+            text = f"{asked}/{choice}"
+        elif self.sampling.seed is not None:
+            text = f"{self.sampling.seed}/{started}/{choice}"
+        else:
+            return None
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
-
-
-def _derive_seed(seed: int | None, started: int, choice: int) -> int | None:
-    """Another seed for every call and choice, so that a seeded session does not repeat itself."""
-    if seed is None:
-        return None
-    digest = hashlib.blake2b(f"{seed}/{started}/{choice}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "big")

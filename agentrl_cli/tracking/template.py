@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from agentrl_cli.errors import UserInputError
@@ -27,10 +30,11 @@ from agentrl_cli.tracking.parsers.choosing import choose_formats, collect_templa
 from agentrl_cli.tracking.parsers.formats import ReplyFormats
 from agentrl_cli.tracking.tool_calls import make_encodable
 
-#: Stands for a sampled turn while rendering. Plain letters: no template escapes them.
-PLACEHOLDER = "AGENTRLSAMPLEDTURN"
+#: Stands for a sampled turn while rendering. Plain letters: no template escapes them. Another in
+#: every process: in no text that an agent sends, be it this file, may it be found.
+PLACEHOLDER = "AGENTRL" + "".join(secrets.choice(string.ascii_uppercase) for _ in range(24))
 #: Under which a placeholder keeps the reply that it stands for.
-_SAMPLED_KEY = "agentrl_sampled"
+_SAMPLED_KEY = f"{PLACEHOLDER}REPLY"
 
 
 class TemplateError(UserInputError):
@@ -196,18 +200,37 @@ class ChatTemplate:
     ) -> tuple[int, ...]:
         """A sampled turn's own ids, followed by the ids of the text after it.
 
-        The text begins with the template's end of turn: its first token is left out when
-        the model sampled an end token itself, and added when it did not (a turn that
-        stopped for length or at a stop text).
+        The text begins with the template's end of turn: it is left out when the model sampled
+        an end token itself, and added when it did not (a turn that stopped for length or at a
+        stop text).
         """
         after_ids = self.encode(text_after)
-        if completion_ids and after_ids:
-            sampled_end = finish_reason != "length" and completion_ids[-1] in self._end_ids
-            if completion_ids[-1] == after_ids[0] or (
-                sampled_end and after_ids[0] in self._special_tokens
-            ):
-                after_ids = after_ids[1:]
+        last = completion_ids[-1] if completion_ids else None
+        if last in after_ids[:1]:
+            after_ids = after_ids[1:]
+        elif finish_reason != "length" and last in self._end_ids and self._closes_turns:
+            after_ids = self._drop_end(after_ids)
         return prompt_ids + completion_ids + after_ids
+
+    def _drop_end(self, after_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The ids without the first special token, and white space before it."""
+        for position, token_id in enumerate(after_ids):
+            if token_id in self._special_tokens:
+                return after_ids[position + 1 :]
+            if self.decode_all([token_id]).strip():
+                break
+        return after_ids
+
+    @cached_property
+    def _closes_turns(self) -> bool:
+        """Whether a turn ends in a special token of its own, rather than in that which begins the
+        next message: that one says who speaks, also after another end than it."""
+        turn = [{"role": "user", "content": "x"}, make_placeholder(None)]
+        try:
+            end = self.render_past(turn, TemplateInputs()).rpartition(PLACEHOLDER)[2]
+        except TemplateError:
+            return True
+        return any(token in end for token in self._special_tokens.values())
 
 
 def _dump_decoder(tokenizer: Any) -> bytes:

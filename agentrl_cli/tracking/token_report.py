@@ -7,7 +7,9 @@ from functools import cache
 from typing import Any
 
 from agentrl_cli.engine.protocol import Generation
+from agentrl_cli.tracking.reply_text import ReplyReader
 from agentrl_cli.tracking.template import ChatTemplate
+from agentrl_cli.tracking.tool_calls import ParsedText
 
 
 def format_token_logprobs(template: ChatTemplate, generation: Generation) -> list[dict[str, Any]]:
@@ -26,6 +28,49 @@ def format_token_logprobs(template: ChatTemplate, generation: Generation) -> lis
             generation.completion_ids, generation.rollout_logprobs, top, strict=True
         )
     ]
+
+
+class TextLogprobs:
+    """The logprobs of a reply's text alone: not of its thoughts, its calls and what marks them.
+
+    Args:
+        template: whose tokens they are.
+        reader: a new one of that reply.
+    """
+
+    def __init__(self, template: ChatTemplate, reader: ReplyReader) -> None:
+        self._template = template
+        self._reader = reader
+        self._end_ids = frozenset(template.tokenizer.all_special_ids)
+        self._held: list[dict[str, Any]] = []
+        """Of tokens that are not known to be text yet."""
+
+    def feed(self, generation: Generation) -> list[dict[str, Any]]:
+        """Those of what further tokens add to the text."""
+        logprobs = []
+        reported = format_token_logprobs(self._template, generation)
+        # One by one: which of them are text is known by when text comes of them.
+        for token_id, report in zip(generation.completion_ids, reported, strict=True):
+            if token_id not in self._end_ids:
+                self._held.append(report)
+            logprobs += self._take(self._reader.feed((token_id,)))
+        return logprobs
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Those of text that was held back until the end."""
+        return self._take(self._reader.finish())
+
+    def _take(self, parsed: ParsedText) -> list[dict[str, Any]]:
+        if not (parsed.content or parsed.reasoning or parsed.tool_calls):
+            return []
+        held, self._held = self._held, []
+        num_bytes = len(parsed.content.encode())
+        first = len(held)
+        # What stands before the text is a mark, such as the end of a thought.
+        while num_bytes > 0 and first > 0:
+            first -= 1
+            num_bytes -= len(held[first]["bytes"])
+        return held[first:]
 
 
 def count_tokens_until(template: ChatTemplate, completion_ids: Sequence[int], text: str) -> int:

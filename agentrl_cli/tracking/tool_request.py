@@ -11,13 +11,21 @@ from typing import Any
 
 from agentrl_cli.errors import format_nearest
 from agentrl_cli.tracking.model_request import ReplyRules, RequestError
-from agentrl_cli.tracking.request_fields import take
+from agentrl_cli.tracking.request_fields import check_keys, drop_nulls, take
 
 Tool = dict[str, Any]
 
 #: OpenAI's rule for names of tools; a name ends up in a grammar and in the model's own text.
 _NAME = re.compile(r"[a-zA-Z0-9_.:\-]{1,128}")
 _MAX_TOOLS = 1024
+_FLAT_KEYS = ("name", "description", "parameters", "strict")
+#: Keys of a response's tool that are about code which calls tools, or tools that come later.
+_NEUTRAL_FLAT_KEYS = frozenset({"type", "output_schema"})
+_UNUSED_FLAT_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "allowed_callers": (["direct"],),
+    "async": (False,),
+    "defer_loading": (False,),
+}
 
 
 def parse_tools(body: Mapping[str, Any]) -> tuple[Tool, ...]:
@@ -46,9 +54,11 @@ def parse_flat_tools(body: Mapping[str, Any]) -> tuple[Tool, ...]:
     for index, tool in enumerate(_take_tools(body)):
         if not isinstance(tool, dict) or tool.get("type") != "function":
             raise _refuse_tool(index, "{'type': 'function', 'name': ..., 'parameters': ...}")
+        tool = drop_nulls(tool)
         _check_function(tool, f"tools[{index}]")
-        keys = ("name", "description", "parameters", "strict")
-        function = {key: tool[key] for key in keys if tool.get(key) is not None}
+        where = f"tools[{index}]."
+        check_keys(tool, _FLAT_KEYS, _NEUTRAL_FLAT_KEYS, _UNUSED_FLAT_VALUES, path=where)
+        function = {key: tool[key] for key in _FLAT_KEYS if key in tool}
         tools.append({"type": "function", "function": function})
     _check_names(tools)
     return tuple(tools)

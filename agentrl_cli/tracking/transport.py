@@ -23,6 +23,10 @@ _App = Callable[
     ],
     Awaitable[None],
 ]
+#: Under ``extensions`` of a request: who hangs up cancels the app's task, so that an app that only
+#: waits to hear of it has nothing to wait for.
+CANCELS_ON_HANG_UP = "agentrl.cancels_on_hang_up"
+_EXTENSIONS: dict[str, dict[str, Any]] = {CANCELS_ON_HANG_UP: {}}
 #: A text that says the same has its quotes escaped; should it match all the same, no harm is done.
 _ASKS_FOR_STREAM = re.compile(rb'"stream"\s*:\s*true')
 
@@ -165,4 +169,5 @@ def _build_scope(request: httpx2.Request) -> dict[str, Any]:
         "server": (request.url.host, request.url.port),
         "client": ("127.0.0.1", 0),
         "root_path": "",
+        "extensions": _EXTENSIONS,
     }

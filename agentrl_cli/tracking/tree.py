@@ -10,11 +10,13 @@ from typing import Protocol
 from agentrl_cli.records import BreakCause, Interaction, Message
 from agentrl_cli.tracking.matching import (
     diagnose_edit,
+    digest_meaning,
     extract_thought,
     fingerprint,
     fingerprint_prefixes,
     holds_thought_in_content,
     replays_thought,
+    write_meaning,
     write_thought,
 )
 from agentrl_cli.tracking.template import (
@@ -162,11 +164,11 @@ class ConversationTree:
         parent = self._by_id.get(plan.parent_id or "")
         node = _Node(interaction, plan, extract_thought(reply), parent)
         self._by_id[interaction.id] = node
-        request = plan.prefix_digests[-1]
-        self._by_conversation.setdefault(fingerprint(reply, request), []).append(node)
+        request, meaning = plan.prefix_digests[-1], write_meaning(reply)
+        self._by_conversation.setdefault(digest_meaning(meaning, request), []).append(node)
         self._by_request.setdefault(request, []).append(node)
         system = _find_system_digest(interaction.messages, plan.prefix_digests)
-        self._replies.add((system, fingerprint(reply)))
+        self._replies.add((system, digest_meaning(meaning)))
         if plan.break_cause is None:
             turns = zip(interaction.messages, plan.prefix_digests[1:], strict=True)
             self._given.update(digest for m, digest in turns if m["role"] == "assistant")

@@ -72,8 +72,8 @@ class WireProtocol(Protocol):
         """The body of an error."""
         ...
 
-    def format_stream_error(self, problem: Problem) -> bytes:
-        """The event that ends a stream which failed in its midst."""
+    def format_stream_error(self, problem: Problem, num_events: int) -> bytes:
+        """The event that ends a stream which failed after ``num_events`` others."""
         ...
 
 

@@ -103,7 +103,11 @@ def check_exported_tensors(trajectories: Sequence[Trajectory], engine: Recording
         num_masked = sum(int(t["loss_mask"].sum()) for t in tensors)
         assert num_masked == sum(len(s.generation.completion_ids) for s in engine.sampled)
         for tensor in tensors:
+            # What stands in two branches was sampled for both, and is trained in one.
             unsampled = ~tensor["loss_mask"][0]
+            for sampled in engine.sampled:
+                if _stands_in(tensor, sampled):
+                    unsampled[_find_span(sampled)] = False
             assert (tensor["versions"][0][unsampled] == -1).all()
             assert (tensor["logprobs"][0][unsampled] == 0).all()
         taken: set[tuple[int, int]] = set()
@@ -121,28 +125,35 @@ def check_exported_tensors(trajectories: Sequence[Trajectory], engine: Recording
 
 def _holds(tensor: dict[str, Any], sampled: Sampled) -> bool:
     """Whether the completion stands in the tensor, trained, after the prompt that it had."""
+    return _stands_in(tensor, sampled) and bool(tensor["loss_mask"][0, _find_span(sampled)].all())
+
+
+def _stands_in(tensor: dict[str, Any], sampled: Sampled) -> bool:
     import torch
 
     expected = sampled.generation
-    start = len(sampled.prompt_ids)
-    span = slice(start, start + len(expected.completion_ids))
+    span = _find_span(sampled)
     seen = [*sampled.prompt_ids, *expected.completion_ids]
     logprobs = torch.tensor(expected.rollout_logprobs, dtype=torch.float32)
     return (
         tensor["input_ids"][0, : span.stop].tolist() == seen
-        and bool(tensor["loss_mask"][0, span].all())
         and tensor["versions"][0, span].tolist() == list(expected.versions)
         and torch.equal(tensor["logprobs"][0, span], logprobs)
     )
 
 
-@pytest.fixture
+def _find_span(sampled: Sampled) -> slice:
+    start = len(sampled.prompt_ids)
+    return slice(start, start + len(sampled.generation.completion_ids))
+
+
+@pytest.fixture(scope="session")
 def recording_engine() -> type[RecordingEngine]:
     """Wraps an engine: ``recording_engine(engine).sampled`` is what it made."""
     return RecordingEngine
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def check_tensors() -> Callable[..., None]:
     """Holds exported tensors to what an engine recorded."""
     return check_exported_tensors

@@ -42,25 +42,18 @@ def make_cell(package: str, builder: str, mode: str = "inline", **kwargs: Any) -
 
 OPENAI_AGENTS = "builders.openai_features.build_calculator_run"
 GRAPH = "builders.langgraph_agent.build_calculator_graph"
+#: Every framework and protocol once or twice, with deliveries and modes in turns: tests/e2e/matrix
+#: has all of them, with replies of a script.
 CELLS = [
     make_cell("agents", OPENAI_AGENTS, api="chat"),
-    make_cell("agents", OPENAI_AGENTS, api="chat", **STREAMED),
-    make_cell("agents", OPENAI_AGENTS, api="responses"),
-    make_cell("agents", OPENAI_AGENTS, api="responses", **STREAMED),
     make_cell("agents", OPENAI_AGENTS, "subprocess", api="responses", **STREAMED),
     make_cell("camel", "builders.camel_agent.build_chat_agent"),
-    make_cell("camel", "builders.camel_agent.build_chat_agent", **STREAMED),
-    make_cell("camel", "builders.camel_agent.build_chat_agent", "subprocess"),
-    make_cell("langgraph", GRAPH, api="chat"),
-    make_cell("langgraph", GRAPH, api="chat", **STREAMED),
+    make_cell("camel", "builders.camel_agent.build_chat_agent", "subprocess", **STREAMED),
     make_cell("langgraph", GRAPH, api="responses"),
-    make_cell("langgraph", GRAPH, api="responses", **STREAMED),
     make_cell("langgraph", GRAPH, "subprocess", api="chat", **STREAMED),
     make_cell("anthropic", "builders.anthropic_agent.build_anthropic_agent"),
-    make_cell("anthropic", "builders.anthropic_agent.build_blocking_anthropic_agent"),
     make_cell("anthropic", "builders.anthropic_agent.build_blocking_anthropic_agent", "subprocess"),
     make_cell("", "builders.plain_agent.build_async_agent"),
-    make_cell("", "builders.plain_agent.build_blocking_agent"),
     make_cell("", "builders.plain_agent.build_blocking_agent", "subprocess"),
 ]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from agentrl_cli.errors import UserInputError, format_nearest
+from agentrl_cli.log import get_logger
 from agentrl_cli.tracking.parsers.formats import ReasoningFormat, ReplyFormats, ToolCallFormat
 from agentrl_cli.tracking.parsers.response_template import ResponseTemplateParser
 from agentrl_cli.tracking.parsers.table import (
@@ -15,6 +16,8 @@ from agentrl_cli.tracking.parsers.table import (
     TOOL_CALL_ALIASES,
     TOOL_CALL_FORMATS,
 )
+
+_log = get_logger(__name__)
 
 #: The format that a tokenizer brings itself, by vLLM's and SGLang's names for it.
 RESPONSE_TEMPLATE_NAMES = ("hf", "response_template")
@@ -99,6 +102,11 @@ def choose_formats(
     tokens = set(getattr(tokenizer, "all_special_tokens", ()))
     if tool_call_parser == "auto":
         tool_call_parser = find_tool_call_parser(template, tokens, has_template)
+        if tool_call_parser == "hermes" and "<tool_call>" not in template:
+            _log.info(
+                "the chat template shows no known format of tool calls: they are read as 'hermes'. "
+                "Where the model writes them otherwise, type engine.tool_call_parser=NAME"
+            )
     if reasoning_parser == "auto":
         reasoning_parser = find_reasoning_parser(template, tool_call_parser)
     own = [n for n in (tool_call_parser, reasoning_parser) if n in RESPONSE_TEMPLATE_NAMES]

@@ -32,7 +32,8 @@ class ReplyContext:
     tools: Sequence[dict[str, Any]] = field(default_factory=tuple)
     """Those that were offered."""
     prompt_end: str = ""
-    """The last part of the prompt's text, special tokens included."""
+    """The last part of the prompt's text, special tokens included; empty where no format reads
+    thoughts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,13 @@ class ReplyFormats:
 
     tool_calls: ToolCallFormat | None = None
     reasoning: ReasoningFormat | None = None
+
+    @property
+    def reads_thoughts(self) -> bool:
+        """Whether thoughts are told apart from the answer."""
+        return self.reasoning is not None or (
+            self.tool_calls is not None and self.tool_calls.reads_thoughts
+        )
 
     def describe(self) -> str:
         """Which formats they are, as a line."""

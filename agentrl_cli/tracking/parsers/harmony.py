@@ -19,6 +19,7 @@ _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
 #: All that may end the text of a message: a model may forget the end before a new header.
 _BODY_MARKS = (*_ENDS, _CHANNEL)
+_BODY_END = re.compile("|".join(re.escape(mark) for mark in _BODY_MARKS))
 SPECIAL_TEXTS = (*_BODY_MARKS, _MESSAGE, "<|constrain|>")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -66,22 +67,23 @@ class HarmonyParser:
 
     def _read_header(self, parsed: ParsedText, at_end: bool) -> bool:
         """Reads up to the message's text; False: more is needed."""
-        rest = self._buffer.lstrip()
+        head = self._buffer[: _MAX_HEADER + len(_MESSAGE)]
+        rest = head.lstrip()
         begins = (_START, _CHANNEL, _MESSAGE, "to=", "assistant")
         if not any(rest.startswith(begin) for begin in begins):
             if any(begin.startswith(rest) for begin in begins) and not at_end:
                 return False
             self._open_message("content", "")
             return True
-        end = self._buffer.find(_MESSAGE)
-        if end < 0 or end > _MAX_HEADER:
-            if not at_end and end < 0 and len(self._buffer) <= _MAX_HEADER + len(_MESSAGE):
+        end = head.find(_MESSAGE)
+        if end < 0:
+            if not at_end and head == self._buffer:
                 return False
             self._open_message("content", "")
             if rest.startswith((_START, _CHANNEL)):
                 # Its first mark would end the text at once.
                 mark = _START if rest.startswith(_START) else _CHANNEL
-                length = len(self._buffer) - len(rest) + len(mark)
+                length = len(head) - len(rest) + len(mark)
                 self._add_text(parsed, self._buffer[:length])
                 self._buffer = self._buffer[length:]
             return True
@@ -98,14 +100,13 @@ class HarmonyParser:
         return True
 
     def _read_body(self, parsed: ParsedText, at_end: bool) -> bool:
-        found = [(self._buffer.find(mark), mark) for mark in _BODY_MARKS]
-        at, mark = min(((at, mark) for at, mark in found if at >= 0), default=(-1, ""))
-        if at >= 0:
-            self._add_text(parsed, self._buffer[:at])
+        found = _BODY_END.search(self._buffer)
+        if found is not None:
+            self._add_text(parsed, self._buffer[: found.start()])
             self._end_message(parsed)
             # A mark that begins a header is part of it.
-            skipped = 0 if mark in (_START, _CHANNEL) else len(mark)
-            self._buffer = self._buffer[at + skipped :]
+            is_header = found.group() in (_START, _CHANNEL)
+            self._buffer = self._buffer[found.start() if is_header else found.end() :]
             return True
         held = 0 if at_end else max(length_of_partial(self._buffer, m) for m in _BODY_MARKS)
         length = len(self._buffer) - held

@@ -9,6 +9,8 @@ from typing import Any
 #: What reading text that is no Python may raise.
 _FAILURES = (ValueError, SyntaxError, RecursionError, MemoryError, TypeError)
 
+_JSON_CONSTANTS = {"true": True, "false": False, "null": None}
+
 
 def read_literal(text: str) -> Any:
     """The data that a literal stands for; None where there is none."""
@@ -65,13 +67,18 @@ def _read_name(node: ast.expr) -> str:
 def _evaluate(node: ast.expr) -> Any:
     """A literal's data; JSON's ``true``, ``false`` and ``null`` count as literals."""
     if isinstance(node, ast.Name):
-        return {"true": True, "false": False, "null": None}[node.id]
+        if node.id not in _JSON_CONSTANTS:
+            raise ValueError("a name is no literal")
+        return _JSON_CONSTANTS[node.id]
     if isinstance(node, ast.List | ast.Tuple):
         return [_evaluate(element) for element in node.elts]
     if isinstance(node, ast.Dict):
-        return {
-            ast.literal_eval(key): _evaluate(value)
-            for key, value in zip(node.keys, node.values, strict=True)
-            if key is not None
-        }
+        pairs = zip(node.keys, node.values, strict=True)
+        return {_evaluate_key(key): _evaluate(value) for key, value in pairs}
+    return ast.literal_eval(node)
+
+
+def _evaluate_key(node: ast.expr | None) -> Any:
+    if node is None:
+        raise ValueError("a dictionary is unpacked")
     return ast.literal_eval(node)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from agentrl_cli.tracking.parsers.literals import read_python_calls
 from agentrl_cli.tracking.parsers.scanning import WAIT, Reading
 from agentrl_cli.tracking.tool_calls import build_call
 
-#: A list of calls that does not end after so many closing brackets is none: each is tried.
-_MAX_ATTEMPTS = 200
+_STRINGS = r""""{3}(?:[^\\]|\\.)*?"{3}|'{3}(?:[^\\]|\\.)*?'{3}|"{3}|'{3}"""
+_SHORT_STRINGS = r""""[^"\\]*+(?:\\.[^"\\]*+)*+"|'[^'\\]*+(?:\\.[^'\\]*+)*+'|["']"""
+#: Strings that do not end.
+_OPEN_STRINGS = frozenset(("'", '"', "'''", '"""'))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,25 +58,54 @@ class PythonCalls:
             inside and not (inside[0].isalpha() or inside[0] == "_")
         ):
             return refused
-        at = text.find("]", begin)
-        for _ in range(_MAX_ATTEMPTS):
-            if at < 0:
-                return refused if at_end else WAIT
-            reading = _build(text[begin : at + 1], at + 1)
-            if reading is not None:
-                return reading
-            at = text.find("]", at + 1)
-        return refused
+        end = _find_end(text, begin, self.start)
+        if end is None:
+            return refused if at_end else WAIT
+        return _build(text[begin:end], end) or refused
 
     def _read_lines(self, text: str, begin: int, at_end: bool) -> Reading:
-        end = text.find(self.end, begin)
-        if end < 0:
-            if not at_end:
-                return WAIT
-            end = len(text)
+        mark = _find_mark(text, begin, (self.start, self.end))
+        if mark is None and not at_end:
+            return WAIT
+        if mark is not None and mark.group() == self.start:
+            return Reading(begin)
+        end, length = mark.span() if mark is not None else (len(text), len(text))
         lines = [line for line in text[begin:end].splitlines() if line.strip()]
-        length = min(len(text), end + len(self.end))
         return _build(f"[{','.join(lines)}]", length) or Reading(begin)
+
+
+def _find_end(text: str, begin: int, start: str) -> int | None:
+    """Where the list ends: with its bracket, or where the mark of another one stands; None: it
+    has no end yet."""
+    depth = 0
+    for part in _list_parts(text, begin, (start,) if start else ()):
+        if part.group() == start:
+            return part.start()
+        depth += 1 if part.group() in "([{" else -1
+        if depth == 0:
+            return part.end()
+    return None
+
+
+def _find_mark(text: str, begin: int, marks: tuple[str, ...]) -> re.Match[str] | None:
+    """The first of ``marks`` that stands in no string."""
+    return next((p for p in _list_parts(text, begin, marks) if p.group() in marks), None)
+
+
+def _list_parts(text: str, begin: int, marks: tuple[str, ...]) -> Iterator[re.Match[str]]:
+    """Marks and brackets outside of strings, up to a string that does not end."""
+    for part in _compile_parts(marks).finditer(text, begin):
+        found = part.group()
+        if found in _OPEN_STRINGS:
+            return
+        if found[0] not in "'\"":
+            yield part
+
+
+@functools.cache
+def _compile_parts(marks: tuple[str, ...]) -> re.Pattern[str]:
+    escaped = [re.escape(mark) for mark in marks]
+    return re.compile("|".join((*escaped, _STRINGS, _SHORT_STRINGS, r"[][(){}]")), re.DOTALL)
 
 
 def _build(text: str, length: int) -> Reading | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +13,9 @@ from agentrl_cli.tracking.tool_calls import ParsedText
 _ENDING_CHARACTERS = frozenset("}])>|")
 #: So many characters are looked at again with every piece, to find early that they are no call.
 _SHORT = 64
+#: A call that is longer than the first is read again when it has grown by one part in the
+#: second: every attempt begins at the call's beginning, and their sum should not be its square.
+_LONG, _GROWTH = 1024, 16
 
 
 @dataclass(slots=True)
@@ -70,18 +74,19 @@ class CallScanner:
 
     def __init__(self, reader: CallReader) -> None:
         self._reader = reader
+        self._starts = re.compile(_match_any(reader.starts))
+        self._closers = re.compile(rf"(?:\s*(?:{_match_any(reader.closers)}))+")
         self._buffer = ""
         self._leading_space: str | None = ""
         self._num_calls = 0
         self._after_call = False
-        self._waits = False
+        self._num_waited = 0
+        """Characters that were not enough to know what they are; 0: none wait."""
 
     def feed(self, text: str) -> ParsedText:
         """What is certain after ``text``."""
         self._buffer += text
-        # Every attempt reads the call from its beginning: none without hope.
-        is_hopeless = len(self._buffer) > _SHORT and _ENDING_CHARACTERS.isdisjoint(text)
-        if self._waits and is_hopeless:
+        if self._num_waited and not self._is_worth_reading(text):
             return ParsedText()
         return self._advance(at_end=False)
 
@@ -93,30 +98,46 @@ class CallScanner:
             self._leading_space = None
         return parsed
 
+    def _is_worth_reading(self, text: str) -> bool:
+        """Whether ``text`` may have ended the call that waits; if it did, a later text or the end
+        finds it as well."""
+        num_known = self._num_waited
+        if num_known > _LONG:
+            return len(self._buffer) - num_known > num_known // _GROWTH
+        return len(self._buffer) <= _SHORT or not _ENDING_CHARACTERS.isdisjoint(text)
+
     def _advance(self, at_end: bool) -> ParsedText:
         parsed = ParsedText()
-        self._waits = False
+        self._num_waited = 0
         while self._buffer:
             if self._after_call and not self._pass_closers(at_end):
                 break
-            if not self._buffer:
+            length, reading = self._find_calls(at_end)
+            self._emit(parsed, length)
+            if reading is None:
                 break
-            start = self._find_start()
-            if start < 0:
-                self._emit(parsed, len(self._buffer) - (0 if at_end else self._count_held()))
-                break
-            self._emit(parsed, start)
-            reading = self._reader.read(self._buffer, at_end)
-            if not reading.length and not at_end:
-                self._waits = True
+            if reading is WAIT:
+                self._num_waited = len(self._buffer)
                 break
             self._take(parsed, reading)
         return parsed
 
+    def _find_calls(self, at_end: bool) -> tuple[int, Reading | None]:
+        """How much plain text comes first, and what was read after it; None: nothing yet."""
+        at = 0
+        while (start := self._find_start(at)) >= 0:
+            # The first characters mostly tell what is no call: the rest is not copied for it.
+            reading = self._reader.read(self._buffer[start : start + _SHORT], False)
+            if not reading.length:
+                reading = self._reader.read(self._buffer[start:], at_end)
+            if reading.calls:
+                return start, reading
+            if not reading.length and not at_end:
+                return start, WAIT
+            at = start + max(1, reading.length)
+        return len(self._buffer) - (0 if at_end else self._count_held(at)), None
+
     def _take(self, parsed: ParsedText, reading: Reading) -> None:
-        if not reading.calls:
-            self._emit(parsed, max(1, reading.length))
-            return
         self._num_calls += len(reading.calls)
         parsed.tool_calls.extend(reading.calls)
         # White space between calls, and after the last, is no text either.
@@ -127,10 +148,9 @@ class CallScanner:
 
     def _pass_closers(self, at_end: bool) -> bool:
         """Drops what ends a section of calls; False: more text is needed to know."""
+        passed = self._closers.match(self._buffer)
+        self._buffer = self._buffer[passed.end() if passed is not None else 0 :]
         rest = self._buffer.lstrip()
-        while found := [c for c in self._reader.closers if rest.startswith(c)]:
-            self._buffer = rest[len(found[0]) :]
-            rest = self._buffer.lstrip()
         if any(closer.startswith(rest) for closer in self._reader.closers):
             if at_end:
                 self._buffer = ""
@@ -143,31 +163,36 @@ class CallScanner:
         self._after_call = False
         return True
 
-    def _find_start(self) -> int:
+    def _find_start(self, at: int) -> int:
+        """Where the next call may begin, from ``at`` on; -1: nowhere."""
         if self._reader.only_first and self._leading_space is None:
             return -1
-        found = [self._buffer.find(start) for start in self._reader.starts]
-        first = min((at for at in found if at >= 0), default=-1)
-        if first > 0 and self._reader.only_first and self._buffer[:first].strip():
+        found = self._starts.search(self._buffer, at)
+        if found is None or (self._reader.only_first and self._buffer[: found.start()].strip()):
             return -1
-        return first
+        return found.start()
 
-    def _count_held(self) -> int:
-        """How many last characters may be the beginning of a call."""
+    def _count_held(self, at: int) -> int:
+        """How many last characters, from ``at`` on, may be the beginning of a call."""
+        rest = self._buffer[at:]
         if self._reader.only_first:
             begun = self._buffer.lstrip()
             may_begin = any(start.startswith(begun) for start in self._reader.starts)
             return len(begun) if self._leading_space is not None and may_begin else 0
-        return max(length_of_partial(self._buffer, start) for start in self._reader.starts)
+        return max(length_of_partial(rest, start) for start in self._reader.starts)
 
     def _emit(self, parsed: ParsedText, length: int) -> None:
         text, self._buffer = self._buffer[:length], self._buffer[length:]
         if self._leading_space is not None:
-            text = self._leading_space + text
-            self._leading_space = None if text.strip() else text
-            if self._leading_space is not None:
+            if not text.strip():
+                self._leading_space += text
                 return
+            text, self._leading_space = self._leading_space + text, None
         parsed.content += text
+
+
+def _match_any(texts: Sequence[str]) -> str:
+    return "|".join(re.escape(text) for text in texts)
 
 
 def length_of_partial(text: str, tag: str) -> int:

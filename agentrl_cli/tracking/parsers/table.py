@@ -157,7 +157,7 @@ def _invoke_format(name: str, section: str, section_end: str, mark: str = "") ->
             section_end=f"\n{section_end}",
         ),
         special_texts=tuple(text for text in (section, section_end, mark) if text),
-        end_of_call=section_end,
+        end_of_call=f"</{mark}invoke>",
     )
 
 

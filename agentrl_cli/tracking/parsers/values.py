@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from agentrl_cli.tracking.parsers.literals import read_literal
@@ -12,31 +12,92 @@ from agentrl_cli.tracking.tool_calls import load_json
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 
 
+#: White space around a string of which a schema says one of these is not part of it.
+_RESTRICTIONS = frozenset({"enum", "const", "pattern", "format"})
+#: Choices and references within one another are not followed further.
+_MAX_DEPTH = 16
+
+
 class ArgumentTypes:
-    """What the offered tools' schemas say about their parameters."""
+    """What the offered tools' schemas say about their parameters; nothing in them is taken for
+    granted, for requests without constraints do not have them checked."""
 
     def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
-        self._properties: dict[str, dict[str, Any]] = {}
+        self._parameters: dict[str, dict[str, Any]] = {}
         for tool in tools:
             function = tool.get("function")
             parameters = function.get("parameters") if isinstance(function, dict) else None
-            properties = parameters.get("properties") if isinstance(parameters, dict) else None
-            if isinstance(function, dict) and isinstance(properties, dict):
-                self._properties[str(function.get("name"))] = properties
+            if isinstance(function, dict) and isinstance(parameters, dict):
+                self._parameters[str(function.get("name"))] = parameters
 
     def convert(self, tool: str, parameter: str, text: str) -> Any:
         """The data that ``text`` stands for: the text itself where the schema says ``string``.
 
         Where the schema says nothing, JSON is data and anything else is text.
         """
-        schema = self._properties.get(tool, {}).get(parameter)
-        types = _list_types(schema)
+        root = self._parameters.get(tool, {})
+        properties = root.get("properties")
+        schema = properties.get(parameter) if isinstance(properties, dict) else None
+        choices = list(_list_choices(schema, root))
+        types = {name for choice in choices for name in _list_types(choice)}
         if types and types <= {"string"}:
-            return text
+            return _trim(text, choices)
         data = _read_value(text, types)
         name = _name_type(data)
         fits = not types or name in types or (name == "integer" and "number" in types)
-        return data if fits or "string" not in types else text
+        return _trim(text, choices) if "string" in types and (data == text or not fits) else data
+
+
+def _list_choices(schema: Any, root: dict[str, Any], depth: int = 0) -> Iterator[dict[str, Any]]:
+    """The schemas that a value may fit, references and lists of choices resolved."""
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        return
+    if "$ref" in schema:
+        yield from _list_choices(_follow(schema["$ref"], root), root, depth + 1)
+        return
+    yield schema
+    for key in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(key)
+        for part in parts if isinstance(parts, list) else ():
+            yield from _list_choices(part, root, depth + 1)
+
+
+def _follow(reference: Any, root: dict[str, Any]) -> Any:
+    target: Any = root
+    for part in str(reference).split("/")[1:]:
+        target = target.get(part) if isinstance(target, dict) else None
+    return target
+
+
+def _list_types(schema: dict[str, Any]) -> list[str]:
+    """The JSON types that a schema names; empty: it names none."""
+    declared = schema.get("type")
+    listed = declared if isinstance(declared, list) else [declared]
+    types = [name for name in listed if isinstance(name, str)]
+    return types or [_name_type(value) for value in _list_values(schema)]
+
+
+def _list_values(schema: dict[str, Any]) -> list[Any]:
+    values = schema.get("enum")
+    if "const" in schema:
+        return [schema["const"]]
+    return values if isinstance(values, list) else []
+
+
+def _trim(text: str, choices: Sequence[dict[str, Any]]) -> str:
+    """A string without the white space that stands for none of it."""
+    strings = [choice for choice in choices if "string" in _list_types(choice)]
+    if any(text in _list_values(choice) for choice in strings):
+        return text
+    is_restricted = all(
+        _RESTRICTIONS & choice.keys() or _is_longer(text, choice.get("maxLength"))
+        for choice in strings
+    )
+    return text.strip() if is_restricted else text
+
+
+def _is_longer(text: str, limit: Any) -> bool:
+    return isinstance(limit, int) and len(text) > limit
 
 
 def _read_value(text: str, types: set[str]) -> Any:
@@ -45,20 +106,6 @@ def _read_value(text: str, types: set[str]) -> Any:
     except (ValueError, RecursionError):
         return _read_python(text, types)
     return text if isinstance(data, float) and not math.isfinite(data) else data
-
-
-def _list_types(schema: Any) -> set[str]:
-    """The JSON types that a schema allows; empty: any."""
-    if not isinstance(schema, dict):
-        return set()
-    declared = schema.get("type")
-    types = {declared} if isinstance(declared, str) else set(declared or ())
-    if not types and isinstance(schema.get("enum"), list):
-        types = {_name_type(value) for value in schema["enum"]}
-    for key in ("anyOf", "oneOf"):
-        for choice in schema.get(key) or ():
-            types |= _list_types(choice)
-    return types
 
 
 def _read_python(text: str, types: set[str]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from agentrl_cli.tracking.tool_calls import build_call
 
 #: A name, or a key with its attributes, is not longer.
 _MAX_HEADER = 400
+_NAME = r"[\w.:-]{1,128}"
+_GLM_CALL = re.compile(rf"<tool_call>{_NAME}\s*(?:<arg_key>|</tool_call>)")
 
 
 class _Unreadable(Exception):  # noqa: N818 - no error of anyone's
@@ -55,6 +58,25 @@ class _Cursor:
         self.at = end + len(tag)
         return found
 
+    def take_value(self, end: str, followers: Sequence[str], other_call: re.Pattern[str]) -> str:
+        """The text up to the ``end`` that one of ``followers`` follows: other ends are text.
+
+        ``other_call`` matches what another call begins with: with it in the value, this one was
+        not finished.
+        """
+        begin = self.at
+        while True:
+            last = self.at
+            found = self.text.find(end, last)
+            if other_call.search(self.text, last, found if found >= 0 else len(self.text)):
+                raise _Unreadable
+            if found < 0:
+                raise _Unfinished
+            self.at = found + len(end)
+            if self.take(*followers) is not None:
+                self.at = found + len(end)
+                return self.text[begin:found]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XmlCalls:
@@ -80,6 +102,14 @@ class XmlCalls:
     def starts(self) -> tuple[str, ...]:
         """The section's beginning, and a call's."""
         return (self.section, self.call_begin)
+
+    @property
+    def _other_call(self) -> re.Pattern[str]:
+        begin, header_end, key_begin, call_end = (
+            re.escape(text)
+            for text in (self.call_begin, self.call_header_end, self.key_begin, self.call_end)
+        )
+        return re.compile(rf"{begin}{_NAME}{header_end}\s*(?:{key_begin}|{call_end})")
 
     def read(self, text: str, at_end: bool) -> Reading:
         """The call that ``text`` begins with."""
@@ -115,18 +145,8 @@ class XmlCalls:
         return build_call(name, arguments)
 
     def _read_value(self, cursor: _Cursor) -> str:
-        """The text up to the end tag that a key or the call's end follows: others are text."""
-        begin = cursor.at
-        while True:
-            cursor.take_until(self.value_end)
-            end = cursor.at
-            # Another call begins: this one was not finished.
-            if any(start in cursor.text[begin:end] for start in self.starts):
-                raise _Unreadable
-            if cursor.take(self.key_begin, self.call_end) is not None:
-                cursor.at = end
-                value = cursor.text[begin : end - len(self.value_end)]
-                return value.removeprefix("\n").removesuffix("\n") if self.has_lines else value
+        value = cursor.take_value(self.value_end, (self.key_begin, self.call_end), self._other_call)
+        return value.removeprefix("\n").removesuffix("\n") if self.has_lines else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +182,7 @@ class GlmCalls:
             key = cursor.take_until("</arg_key>", _MAX_HEADER).strip()
             if "<" in key or cursor.take("<arg_value>") is None:
                 raise _Unreadable
-            value = cursor.take_until("</arg_value>")
-            if self.starts[0] in value:
-                raise _Unreadable
+            value = cursor.take_value("</arg_value>", ("<arg_key>", "</tool_call>"), _GLM_CALL)
             arguments[key] = self.types.convert(name, key, value)
         if tag is None:
             raise _Unreadable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -98,26 +99,37 @@ async def test_a_client_of_the_agents_own_may_be_closed_by_it(play_agent):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("builder", ["build_anthropic_agent", "build_blocking_anthropic_agent"])
-def test_the_shipped_config_trains(tmp_path: Path, builder: str) -> None:
-    cache = os.environ.get("AGENTRL_CACHE") or str(tmp_path / "cache")
+def test_the_shipped_config_trains_both_agents(tmp_path: Path) -> None:
+    # Two at once: most of either is imports, which take one core.
+    with ThreadPoolExecutor(2) as pool:
+        builders = ("build_anthropic_agent", "build_blocking_anthropic_agent")
+        folders = list(pool.map(lambda name: train_by_the_config(tmp_path, name), builders))
+    for folder in folders:
+        check_run(folder)
+
+
+def train_by_the_config(output: Path, builder: str) -> RunFolder:
     result = subprocess.run(
         [
             *(sys.executable, "-m", "agentrl_cli", "train"),
-            *("--config", "configs/anthropic-calculator.yaml", f"output_dir={tmp_path}"),
-            f"agent_builder_path=builders.anthropic_agent.{builder}",
+            *("--config", "configs/anthropic-calculator.yaml", f"output_dir={output}"),
+            *(f"trial_name={builder}", f"agent_builder_path=builders.anthropic_agent.{builder}"),
             *("train.total_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples=4"),
             "valid_dataset.limit=16",
         ],
         cwd=ROOT,
-        env={**os.environ, "AGENTRL_CACHE": cache, "HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=800,
     )
     assert result.returncode == 0, result.stdout
-    folder = RunFolder.open(tmp_path / "anthropic-calculator" / "t0")
+    return RunFolder.open(output / "anthropic-calculator" / builder)
+
+
+def check_run(folder: RunFolder) -> None:
+    """Every token that the model sampled is trained on once."""
     assert [line["num_trajectories"] for line in folder.read_metrics()] == [16, 16]
     for step in (1, 2):
         for trajectory in folder.read_trajectories(step):

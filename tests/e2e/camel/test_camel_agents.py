@@ -27,37 +27,18 @@ pytestmark = [
 EXPRESSIONS = ('{"expression": "20 + 22"}', '{"expression": "21 * 2"}')
 
 
-@pytest.mark.parametrize("delivery", ["whole", "streamed"])
-async def test_tool_turns_and_the_answer_are_one_sequence(play_agent, tool_call, delivery):
+async def test_streamed_turns_without_text_beside_their_calls_are_one_sequence(
+    play_agent, tool_call
+):
+    """With text there they break: see the matrix."""
     first, second = (tool_call("calculate", e) for e in EXPRESSIONS)
     played = await play_agent(
-        build_chat_agent, first, f"{first}\n{second}", "It is 42.", kwargs={"delivery": delivery}
+        build_chat_agent, first, f"{first}\n{second}", "It is 42.", kwargs={"delivery": "streamed"}
     )
     trajectory = played.trajectory
-    assert trajectory.failure is None
-    assert (trajectory.reward, trajectory.final_answer) == (1.0, "It is 42.")
-    assert (trajectory.num_turns, trajectory.num_tool_calls) == (3, 3)
-    assert [i.parent_id for i in trajectory.interactions[1:]] == [
-        i.id for i in trajectory.interactions[:-1]
-    ]
+    assert (trajectory.failure, trajectory.reward, trajectory.num_turns) == (None, 1.0, 3)
     assert all(i.extends_parent for i in trajectory.interactions[1:])
     assert played.breaks == []
-    assert played.prompts[-1].count("<tool_response>\n42\n</tool_response>") == 3
-
-
-@pytest.mark.parametrize(("delivery", "breaks"), [("whole", []), ("streamed", ["history_edited"])])
-async def test_text_beside_a_tool_call_breaks_where_camel_drops_it(
-    play_agent, tool_call, delivery, breaks
-):
-    """CAMEL sends a streamed turn back without the text that stood beside its tool call."""
-    call = tool_call("calculate", EXPRESSIONS[0])
-    played = await play_agent(
-        build_chat_agent, f"Let me see.\n{call}", "42", kwargs={"delivery": delivery}
-    )
-    assert (played.trajectory.failure, played.trajectory.reward) == (None, 1.0)
-    assert played.breaks == breaks
-    # Broken or not, the outcome reaches both turns.
-    assert [i.turn_return for i in played.trajectory.interactions] == [1.0, 1.0]
 
 
 async def test_a_raising_tool_is_told_to_the_model(play_agent, tool_call):

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,32 @@ def test_a_run_is_stopped_gone_on_with_measured_and_looked_at(folder: Path) -> N
     listed = json.loads(finish(folder, "inspect-trajectories", "runs/demo/t0", "--json"))
     assert [s["step"] for s in listed["steps"]][:total] == list(range(1, total + 1))
     assert any(e["label"] for e in listed["evals"])
+
+
+@pytest.mark.slow
+def test_a_warm_start_is_stopped_at_once_and_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = folder / "cache"
+    monkeypatch.setenv("AGENTRL_CACHE", str(cache))
+    arguments = ("train", "--config", "c.yaml", "model.path=builtin:calculator")
+    process = start(folder, *arguments, "engine.max_model_len=512")
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith("warm start (0/"):
+            # Until an update is under way.
+            time.sleep(1.0)
+            process.send_signal(signal.SIGTERM)
+    output = "".join(lines)
+    assert process.wait(60) == 0, output
+    process.stdout.close()
+    assert "stopping: a step in progress" in output
+    assert "the same command goes on from here" in output
+    # A warm start that went on to its end would have left the model.
+    assert [p.suffix for p in cache.iterdir()] == [".lock"]
+    assert not (folder / "runs").exists()
 
 
 @pytest.mark.slow

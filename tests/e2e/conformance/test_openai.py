@@ -343,17 +343,19 @@ async def test_stop_texts_end_a_reply(open_client: Open, stream: bool) -> None:
     assert len(interaction.completion_ids) < whole.usage.completion_tokens
 
 
-async def test_a_seed_repeats_a_session(open_client: Open) -> None:
+async def test_a_seed_repeats_a_reply(open_client: Open) -> None:
     message: Any = {"role": "user", "content": "Speak."}
+    client = open_client(seed=5)
 
-    async def ask(seed: int) -> tuple[int, ...]:
-        client = open_client()
+    async def ask(client: TrackingClient, seed: int) -> tuple[int, ...]:
         await client.chat.completions.create(
             model="m", messages=[message], max_tokens=16, seed=seed
         )
-        return client.interactions[0].completion_ids
+        return client.interactions[-1].completion_ids
 
-    assert await ask(1) == await ask(1) != await ask(2)
+    first = await ask(client, 1)
+    assert await ask(client, 1) == await ask(open_client(), 1) == first
+    assert await ask(client, 2) != first
 
 
 async def test_every_choice_is_sampled_by_itself(

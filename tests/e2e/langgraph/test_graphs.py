@@ -26,8 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:create_react_agent has been moved"),
 ]
 
-EXPRESSIONS = ('{"expression": "20 + 22"}', '{"expression": "21 * 2"}')
-
 
 @tool
 def divide() -> str:
@@ -46,29 +44,6 @@ def build_react(tools, **options):
         return create_react_agent(build_chat_model(client, model), tools, **options)
 
     return build
-
-
-@pytest.mark.parametrize("delivery", ["whole", "streamed"])
-@pytest.mark.parametrize("api", ["chat", "responses"])
-async def test_tool_turns_and_the_answer_are_one_sequence(play_agent, tool_call, api, delivery):
-    first, second = (tool_call("calculate", e) for e in EXPRESSIONS)
-    played = await play_agent(
-        build_calculator_graph,
-        f"Let me see.\n{first}",
-        first,
-        f"{first}\n{second}",
-        "It is 42.",
-        kwargs={"delivery": delivery, "api": api},
-    )
-    trajectory = played.trajectory
-    assert trajectory.failure is None
-    assert (trajectory.reward, trajectory.final_answer) == (1.0, "It is 42.")
-    assert (trajectory.num_turns, trajectory.num_tool_calls) == (4, 4)
-    assert all(i.extends_parent for i in trajectory.interactions[1:])
-    assert played.breaks == []
-    assert played.prompts[-1].count("<tool_response>\n42\n</tool_response>") == 4
-    prefix = "chatcmpl-" if api == "chat" else "resp_"
-    assert all(i.id.startswith(prefix) for i in trajectory.interactions)
 
 
 async def test_the_ready_made_agent_runs_as_it_is(play_agent, tool_call):

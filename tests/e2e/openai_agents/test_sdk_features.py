@@ -30,30 +30,7 @@ from builders.openai_features import (
 
 pytestmark = pytest.mark.openai_agents
 
-EXPRESSIONS = ('{"expression": "20 + 22"}', '{"expression": "21 * 2"}')
 CELLS = [(api, delivery) for api in ("chat", "responses") for delivery in ("whole", "streamed")]
-
-
-@pytest.mark.parametrize(("api", "delivery"), CELLS)
-async def test_tool_turns_and_the_answer_are_one_sequence(play_agent, tool_call, api, delivery):
-    first, second = (tool_call("calculate", e) for e in EXPRESSIONS)
-    played = await play_agent(
-        build_calculator_run,
-        f"Let me see.\n{first}",
-        first,
-        f"{first}\n{second}",
-        "It is 42.",
-        kwargs={"api": api, "delivery": delivery},
-    )
-    trajectory = played.trajectory
-    assert trajectory.failure is None
-    assert (trajectory.reward, trajectory.final_answer) == (1.0, "It is 42.")
-    assert (trajectory.num_turns, trajectory.num_tool_calls) == (4, 4)
-    assert all(i.extends_parent for i in trajectory.interactions[1:])
-    assert played.breaks == []
-    assert played.prompts[-1].count("<tool_response>\n42\n</tool_response>") == 4
-    prefix = "chatcmpl-" if api == "chat" else "resp_"
-    assert all(i.id.startswith(prefix) for i in trajectory.interactions)
 
 
 @pytest.mark.parametrize(("api", "delivery"), CELLS)
@@ -157,6 +134,38 @@ async def test_an_input_guardrail_ends_the_call_that_runs_beside_it(play_agent):
     assert (trajectory.failure, trajectory.final_answer, trajectory.num_turns) == (None, "", 0)
     assert [i.status for i in trajectory.interactions] == [InteractionStatus.CANCELLED]
     assert trajectory.reward == 0.0
+
+
+async def test_a_guardrail_with_an_agent_of_its_own_is_recorded(play_agent):
+    """As the SDK's own first pages write it, but for the run configuration."""
+
+    def build(client, model):
+        config = build_run_config(client, model)
+        judge = Agent(name="judge", instructions="Is it a sum?")
+
+        @input_guardrail(run_in_parallel=False)
+        async def refuse(context, agent, asked) -> GuardrailFunctionOutput:
+            result = await Runner.run(judge, asked, context=context.context, run_config=config)
+            tripped = result.final_output != "yes"
+            return GuardrailFunctionOutput(output_info=None, tripwire_triggered=tripped)
+
+        return Agent(name="guarded", instructions="x", input_guardrails=[refuse])
+
+    played = await play_agent(build, "yes", "42")
+    assert (played.trajectory.failure, played.trajectory.num_turns) == (None, 2)
+    assert [i.turn_return for i in played.trajectory.interactions] == [1.0, 1.0]
+    assert "Is it a sum?" in played.prompts[0]
+
+
+async def test_the_client_of_a_function_that_blocks_is_refused_with_what_to_write(play_agent):
+    def solve(data, client, model):
+        agent = Agent(name="own", instructions="x")
+        config = build_run_config(client, model)
+        return Runner.run_sync(agent, data["question"], run_config=config).final_output
+
+    failure = (await play_agent(lambda: solve)).trajectory.failure
+    assert (failure.boundary, failure.kind) == (Boundary.AGENT, "BlockingCallError")
+    assert "async def solve(data, client, model)" in failure.message
 
 
 async def test_a_session_remembers_within_a_trajectory_and_not_beyond(play_agent, tool_call):

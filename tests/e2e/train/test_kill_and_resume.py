@@ -84,8 +84,6 @@ def test_interrupted_run_learns_what_an_undisturbed_one_does(
 ) -> None:
     arguments = (*ARGUMENTS[:3], "train.total_steps=5", "rollout.max_staleness=0")
     whole = agentrl(*arguments, "trial_name=whole")
-    output, _ = whole.communicate(timeout=300)
-    assert whole.returncode == 0, output
     broken = agentrl(*arguments, "trial_name=broken")
     metrics = project / "runs" / "small" / "broken" / "metrics.jsonl"
     deadline = time.monotonic() + 240
@@ -99,6 +97,8 @@ def test_interrupted_run_learns_what_an_undisturbed_one_does(
     output, _ = again.communicate(timeout=300)
     assert again.returncode == 0, output
     assert "stored trajectories are used again" in output
+    output, _ = whole.communicate(timeout=300)
+    assert whole.returncode == 0, output
     names = ("reward_mean", "loss", "grad_norm", "completion_tokens_mean")
     lines = [RunFolder.open(metrics.parents[1] / t).read_metrics() for t in ("whole", "broken")]
     for one, other in zip(*lines, strict=True):

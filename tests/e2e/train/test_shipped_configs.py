@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,18 +28,11 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """One cache for the whole module: the built-in model is made once."""
-    cache = os.environ.get("AGENTRL_CACHE") or str(tmp_path_factory.mktemp("cache"))
-    return {**os.environ, "AGENTRL_CACHE": cache, "HF_HUB_OFFLINE": "1"}
-
-
-def run(arguments: list[str], environment: dict[str, str], folder: Path = ROOT) -> str:
+def run(arguments: list[str], folder: Path = ROOT, **environment: str) -> str:
     result = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env=environment,
+        env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -51,12 +45,10 @@ def run(arguments: list[str], environment: dict[str, str], folder: Path = ROOT) 
 @pytest.mark.slow
 @pytest.mark.openai_agents
 @pytest.mark.timeout(1200)
-def test_quickstart_teaches_the_agent_to_use_its_tool(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_quickstart_teaches_the_agent_to_use_its_tool(tmp_path: Path) -> None:
     pytest.importorskip("agents")
     command = ["-m", "agentrl_cli", "train", "--config", "configs/quickstart.yaml"]
-    output = run([*command, f"output_dir={tmp_path}"], environment)
+    output = run([*command, f"output_dir={tmp_path}"])
     folder = RunFolder.open(tmp_path / "quickstart" / "t0")
     steps = folder.eval_steps()
     before, after = (folder.read_eval_report(step) for step in (steps[0], steps[-1]))
@@ -78,8 +70,7 @@ def test_quickstart_teaches_the_agent_to_use_its_tool(
         [
             *("-m", "agentrl_cli", "eval", "--config", "configs/quickstart.yaml"),
             *("--checkpoint", str(checkpoint[1]), "--limit", "64", f"output_dir={tmp_path}"),
-        ],
-        environment,
+        ]
     )
     assert "mean reward" in report
 
@@ -110,14 +101,14 @@ def test_the_quickstart_is_learned_with_a_critic_too(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_python_example_of_the_readme_trains(environment: dict[str, str], tmp_path: Path) -> None:
+def test_python_example_of_the_readme_trains(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     [example] = [block for block in blocks if "PPOTrainer" in block]
     script = tmp_path / "own_workflow.py"
     script.write_text(
         example.replace("configs/quickstart.yaml", str(ROOT / "configs/quickstart.yaml"))
     )
-    output = run([str(script)], environment, folder=tmp_path)
+    output = run([str(script)], folder=tmp_path)
     assert output.splitlines()[-1] == "trained: runs/quickstart/ask-twice"
     folder = RunFolder.open(tmp_path / "runs" / "quickstart" / "ask-twice")
     assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
@@ -132,28 +123,30 @@ def test_python_example_of_the_readme_trains(environment: dict[str, str], tmp_pa
 @pytest.mark.slow
 @pytest.mark.openai_agents
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("builder", ["build_math_agent", "build_math_team"])
-def test_math_config_runs_on_a_local_file(
-    environment: dict[str, str], tmp_path: Path, builder: str
-) -> None:
+def test_math_config_runs_on_a_local_file_with_either_agent(tmp_path: Path) -> None:
     pytest.importorskip("agents")
     data = tmp_path / "train.jsonl"
     data.write_text("\n".join(map(json.dumps, ROWS)))
-    run(
-        [
-            *("-m", "agentrl_cli", "train", "--config", "configs/gsm8k-math.yaml"),
-            *("model.path=builtin:calculator", "engine.kind=embedded", "model.dtype=float32"),
-            *(f"train_dataset.path={data}", f"valid_dataset.path={data}", "valid_dataset.limit=4"),
-            *("engine.max_model_len=1024", "gconfig.max_tokens=48", "gconfig.n_samples=2"),
-            *("train_dataset.batch_size=4", "train.total_steps=3", f"output_dir={tmp_path}"),
-            f"agent_builder_path=builders.math_agent.{builder}",
-        ],
-        environment,
-    )
-    folder = RunFolder.open(tmp_path / "gsm8k-math" / "t0")
-    assert [line["num_trajectories"] for line in folder.read_metrics()] == [8, 8, 8]
-    shown = run(
-        ["-m", "agentrl_cli", "inspect-trajectories", str(folder.path), "1", "--step", "3"],
-        environment,
-    )
-    assert "reward" in shown
+
+    def train(builder: str) -> RunFolder:
+        run(
+            [
+                *("-m", "agentrl_cli", "train", "--config", "configs/gsm8k-math.yaml"),
+                *("model.path=builtin:calculator", "engine.kind=embedded", "model.dtype=float32"),
+                *(f"train_dataset.path={data}", f"valid_dataset.path={data}"),
+                *("valid_dataset.limit=4", "engine.max_model_len=1024", "gconfig.max_tokens=48"),
+                *("gconfig.n_samples=2", "train_dataset.batch_size=4", "train.total_steps=3"),
+                *(f"output_dir={tmp_path}", f"trial_name={builder}"),
+                f"agent_builder_path=builders.math_agent.{builder}",
+            ],
+            OMP_NUM_THREADS="1",
+        )
+        return RunFolder.open(tmp_path / "gsm8k-math" / builder)
+
+    # Two at once: most of either is imports, which take one core.
+    with ThreadPoolExecutor(2) as pool:
+        folders = list(pool.map(train, ("build_math_agent", "build_math_team")))
+    for folder in folders:
+        assert [line["num_trajectories"] for line in folder.read_metrics()] == [8, 8, 8]
+        command = ("inspect-trajectories", str(folder.path), "1", "--step", "3")
+        assert "reward" in run(["-m", "agentrl_cli", *command])

@@ -22,9 +22,10 @@ from agentrl_cli.rollout.dataset import TaskStream
 from agentrl_cli.store.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[3]
-NUM_ROWS, BATCH_SIZE, NUM_SAMPLES = 20, 4, 4
+NUM_ROWS, BATCH_SIZE, NUM_SAMPLES, NUM_STEPS = 20, 4, 4, 60
 
-#: Notes in a file which calls it has open, so that the test can strike in the middle of them.
+#: Notes in a file which calls it has open, so that the test can strike in the middle of them, and
+#: pauses for as long as another file says, so that the steps last longer than the strikes do.
 AGENT = """
 import asyncio
 import os
@@ -36,7 +37,7 @@ calls = Path(f"calls-{os.getpid()}").open("a")
 async def answer(data, client):
     messages = [{"role": "user", "content": data["question"]}]
     for _ in range(data["num_turns"]):
-        await asyncio.sleep(data["pause_seconds"])
+        await asyncio.sleep(float(Path("pause").read_text()))
         calls.write("+")
         calls.flush()
         reply = await client.chat.completions.create(model="policy", messages=messages)
@@ -59,18 +60,24 @@ def count_vowels(completions, **kwargs):
 class Command:
     """``agentrl train`` in a user's folder, and the processes below it."""
 
-    def __init__(self, project: Path, *arguments: str) -> None:
+    def __init__(self, project: Path, *settings: str) -> None:
         self._project = project
         self._output = project / "output.txt"
         with self._output.open("ab") as output:
             self._command = subprocess.Popen(
-                [sys.executable, "-m", "agentrl_cli", "train", "--config", "c.yaml", *arguments],
+                [sys.executable, "-m", "agentrl_cli", "train", "--config", "c.yaml", *settings],
                 cwd=project,
                 env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
                 stdout=output,
                 stderr=output,
             )
         self.run_dir = project / "runs" / "small" / "t0"
+        self.set_pause(0.0)
+
+    def set_pause(self, seconds: float) -> None:
+        """Agents wait so long before each call."""
+        (self._project / "pause.new").write_text(str(seconds))
+        (self._project / "pause.new").rename(self._project / "pause")
 
     @property
     def output(self) -> str:
@@ -165,20 +172,12 @@ def strike(process: psutil.Process) -> None:
     os.kill(process.pid, signal.SIGKILL)
 
 
-def write_rows(project: Path, pause_seconds: float = 0.0) -> None:
-    """Tasks of one to three turns; an agent pauses before each."""
-    rows = [
-        {"question": f"Say {n}.", "num_turns": 1 + n % 3, "pause_seconds": pause_seconds}
-        for n in range(NUM_ROWS)
-    ]
-    (project / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-
-
 @pytest.fixture
 def project(tmp_path: Path, untied_folder: Path) -> Path:
     """The folder of a user who trains a tiny model on two servers."""
     (tmp_path / "my_agent.py").write_text(AGENT)
-    write_rows(tmp_path)
+    rows = [{"question": f"Say {n}.", "num_turns": 1 + n % 3} for n in range(NUM_ROWS)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     config = {
         "experiment_name": "small",
         "model": {"path": str(untied_folder), "dtype": "float32"},
@@ -194,9 +193,11 @@ def project(tmp_path: Path, untied_folder: Path) -> Path:
             "max_num_seqs": 32,
             "num_threads": 1,
             "cpu_kv_cache_gib": 0.25,
+            "max_restarts": 40,
         },
+        "launcher": {"max_trainer_restarts": 40},
         "rollout": {"max_concurrent": 16, "max_staleness": 1, "timeout_seconds": 900},
-        "train": {"total_steps": 12, "learning_rate": 1e-3, "save_every_steps": 3},
+        "train": {"total_steps": NUM_STEPS, "learning_rate": 1e-3, "save_every_steps": 3},
     }
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
     return tmp_path
@@ -207,8 +208,8 @@ def start(project: Path) -> Iterator[Callable[..., Command]]:
     """Starts the command; nothing of it outlives the test."""
     commands: list[Command] = []
 
-    def start_command(*arguments: str) -> Command:
-        commands.append(Command(project, *arguments))
+    def start_command(*settings: str) -> Command:
+        commands.append(Command(project, *settings))
         return commands[-1]
 
     yield start_command
@@ -216,7 +217,7 @@ def start(project: Path) -> Iterator[Callable[..., Command]]:
         command.kill()
 
 
-def check_nothing_is_lost(run_dir: Path, num_steps: int) -> None:
+def check_nothing_is_lost(run_dir: Path, num_steps: int = NUM_STEPS) -> None:
     """One line a step, every task of every step once, no failure, no version out of place."""
     folder = RunFolder.open(run_dir)
     steps = list(range(1, num_steps + 1))
@@ -246,10 +247,52 @@ def check_nothing_is_lost(run_dir: Path, num_steps: int) -> None:
     assert latest[0] == num_steps
 
 
+def kill_a_trainer_and_then_a_server_with_calls(command: Command) -> None:
+    """Between them the servers live on, and the new trainer has calls open on them."""
+    started = command.count_steps()
+    command.wait_until(lambda: command.count_steps() >= started + 3)
+    servers = {p.pid for p in command.find("server")}
+    [trainer] = command.find("trainer")
+    strike(trainer)
+    command.wait_until(lambda: command.find("trainer") and trainer not in command.find("trainer"))
+    command.wait_for_calls(command.find("trainer")[0], 6)
+    assert {p.pid for p in command.find("server")} == servers
+    strike(command.find("server")[0])
+    assert "the trainer was killed by SIGKILL; it is started again" in command.output
+    log = command.run_dir / "logs" / "trainer.log"
+    pattern = r"engine server vllm-\d is out, its (\d+) calls go on"
+    command.wait_until(lambda: re.search(pattern, log.read_text()))
+    num_calls = re.findall(pattern, log.read_text())[0]
+    assert int(num_calls) > 0, "no call was open: the test shows nothing"
+
+
+def kill_at_random(command: Command) -> None:
+    """Eighteen processes, trainers most of all: a server takes long to come back."""
+    chance = random.Random(7)
+    kinds = ["trainer"] * 9 + ["server"] * 3 + ["core"] * 3 + ["guard"] * 3
+    chance.shuffle(kinds)
+    command.set_pause(2.0)
+    killed: list[str] = []
+    for number, kind in enumerate(kinds):
+        if number % 3 == 2:
+            # While the run works: a step is done since the last kill, and so the next goes on.
+            seen = (command.run_dir / "metrics.jsonl").stat().st_mtime_ns
+            command.wait_until(lambda seen=seen: command.has_stepped_since(seen))
+            time.sleep(chance.uniform(0.0, 4.0))
+        else:
+            # Whatever it falls on: a trainer's imports, a server's start, a publication.
+            time.sleep(chance.uniform(0.0, 12.0))
+        command.wait_until(lambda kind=kind: command.find(kind))
+        strike(chance.choice(command.find(kind)))
+        killed.append(kind)
+        assert command.count_steps() < NUM_STEPS, f"the run was over after {killed}"
+    command.set_pause(0.0)
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_command_trainer_and_server_are_killed_and_nothing_is_lost(
-    start: Callable[..., Command],
+@pytest.mark.timeout(3600)
+def test_the_command_is_killed_and_then_twenty_of_its_processes_and_nothing_is_lost(
+    start: Callable[[], Command],
 ) -> None:
     command = start()
     command.wait_until(lambda: command.count_steps() >= 1)
@@ -260,22 +303,12 @@ def test_command_trainer_and_server_are_killed_and_nothing_is_lost(
     assert [p for p in alive if is_alive(p)] == []
 
     command = start()
-    command.wait_until(lambda: command.count_steps() >= 4)
-    servers = {p.pid for p in command.find("server")}
-    [trainer] = command.find("trainer")
-    strike(trainer)
-    command.wait_until(lambda: command.find("trainer") and trainer not in command.find("trainer"))
-    command.wait_for_calls(command.find("trainer")[0], 6)
-    assert {p.pid for p in command.find("server")} == servers
-    strike(command.find("server")[0])
+    kill_a_trainer_and_then_a_server_with_calls(command)
+    kill_at_random(command)
     everything = command.processes()
-    assert command.finish(600) == 0, command.output
+    assert command.finish(1800) == 0, command.output
     assert [p for p in everything if is_alive(p)] == []
-    assert "the trainer was killed by SIGKILL; it is started again" in command.output
-    log = (command.run_dir / "logs" / "trainer.log").read_text()
-    [num_calls] = re.findall(r"engine server vllm-\d is out, its (\d+) calls go on", log)
-    assert int(num_calls) > 0, "no call was open: the test shows nothing"
-    check_nothing_is_lost(command.run_dir, num_steps=12)
+    check_nothing_is_lost(command.run_dir)
 
 
 @pytest.mark.slow
@@ -283,7 +316,7 @@ def test_command_trainer_and_server_are_killed_and_nothing_is_lost(
 def test_either_of_two_trainers_is_killed_and_nothing_is_lost(
     start: Callable[..., Command],
 ) -> None:
-    command = start("train.num_processes=2", "engine.num_servers=1")
+    command = start("train.num_processes=2", "engine.num_servers=1", "train.total_steps=12")
     for kind, num_steps in (("rank", 2), ("trainer", 5), ("rank", 8)):
         command.wait_until(lambda n=num_steps: command.count_steps() >= n)
         servers = {p.pid for p in command.find("server")}
@@ -295,44 +328,9 @@ def test_either_of_two_trainers_is_killed_and_nothing_is_lost(
         )
         assert {p.pid for p in command.find("server")} == servers
     everything = command.processes()
+    command.set_pause(0.0)
     assert command.finish(600) == 0, command.output
     assert [p for p in everything if is_alive(p)] == []
     assert "SIGKILL in rank 1 of 2 (trainer-1); it is started again (restart 1" in command.output
     assert "the trainer was killed by SIGKILL; it is started again (restart 2" in command.output
     check_nothing_is_lost(command.run_dir, num_steps=12)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_twenty_kills(project: Path, start: Callable[..., Command]) -> None:
-    """Trainers most of all: a server takes a minute to come back."""
-    num_steps, seed = 60, 7
-    # So that the steps last longer than the kills do, on any machine.
-    write_rows(project, pause_seconds=2.0)
-    chance = random.Random(seed)
-    kinds = ["trainer"] * 10 + ["server"] * 4 + ["core"] * 3 + ["guard"] * 3
-    chance.shuffle(kinds)
-    command = start(
-        f"train.total_steps={num_steps}",
-        "launcher.max_trainer_restarts=40",
-        "engine.max_restarts=40",
-    )
-    command.wait_until(lambda: command.count_steps() >= 1)
-    killed: list[str] = []
-    for number, kind in enumerate(kinds):
-        if number % 2:
-            # While the run works: a step is done since the last kill, and so the next goes on.
-            seen = (command.run_dir / "metrics.jsonl").stat().st_mtime_ns
-            command.wait_until(lambda seen=seen: command.has_stepped_since(seen))
-            time.sleep(chance.uniform(0.0, 4.0))
-        else:
-            # Whatever it falls on: a trainer's imports, a server's start, a publication.
-            time.sleep(chance.uniform(0.0, 15.0))
-        command.wait_until(lambda kind=kind: command.find(kind))
-        strike(chance.choice(command.find(kind)))
-        killed.append(kind)
-        assert command.count_steps() < num_steps, f"the run was over after {killed}"
-    everything = command.processes()
-    assert command.finish(1800) == 0, command.output
-    assert [p for p in everything if is_alive(p)] == []
-    check_nothing_is_lost(command.run_dir, num_steps)

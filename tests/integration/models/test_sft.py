@@ -11,13 +11,24 @@ from transformers import AutoModelForCausalLM
 
 from agentrl_cli.config.loading import load_config_as
 from agentrl_cli.config.sft import NewModelConfig, SftConfig
-from agentrl_cli.errors import ConfigError, DatasetError, ModelError, RunError, UserInputError
+from agentrl_cli.errors import (
+    ConfigError,
+    DatasetError,
+    ModelError,
+    RunError,
+    StoppedError,
+    UserInputError,
+)
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.models import sft_training
 from agentrl_cli.models.loading import load_model, load_tokenizer
 from agentrl_cli.models.sft import run_sft
 from agentrl_cli.models.sft_rows import EncodedRow
-from agentrl_cli.models.sft_training import compute_learning_rate, compute_summed_loss
+from agentrl_cli.models.sft_training import (
+    compute_learning_rate,
+    compute_summed_loss,
+    train_and_save,
+)
 
 TINY = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2}
 
@@ -234,3 +245,23 @@ def test_bad_config(tmp_path: Path, model: str, message: str) -> None:
 
 def test_new_model_defaults_are_consistent() -> None:
     assert NewModelConfig().hidden_size % (2 * NewModelConfig().num_heads) == 0
+
+
+@pytest.mark.parametrize("num_checks", [3, 45])
+def test_it_stops_between_rows_and_between_updates(
+    build: Callable[..., SftConfig], tmp_path: Path, num_checks: int
+) -> None:
+    """Of 40 rows and then more than five updates."""
+    calls = 0
+
+    def check_stop() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == num_checks:
+            raise StoppedError
+
+    recorder = Recorder()
+    with pytest.raises(StoppedError):
+        train_and_save(build(train={"batch_tokens": 100}), None, recorder, check_stop)
+    assert len(recorder.progress) == max(0, num_checks - 41)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

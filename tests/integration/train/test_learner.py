@@ -50,7 +50,9 @@ def test_a_rewarded_token_becomes_probable(build_model, build_config, build_traj
     assert after > 0.9
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "trajectory_mean", "constant"])
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "sequence_mean", "trajectory_mean", "constant"]
+)
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 def test_micro_batches_change_nothing(
     build_model, build_config, ragged_batch, aggregation, num_minibatches

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import json
+import sys
 import threading
 
 import pytest
@@ -10,7 +13,8 @@ import pytest
 from agentrl_cli.agents.adapt import adapt_agent
 from agentrl_cli.agents.building import AgentSource
 from agentrl_cli.agents.task_input import find_input, find_prompt_text
-from agentrl_cli.errors import BuilderError, DatasetError
+from agentrl_cli.config.imports import import_object
+from agentrl_cli.errors import BuilderError, DatasetError, ImportPathError
 
 SUPPLIED = {
     "model": "m",
@@ -27,10 +31,10 @@ async def run(runner, data=None, client="client"):
 
 async def test_functions_and_objects_get_what_they_name():
     async def everything(data, **extra):
-        return (data, sorted(extra))
+        return {"row": data, "names": sorted(extra)}
 
     async def some(row, api_key, client=None, *, base_url, unknown=3):
-        return (row, api_key, client, base_url, unknown)
+        return {"all": (row, api_key, client, base_url, unknown)}
 
     async def nothing(data):
         return data
@@ -47,20 +51,22 @@ async def test_functions_and_objects_get_what_they_name():
             return {"the model": model}
 
     names = ["api_key", "base_url", "client", "http_client", "max_turns", "model"]
-    assert (await run(adapt_agent(everything, "k"))).returned == ({"q": 1}, names)
-    assert (await run(adapt_agent(some, "k"))).returned == (
+    assert (await run(adapt_agent(everything, "k"))).returned == {
+        "row": {"q": 1}, "names": names,
+    }  # fmt: skip
+    assert (await run(adapt_agent(some, "k"))).returned["all"] == (
         {"q": 1}, "key", "client", "http://x/v1", 3,
     )  # fmt: skip
     assert (await run(adapt_agent(nothing, "k"))).returned == {"q": 1}
     assert (await run(adapt_agent(Solver(), "k"))).final_answer == "client"
     assert (await run(adapt_agent(Called(), "k"))).returned == {"the model": "m"}
     partial = functools.partial(some, unknown=5)
-    assert (await run(adapt_agent(partial, "k"))).returned[-1] == 5
+    assert (await run(adapt_agent(partial, "k"))).returned["all"][-1] == 5
 
 
 async def test_blocking_functions_run_in_a_thread_of_their_own():
     def solve(data, model, *, max_turns):
-        return (threading.current_thread().name, data, model, max_turns)
+        return {"all": (threading.current_thread().name, data, model, max_turns)}
 
     class Solver:
         def run(self, data):
@@ -69,7 +75,7 @@ async def test_blocking_functions_run_in_a_thread_of_their_own():
         async def __call__(self, data):
             return "what is async goes first"
 
-    returned = (await run(adapt_agent(solve, "k"))).returned
+    returned = (await run(adapt_agent(solve, "k"))).returned["all"]
     assert returned[0].startswith("agent ")
     assert returned[1:] == ({"q": 1}, "m", 4)
     assert (await run(adapt_agent(Solver(), "k"))).final_answer == "what is async goes first"
@@ -116,6 +122,42 @@ def test_the_socket_is_opened_for_those_who_can_use_it():
     assert [adapt_agent(f, "k").needs_base_url for f in (no, named, everything)] == [
         False, True, True,
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("returned", [("text", 1.0), ["text"], object()])
+async def test_what_is_neither_an_answer_nor_a_reward_is_named_as_the_agents(returned):
+    async def solve(data):
+        return returned
+
+    with pytest.raises(
+        TypeError, match=f"solve returned {type(returned).__name__}.*answer as text"
+    ):
+        await run(adapt_agent(solve, "k"))
+
+
+async def test_every_kind_of_reward_may_be_returned():
+    for reward in (1, True, 0.5, None, float("nan"), {"an id": 1.0}):
+
+        async def solve(data, reward=reward):
+            return reward
+
+        assert (await run(adapt_agent(solve, "k"))).returned is reward
+
+
+def test_a_function_that_yields_is_refused():
+    async def streams(data):
+        yield "text"
+
+    def walks(data):
+        yield "text"
+
+    class Solver:
+        async def run(self, data):
+            yield "text"
+
+    for built in (streams, walks, Solver(), functools.partial(walks)):
+        with pytest.raises(BuilderError, match=r"^k: .* has a yield.*Return the answer"):
+            adapt_agent(built, "k")
 
 
 class Agent:
@@ -210,3 +252,34 @@ def test_input_is_found_under_the_usual_names():
 def test_rows_with_nothing_to_ask_are_refused(row, message):
     with pytest.raises(DatasetError, match=message):
         find_input(row)
+
+
+def test_a_builder_that_raises_in_a_library_is_shown_by_its_own_line():
+    def build():
+        return json.loads("no json")
+
+    with pytest.raises(
+        BuilderError, match=r"JSONDecodeError.*\n  at .*test_adapt\.py:\d+: return j"
+    ):
+        AgentSource(build, {}, "k")
+
+
+@pytest.mark.parametrize(
+    ("package", "extra"), [("agents", "openai-agents"), ("langgraph.prebuilt", "langgraph")]
+)
+def test_a_framework_that_is_not_installed_is_named_with_its_extra(
+    monkeypatch, tmp_path, package, extra
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, package.partition(".")[0], None)
+
+    def build():
+        return importlib.import_module(package)
+
+    advice = rf"Type uv pip install 'agentrl\[{extra}\]'\n  at "
+    with pytest.raises(BuilderError, match=advice):
+        AgentSource(build, {}, "k")
+    path = tmp_path / "mine.py"
+    path.write_text(f"import {package}\n")
+    with pytest.raises(ImportPathError, match=advice):
+        import_object(f"{path}:build", "k")

@@ -247,6 +247,14 @@ async def test_a_server_that_nobody_versioned_says_so(server: SglangServer, faul
     assert await server.policy_version() == 12
 
 
+async def test_a_health_check_gives_the_version_and_asks_for_it_once(
+    server: SglangServer, faulty: Faulty
+) -> None:
+    faulty.answers["/model_info"] = {"weight_version": "12"}
+    assert await server.check_health() == 12
+    assert faulty.paths().count("/model_info") == 1
+
+
 async def test_an_unsupported_sglang_is_refused_with_what_to_type(
     server: SglangServer, faulty: Faulty
 ) -> None:

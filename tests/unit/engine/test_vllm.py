@@ -174,6 +174,14 @@ async def test_the_version_is_asked_once_and_an_unknown_one_refused(
     await other.close()
 
 
+async def test_a_health_check_gives_the_version_and_asks_for_it_once(
+    server: VllmServer, vllm: FaultyVllm
+) -> None:
+    vllm.version = "12"
+    assert await server.check_health() == 12
+    assert len(vllm.bodies("/weight_info")) == 1
+
+
 async def test_a_server_whose_engine_died_is_down(server: VllmServer, vllm: FaultyVllm) -> None:
     await server.generate([5], ONE)
     said = {"error": {"message": "EngineCore encountered an issue. See stack trace", "code": 500}}

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -309,20 +309,27 @@ class Refusing(Server):
         raise self.error
 
 
-def make_update(tmp_path: Path) -> tuple[NcclTransfer, NcclUpdate]:
+def make_update(
+    tmp_path: Path, on_message: Callable[[str], None] = print
+) -> tuple[NcclTransfer, NcclUpdate]:
     disk = make_transfer(tmp_path)
-    transfer = NcclTransfer(disk, num_gpus_per_server=1, timeout_seconds=30.0)
+    transfer = NcclTransfer(
+        disk, num_gpus_per_server=1, timeout_seconds=30.0, on_message=on_message
+    )
     return transfer, NcclUpdate(3, make_weights(3), transfer)
 
 
 async def test_servers_that_fail_get_the_same_file(tmp_path):
     """What is missing here (a GPU, the NCCL library) is missing for real."""
-    transfer, update = make_update(tmp_path)
+    told: list[str] = []
+    transfer, update = make_update(tmp_path, told.append)
     servers = [Refusing(EngineError("no NCCL here")) for _ in range(2)]
     await asyncio.gather(*(update.apply(server) for server in servers))
     assert servers[0].folders == servers[1].folders != []
     assert_equal(load_file(servers[0].folders[0] / FILE_NAME), make_weights(3))
     assert transfer.failure is not None
+    [text] = told
+    assert "go through files from now on (disk)" in text
     await transfer.close()
 
 

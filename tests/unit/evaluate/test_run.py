@@ -4,7 +4,7 @@ import pytest
 
 from agentrl_cli.evaluate.run import choose_k_values, evaluate
 from agentrl_cli.log import SilentObserver
-from agentrl_cli.records import Boundary, Failure, Trajectory
+from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
 from agentrl_cli.rollout.dataset import build_eval_tasks
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
 
@@ -19,7 +19,9 @@ class ScriptedWorkflow(RolloutWorkflow):
         if attempt.task.task_id == "2":
             failure = Failure(boundary=Boundary.TOOL, kind="X", message="")
             return attempt.begin_trajectory(failure=failure)
-        return attempt.begin_trajectory(reward=float(attempt.sample_index % 2))
+        return attempt.begin_trajectory(
+            reward=float(attempt.sample_index % 2), interactions=(Interaction(id="call"),)
+        )
 
 
 class RecordingObserver(SilentObserver):

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import EngineError
-from agentrl_cli.launch.online import OnlineRecorder
+from agentrl_cli.launch.online import OnlineRecorder, _listen_at
 from agentrl_cli.launch.sources import EngineSource
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.records import Trajectory
@@ -73,3 +73,24 @@ def test_an_external_run_names_no_agent(tmp_path: Path) -> None:
     data = make_config(tmp_path).model_dump() | {"agent_builder_path": "a.b"}
     with pytest.raises(ValueError, match="agent_builder_path=null"):
         ExperimentConfig.model_validate(data)
+
+
+@pytest.mark.parametrize(
+    ("typed", "configured", "expected"),
+    [
+        (None, "0.0.0.0", "0.0.0.0"),
+        ("127.0.0.1", "0.0.0.0", "127.0.0.1"),
+        ("::1", "127.0.0.1", "::1"),
+    ],
+)
+def test_the_address_that_is_typed_is_the_one(
+    tmp_path: Path, typed: str | None, configured: str, expected: str
+) -> None:
+    config = make_config(tmp_path, external={"host": configured, "port": 8900})
+    external = _listen_at(config, typed, None).rollout.external
+    assert (external.host, external.port) == (expected, 8900)
+
+
+def test_one_program_may_do_all_tasks_before_the_deadline(tmp_path: Path) -> None:
+    rollout = make_config(tmp_path, timeout_seconds=600).rollout
+    assert rollout.compute_deadline(500) > 500 * 600

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl_cli.errors import ModelError
+from agentrl_cli.errors import ModelError, StoppedError
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.models.cache import make_once, resolve_cache_folder
 
@@ -115,3 +115,15 @@ def test_a_killed_process_does_not_hold_the_lock(cache: Path) -> None:
     assert ended.returncode == 9
     assert not (cache / "thing").exists()
     assert make_once("thing", fill, SilentObserver()).is_dir()
+
+
+def test_who_waits_for_another_process_can_be_stopped(cache: Path) -> None:
+    def stop() -> None:
+        raise StoppedError
+
+    def make(folder: Path) -> None:
+        with pytest.raises(StoppedError):
+            make_once("thing", fill, SilentObserver(), stop)
+        fill(folder)
+
+    assert make_once("thing", make, SilentObserver()).is_dir()

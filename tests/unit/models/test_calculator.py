@@ -73,7 +73,7 @@ def test_made_on_first_use_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path))
     made: list[str] = []
 
-    def make(config: SftConfig, start_path: None, observer: object) -> None:
+    def make(config: SftConfig, start_path: None, *_: object) -> None:
         made.append(config.output_path)
         Path(config.output_path).mkdir()
 

@@ -15,6 +15,7 @@ import openai
 import pytest
 
 from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
+from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.errors import RunError, UserInputError
 from agentrl_cli.records import Boundary, InteractionStatus, StopReason
 from agentrl_cli.rollout.dataset import Task
@@ -23,6 +24,7 @@ from agentrl_cli.rollout.external_board import TaskBoard
 from agentrl_cli.rollout.external_door import ExternalDoor
 from agentrl_cli.rollout.rewards import AsyncRewardWrapper
 from agentrl_cli.rollout.workflow import Attempt
+from agentrl_cli.tracking.session import Budget
 
 ROW = {"question": "What is 2 + 2?", "answer": "4"}
 OWN = {"question": "What is 3 + 3?", "answer": "6"}
@@ -186,6 +188,61 @@ async def test_a_task_given_back_or_left_alone_goes_to_another_program(outside: 
     assert (trajectory.num_turns, trajectory.reward, trajectory.failure) == (1, 1.0, None)
 
 
+async def test_a_program_that_hung_up_is_given_no_task(outside: Outside) -> None:
+    async with outside([attempt()], idle=30) as it:
+        program = it.program
+        first = await program.start()
+        for _ in range(3):
+            with pytest.raises(httpx2.ReadTimeout):
+                await program.http.request(
+                    "POST",
+                    f"{program.url}/agentrl/v1/sessions",
+                    json={"wait_seconds": 30},
+                    headers={"Authorization": f"Bearer {program.key}"},
+                    timeout=0.3,
+                )
+        await program.call("DELETE", f"/{first.id}")
+        await asyncio.sleep(0.3)
+        shown = (await program.call("GET", "")).json()
+        assert shown == {"num_open_sessions": 0, "num_waiting_tasks": 1}
+        second = await program.start()
+        await program.ask(second)
+        await program.call("POST", f"/{second.id}/end", reward=1)
+        trajectory = await it.tasks[0]
+    assert trajectory.reward == 1.0
+
+
+async def test_a_program_that_waits_when_the_run_ends_is_told_so(
+    outside: Outside, open_client: Any
+) -> None:
+    async with outside([attempt()]) as it:
+        await it.program.start()
+        waiting = asyncio.create_task(it.program.call("POST", "", wait_seconds=30))
+        await asyncio.sleep(0.3)
+        client = open_client(it.engine, Sampling(), Budget())
+        await client.close()
+        await asyncio.wait_for(client.gateway.close(), 3)
+        reply = await waiting
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "run_ended")
+
+
+async def test_a_task_that_cannot_be_judged_is_a_failure_and_not_the_end(outside: Outside) -> None:
+    attempts = [attempt(0), attempt(1)]
+    async with outside(attempts, reward_fn=judge) as it:
+        rewarded, not_rewarded = [
+            await it.program.start(task={"question": "?"}, group_id=name) for name in "ab"
+        ]
+        for session in (rewarded, not_rewarded):
+            await it.program.ask(session)
+        await it.program.call("POST", f"/{rewarded.id}/end", reward=0.5)
+        await it.program.call("POST", f"/{not_rewarded.id}/end")
+        good, bad = await asyncio.gather(*it.tasks)
+    assert (good.reward, good.failure) == (0.5, None)
+    assert bad.failure.boundary is Boundary.REWARD
+    assert "'answer'" in bad.failure.message
+    assert bad.num_turns == 1
+
+
 async def test_what_is_lost_too_often_is_a_failure(outside: Outside) -> None:
     async with outside([attempt()]) as it:
         for _ in range(3):
@@ -290,6 +347,8 @@ async def test_the_doors_and_their_keys_are_apart(outside: Outside) -> None:
     [
         ("", {"tsk_id": "1"}, "unknown_field"),
         ("", {"task": "text"}, "invalid_task"),
+        ("", {"task": {"agent_name": ["x"]}, "group_id": "new"}, "invalid_task"),
+        ("", {"task": {"agent_name": 5}, "group_id": "new"}, "invalid_task"),
         ("", {"group_id": "new"}, "unknown_group"),
         ("", {"task_id": 3}, "invalid_request"),
         ("", {"wait_seconds": "long"}, "invalid_request"),
@@ -312,7 +371,7 @@ async def test_mistakes_have_a_name(
         session = await it.program.start()
         reply = await it.program.call("POST", path.replace("ID", session.id), **body)
         assert reply.json()["error"]["code"] == code
-        assert 400 <= reply.status_code < 600
+        assert 400 <= reply.status_code < 500 or reply.status_code == 503
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl_cli.config.experiment import RolloutConfig
 from agentrl_cli.errors import DatasetError, RolloutFailedError, RunError, StoreError
-from agentrl_cli.records import Boundary, Failure
+from agentrl_cli.records import Boundary, Failure, Interaction
 from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.rollout.dataset import TaskStream, build_eval_tasks
 from agentrl_cli.rollout.scheduler import RolloutScheduler, run_tasks
@@ -27,6 +27,8 @@ class FakeWorkflow(RolloutWorkflow):
         self.random = random.Random(seed)
         self.failing = failing
         self.error = error
+        self.calling = lambda _attempt: True
+        self.scoring = lambda _attempt: True
         self.version = 0
         self.started = []
         self.num_running = self.most_running = self.num_cancelled = 0
@@ -51,7 +53,9 @@ class FakeWorkflow(RolloutWorkflow):
         failure = Failure(boundary=Boundary.AGENT, kind="KeyError", message="'x'", traceback="tb")
         failed = self.failing(attempt)
         return attempt.begin_trajectory(
-            reward=None if failed else 1.0, failure=failure if failed else None
+            reward=1.0 if self.scoring(attempt) and not failed else None,
+            failure=failure if failed else None,
+            interactions=(Interaction(id="call"),) if self.calling(attempt) else (),
         )
 
 
@@ -203,6 +207,32 @@ async def test_an_identical_failure_of_a_whole_batch_stops_with_advice():
     assert "| tb" in message
     assert "Run the agent on one task" in message
     await scheduler.close()
+
+
+async def test_a_batch_whose_agents_call_no_model_stops_the_run():
+    """As when they make clients of their own, which speak to another model."""
+    workflow = FakeWorkflow(failing=lambda attempt: attempt.id.endswith("/1"))
+    workflow.calling = lambda _attempt: False
+    with pytest.raises(
+        RolloutFailedError, match=r"step 1: none of 6 traj.*called the model"
+    ) as caught:
+        await _schedule(workflow).next_batch(1)
+    assert len(caught.value.trajectories) == 6
+    workflow.calling = lambda attempt: attempt.sample_index == 1
+    assert len(await _schedule(workflow).next_batch(1)) == 6
+
+
+async def test_a_batch_that_nobody_scores_stops_the_run():
+    """As when a reward function forgets to return."""
+    workflow = FakeWorkflow(failing=lambda attempt: attempt.sample_index == 0)
+    workflow.scoring = lambda _attempt: False
+    with pytest.raises(
+        RolloutFailedError,
+        match=r"step 1: none of 6 trajectories has a reward, and 3 of them ended without.*return a",
+    ):
+        await _schedule(workflow).next_batch(1)
+    workflow.scoring = lambda attempt: attempt.id.endswith("/1")
+    assert len(await _schedule(workflow).next_batch(1)) == 6
 
 
 async def test_a_batch_with_one_survivor_goes_on():

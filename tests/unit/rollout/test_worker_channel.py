@@ -118,6 +118,20 @@ def test_the_log_says_whose_line_it_is_and_keeps_no_key(tmp_path):
     ]
 
 
+def test_a_trajectory_that_prints_for_ever_does_not_fill_the_disk(tmp_path):
+    log = WorkerLog()
+    log.open(tmp_path / "x.log")
+    log.label(1, "first")
+    for number in range(5000):
+        log.write(1, b"%d %s\n" % (number, b"x" * 2000))
+    log.label(1, "second")
+    log.write(1, b"heard\n")
+    log.close()
+    lines = (tmp_path / "x.log").read_text().splitlines()
+    assert (tmp_path / "x.log").stat().st_size < 5 * 2**20
+    assert lines[-2:] == ["first | (what it wrote after 4 MiB is not kept)", "second | heard"]
+
+
 def test_a_log_that_cannot_be_written_is_an_error_to_tell(tmp_path):
     log = WorkerLog()
     log.open(tmp_path / "nowhere" / "x.log")
@@ -135,3 +149,9 @@ def test_the_environment_leads_to_the_model_and_past_every_proxy():
     assert changed["OPENAI_API_KEY"] == changed["ANTHROPIC_API_KEY"] == "key"
     assert changed["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:5"
     assert environment["OPENAI_API_KEY"] == "own"
+
+
+def test_the_agents_sdk_sends_no_traces_and_no_settings_of_another_model():
+    changed = build_environment({"OPENAI_DEFAULT_MODEL": "gpt-5"}, "http://127.0.0.1:5/v1", "key")
+    assert changed["OPENAI_AGENTS_DISABLE_TRACING"] == "1"
+    assert not changed["OPENAI_DEFAULT_MODEL"].startswith("gpt")

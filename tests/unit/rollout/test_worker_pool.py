@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import socket
 from dataclasses import dataclass, field
 
@@ -16,7 +17,12 @@ from agentrl_cli.errors import DatasetError, RunError
 from agentrl_cli.records import Boundary
 from agentrl_cli.rollout import worker_pool
 from agentrl_cli.rollout.worker_channel import Channel
-from agentrl_cli.rollout.worker_errors import AgentCrashError, AgentRunError
+from agentrl_cli.rollout.worker_errors import (
+    AgentCrashError,
+    AgentRunError,
+    build_process_error,
+)
+from agentrl_cli.rollout.worker_host import Host
 from agentrl_cli.rollout.worker_lease import AgentTask
 from agentrl_cli.rollout.worker_pool import WorkerPool
 from agentrl_cli.rollout.worker_process import AgentSpec
@@ -212,6 +218,40 @@ async def test_a_worker_is_free_while_its_trajectory_is_judged(script):
         assert await asyncio.wait_for(run_one(pool, "b"), 5) == "b"
     assert script.tasks_of == {1: 2}
     assert await run_one(pool, "c") == "c"
+    pool.close()
+
+
+async def test_a_host_that_cannot_fork_says_so_and_lives_on(script, monkeypatch):
+    def refuse():
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    own, others = (Channel(end) for end in socket.socketpair())
+    host, channel = Host(others, None), socket.socketpair()
+    assert host._start(7, channel[1].detach()) is None
+    ended = own.receive()
+    assert (ended["op"], ended["worker"], ended["cause"]) == ("ended", 7, "system")
+    assert channel[0].recv(1) == b"", "nobody holds the other end"
+    error = build_process_error(ended, None)
+    assert "starts no further process" in str(error)
+    assert "Resource temporarily unavailable" in str(error)
+    channel[0].close()
+    for end in (own, others):
+        end.close()
+
+
+async def test_workers_that_die_while_they_wait_leave_nothing_open(script):
+    pool = WorkerPool(2, max_tasks=3)
+    assert await run_one(pool, "a") == "a"
+    while len(pool._ready) < 2:
+        await asyncio.sleep(0.005)
+    first, second = pool._ready
+    for worker in (first, second):
+        pool._kill(worker.number)
+    while not (first.has_ended and second.has_ended):
+        await asyncio.sleep(0.005)
+    assert await run_one(pool, "b") == "b"
+    assert (first._channel.socket.fileno(), second._channel.socket.fileno()) == (-1, -1)
     pool.close()
 
 

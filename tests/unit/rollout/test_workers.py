@@ -47,6 +47,13 @@ def speak(data):
 
 AT_IMPORT = openai.OpenAI(max_retries=0)
 
+def find_sockets():
+    """Of a process whose clients are gone: the channel, and the event loop's own."""
+    AT_IMPORT.close()
+    names = [name for name in os.listdir("/proc/self/fd")]
+    return [int(n) for n in names if os.path.islink(f"/proc/self/fd/{n}")
+            and os.readlink(f"/proc/self/fd/{n}").startswith("socket:")]
+
 def solve(data):
     what = data["question"]
     print("about to", what)
@@ -66,7 +73,7 @@ def solve(data):
             time.sleep(0.005)
     elif what == "fill memory by a child":
         code = "held = bytearray(b'1') * 700_000_000; import time; time.sleep(60)"
-        subprocess.run([sys.executable, "-c", code])
+        subprocess.run([sys.executable, "-c", code], start_new_session=True)
     elif what == "hang":
         time.sleep(600)
     elif what == "leave a child":
@@ -75,6 +82,17 @@ def solve(data):
         os._exit(0)
     elif what == "raise":
         raise KeyError("state")
+    elif what == "leave a writer":
+        subprocess.Popen(["yes", "no end"], start_new_session=True)
+        os._exit(0)
+    elif what == "close the channel":
+        for number in find_sockets():
+            os.close(number)
+        time.sleep(600)
+    elif what == "write nonsense to the channel":
+        for number in find_sockets():
+            os.write(number, b'{"op": "done"}\\n')
+        time.sleep(600)
     elif what == "say too much":
         return "x" * 34_000_000
     elif what == "ask the person":
@@ -112,6 +130,19 @@ def tell_environment(data, base_url, api_key):
     os.environ["LEFT_BEHIND"] = os.environ.get("LEFT_BEHIND", "") + "x"
     speak(data)
     return f"{os.getpid()} {os.environ['LEFT_BEHIND']} {ANSWER}"
+
+async def fork_and_exit(data):
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)
+    os.waitpid(child, 0)
+    return speak(data) and 1
+
+def use_client_of_a_library(data):
+    import with_client
+    with_client.CLIENT.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "x"}])
+    return 1
 
 def use_client_of_import(data):
     AT_IMPORT.chat.completions.create(
@@ -189,9 +220,12 @@ async def test_each_fault_is_one_trajectorys_own(run, folder):
         "be killed": (Boundary.AGENT, "AgentCrashError", "ran out of memory"),
         "hang": (Boundary.TIMEOUT, "DeadlineError", "its process was killed"),
         "raise": (Boundary.AGENT, "KeyError", "state"),
+        "leave a writer": (Boundary.AGENT, "AgentExitError", "exit status 0"),
+        "close the channel": (Boundary.AGENT, "AgentProcessError", "closed the connection"),
+        "write nonsense to the channel": (Boundary.AGENT, "AgentProcessError", "no message"),
         "say too much": (Boundary.AGENT, "TypeError", "bytes are too many"),
         "ask the person": (Boundary.AGENT, "EOFError", "EOF"),
-        "return nonsense": (Boundary.REWARD, "RewardError", "object"),
+        "return nonsense": (Boundary.AGENT, "TypeError", "object"),
     }
     questions = [q for fault in faults for q in (fault, "answer")]
     trajectories = await run(*questions, timeout_seconds=8)
@@ -206,9 +240,11 @@ async def test_each_fault_is_one_trajectorys_own(run, folder):
         failure = trajectory.failure
         assert (failure.boundary, failure.kind) == (boundary, kind), failure
         assert words in failure.message
-        if kind.startswith("Agent") or boundary is Boundary.TIMEOUT:
-            # The last lines that it wrote.
-            assert f"about to {question}" in failure.message
+        if kind in ("AgentCrashError", "AgentExitError") or boundary is Boundary.TIMEOUT:
+            # The last lines that it, or what it has started, wrote.
+            if question == "leave a writer":
+                question = "no end"
+            assert question in failure.message.partition("\n")[2]
     # The traceback of the other process, with the user's own line.
     assert 'raise KeyError("state")' in trajectories[10].failure.traceback
     lines = (folder / LOG_NAME).read_text().splitlines()
@@ -270,19 +306,43 @@ async def test_a_client_made_at_import_is_right_in_a_process_of_its_own(run):
     )
 
 
-async def test_libraries_with_threads_are_not_forked(run, folder, monkeypatch, caplog):
-    (folder / "with_thread.py").write_text(
-        "import threading, time\n"
-        "threading.Thread(target=time.sleep, args=(600,), daemon=True, name='watcher').start()\n"
-    )
+async def test_a_process_that_an_agent_forks_does_not_answer_for_it(run):
+    (trajectory,) = await run("x", name="fork_and_exit")
+    assert (trajectory.reward, trajectory.failure) == (1.0, None)
+
+
+@pytest.fixture
+def add_library(folder, monkeypatch):
+    """Writes a module that counts as a library: it is imported before workers are forked."""
     monkeypatch.syspath_prepend(str(folder))
     try_agents = HostProcess.try_agents
 
-    def try_with_thread(self, specs):
-        reply = try_agents(self, specs)
-        return {**reply, "modules": [*reply["modules"], "with_thread"]}
+    def add(name: str, code: str) -> None:
+        (folder / f"{name}.py").write_text(code)
 
-    monkeypatch.setattr(HostProcess, "try_agents", try_with_thread)
+        def try_with_library(self, specs):
+            reply = try_agents(self, specs)
+            return {**reply, "modules": [*reply["modules"], name]}
+
+        monkeypatch.setattr(HostProcess, "try_agents", try_with_library)
+
+    return add
+
+
+async def test_a_librarys_client_leads_to_the_gateway_too(run, add_library, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "a person's own")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:9/v1")
+    add_library("with_client", "import openai\nCLIENT = openai.OpenAI(max_retries=0)\n")
+    (trajectory,) = await run("x", name="use_client_of_a_library")
+    assert (trajectory.num_turns, trajectory.failure) == (1, None)
+
+
+async def test_libraries_with_threads_are_not_forked(run, add_library, caplog):
+    add_library(
+        "with_thread",
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(600,), daemon=True, name='watcher').start()\n",
+    )
     crash, answer = await run("crash", "answer", num_workers=1)
     assert crash.failure.kind == "AgentCrashError"
     assert (answer.reward, answer.failure) == (1.0, None)

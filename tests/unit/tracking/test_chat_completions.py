@@ -158,6 +158,27 @@ async def test_one_call_a_turn_ends_sampling_where_the_call_does(open_client: Op
 
 
 @pytest.mark.parametrize(
+    ("parser", "call"),
+    [
+        ("glm45", "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"),
+        (
+            "minimax_m2",
+            '<minimax:tool_call>\n<invoke name="f">\n<parameter name="x">1</parameter>\n</invoke>',
+        ),
+    ],
+)
+async def test_one_call_a_turn_is_read_with_its_end(
+    open_client: Open, parser: str, call: str
+) -> None:
+    client = open_client(call, reading={"tool_call_parser": parser})
+    completion = await create(client, tools=TOOLS, parallel_tool_calls=False)
+    [found] = completion.choices[0].message.tool_calls
+    assert (found.function.name, found.function.arguments) == ("f", '{"x": 1}')
+    [sampling] = list_samplings(client)
+    assert call.endswith(sampling.stop[0])
+
+
+@pytest.mark.parametrize(
     ("parser", "is_held"), [("mistral", True), ("llama3_json", True), ("pythonic", False)]
 )
 async def test_one_call_a_turn_where_no_text_ends_a_call(
@@ -210,6 +231,15 @@ async def test_several_choices_stream_side_by_side(open_client: Open) -> None:
     assert [i.finish_reason for i in client.interactions] == ["stop", "stop", "tool_calls"]
 
 
+async def test_a_seed_repeats_a_reply_and_not_its_choices(open_client: Open) -> None:
+    client = open_client(*"abcdef", sampling=Sampling(seed=7))
+    for seed in (7, 7, 8):
+        await create(client, seed=seed, n=2)
+    one, two, *again, other, another = [sampling.seed for sampling in list_samplings(client)]
+    assert again == [one, two]
+    assert len({one, two, other, another}) == 4
+
+
 async def test_effort_goes_to_the_template(open_client: Open) -> None:
     client = open_client("a")
     tokenizer = client.gateway.template.tokenizer
@@ -245,7 +275,7 @@ async def test_developer_role_and_neutral_keys_are_taken(open_client: Open) -> N
         service_tier="auto",
         prompt_cache_key="k",
         safety_identifier="s",
-        verbosity="medium",
+        verbosity="low",
         extra_body={"top_k": -1, "min_p": 0, "repetition_penalty": 1.0},
     )
     tokenizer = client.gateway.template.tokenizer
@@ -271,6 +301,14 @@ FILE = {"type": "file", "file": {"file_id": "x"}}
             "messages[0].reasoning_content",
             "must be text",
         ),
+        *(
+            ({"messages": [{"role": "assistant", key: value}]}, f"messages[0].{key}", remedy)
+            for key, value, remedy in [
+                ("function_call", {"name": "f", "arguments": "{}"}, "use tool_calls"),
+                ("audio", {"id": "a"}, "send its transcript as content"),
+                ("refusal", "No.", "send it as content"),
+            ]
+        ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]},
             "messages[0].tool_calls[0]",
@@ -288,7 +326,8 @@ FILE = {"type": "file", "file": {"file_id": "x"}}
         ({"presence_penalty": 1}, "presence_penalty", "leave it out"),
         ({"logit_bias": {"1": 5}}, "logit_bias", "leave it out"),
         ({"reasoning_effort": "most"}, "reasoning_effort", "allowed: high"),
-        ({"stream_options": {"x": 1}}, "x", "include_usage"),
+        ({"verbosity": "chatty"}, "verbosity", "allowed: high, low, medium"),
+        ({"stream_options": {"x": 1}}, "stream_options.x", "'stream_options.x' is not supported"),
         ({"stop": ["x"] * 65}, "stop", "at most 64"),
         ({"seed": 2**63}, "seed", "whole number"),
         (

@@ -155,6 +155,7 @@ def test_what_is_no_number_is_refused(value: Any) -> None:
         parse_reward(value)
 
 
-def test_infinite_reward_is_refused() -> None:
+@pytest.mark.parametrize("value", [math.inf, -math.inf, np.float32("inf"), 10**400])
+def test_reward_that_is_not_finite_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="finite"):
-        parse_reward(math.inf)
+        parse_reward(value)

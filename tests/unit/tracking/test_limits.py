@@ -6,15 +6,17 @@ import ast
 import asyncio
 import hmac
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx2
 import openai
 import pytest
 
-from agentrl_cli.errors import UserInputError
+from agentrl_cli.engine.protocol import Sampling
+from agentrl_cli.errors import EngineError, UserInputError
 from agentrl_cli.records import InteractionStatus, StopReason
 from agentrl_cli.tracking import gateway as gateway_module
 from agentrl_cli.tracking.client import TrackingClient
@@ -61,6 +63,24 @@ async def test_large_bodies_and_long_conversations_are_413(open_client: Open, pa
     assert reply.status_code == 413
     assert "has 5 messages; allowed are 3" in read_message(reply)
     assert client.interactions == ()
+
+
+async def test_a_body_that_does_not_say_its_length_is_413_too(
+    open_client: Open,
+) -> None:
+    client = open_client("never")
+    limit(client, max_body_bytes=1000)
+    url = f"{await client.gateway.serve()}/chat/completions"
+
+    async def send_pieces() -> AsyncIterator[bytes]:
+        for _ in range(5):
+            yield b" " * 400
+
+    headers = {"Authorization": f"Bearer {client.session_key}"}
+    async with httpx2.AsyncClient() as http:
+        reply = await http.post(url, content=send_pieces(), headers=headers)
+    assert "content-length" not in reply.request.headers
+    assert (reply.status_code, read_message(reply)) == (413, "the body is larger than 1000 bytes")
 
 
 @EVERY_PATH
@@ -122,6 +142,37 @@ async def test_the_end_of_the_time_ends_a_call_in_flight(
     assert engine.num_aborted == 1
 
 
+@STREAMED
+async def test_calls_at_the_same_time_do_not_overspend_the_tokens(
+    open_client: Open, stream: bool
+) -> None:
+    sampling, budget = Sampling(max_tokens=4), Budget(max_tokens=11)
+    client = open_client("a", "b", "c", EngineError("died"), sampling=sampling, budget=budget)
+    engine: Any = client.gateway.engine
+    engine.gate = asyncio.Event()
+    path, *_ = BODIES
+    body = {**BODIES[path], "stream": stream}
+    running = [asyncio.create_task(post(client, path, body)) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    # 4 + 4 are spoken for: the third call waits, rather than be cut to 3.
+    assert [s.max_tokens for s in engine.samplings] == [4, 4]
+    engine.gate.set()
+    assert [r.status_code for r in await asyncio.gather(*running)] == [200] * 3
+    assert [s.max_tokens for s in engine.samplings] == [4] * 3
+    # Each took 2. What fails gives back what it was to have.
+    assert (await post(client, path, body)).status_code == 503
+    assert engine.samplings[-1].max_tokens == 4
+    assert client.session.stop_reason is None
+    # Who waits can be cancelled, and is not on record.
+    engine.gate, engine.script = asyncio.Event(), ["d", "e"]
+    running = [asyncio.create_task(post(client, path, body)) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    assert len(engine.samplings) == 5
+    await client.close()
+    assert [r.status_code for r in await asyncio.gather(*running)] == [401] * 2
+    assert len(client.interactions) == 5
+
+
 async def test_the_sdks_do_not_repeat_what_a_budget_refused(open_client: Open) -> None:
     client = open_client("never", budget=Budget(max_turns=0))
     base_url = await client.gateway.serve()
@@ -139,7 +190,8 @@ async def test_the_sdks_do_not_repeat_what_a_budget_refused(open_client: Open) -
     [
         (b"[" * 100_000, "nested too deep"),
         (b'{"messages": NaN}', "NaN is no JSON"),
-        (b'{"a": 1e999}{', "not JSON"),
+        (b'{"a": 1e999}', "the number 1e999 is too large"),
+        (b'{"a": 1.5}{', "not JSON"),
         (b"\xff\xfe\xfa", "not JSON"),
         (b"", "not JSON"),
     ],

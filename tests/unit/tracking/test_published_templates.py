@@ -49,6 +49,11 @@ GLM = """\
 {%- if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"""
 
 
+#: As Llama 2: the end of a turn stands behind a space.
+LLAMA_2 = """\
+{%- for m in messages %}
+{%- if m.role == 'user' %}{{- '<|im_start|>[INST] ' + m.content + ' [/INST]' }}
+{%- else %}{{- ' ' + m.content | trim + ' <|im_end|>' }}{% endif %}{% endfor %}"""
 #: As gpt-oss: a call is a message of its own, a result wants to see its call, and a turn of the
 #: past ends with another token than the one that is sampled.
 GPT_OSS = """\
@@ -130,6 +135,46 @@ async def test_glm_ends_a_turn_with_what_follows(
     one, two, three = client.interactions
     assert_spliced(client, two, one, "<tool_response>20<|im_start|>")
     assert_spliced(client, three, two, "And then?<|im_start|>")
+
+
+async def test_glm_tells_who_speaks_also_after_another_end(
+    open_client: Open, make_tokenizer: Callable[[str], Any]
+) -> None:
+    # The model wants to see a tool's result, but what it wrote is no call: the user speaks.
+    tokenizer = make_tokenizer(GLM)
+    tokenizer.eos_token = "<|endoftext|>"
+    client = open_client("\n<think></think>\nI look.", "bye", tokenizer=tokenizer)
+    first = await ask(client, [USER], tools=[TOOL])
+    await ask(client, [USER, first, AGAIN], tools=[TOOL])
+    one, two = client.interactions
+    assert tokenizer.decode(one.completion_ids[-1]) == "<|endoftext|>"
+    assert_spliced(client, two, one, "<|im_end|>And then?<|im_start|>")
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])
+async def test_llama_2_writes_a_space_before_the_end_of_a_turn(
+    open_client: Open, make_tokenizer: Callable[[str], Any], end: str
+) -> None:
+    tokenizer = make_tokenizer(LLAMA_2)
+    tokenizer.eos_token = end
+    client = open_client(" Paris", (" cut off", "length"), "bye", tokenizer=tokenizer)
+    first = await ask(client, [USER])
+    second = await ask(client, [USER, first, AGAIN])
+    await ask(client, [USER, first, AGAIN, second, AGAIN])
+    one, two, three = client.interactions
+    assert_spliced(client, two, one, "<|im_start|>[INST] And then? [/INST]")
+    assert_spliced(client, three, two, " <|im_end|><|im_start|>[INST] And then? [/INST]")
+
+
+async def test_a_turn_without_an_end_leaves_the_next_its_beginning(
+    open_client: Open, make_tokenizer: Callable[[str], Any]
+) -> None:
+    template = LLAMA_2.replace(" <|im_end|>", "\\n")
+    client = open_client(" Paris", "bye", tokenizer=make_tokenizer(template))
+    first = await ask(client, [USER])
+    await ask(client, [USER, first, AGAIN])
+    one, two = client.interactions
+    assert_spliced(client, two, one, "\n<|im_start|>[INST] And then? [/INST]")
 
 
 @pytest.mark.parametrize("way", ["kept", "dropped"])

@@ -275,6 +275,29 @@ async def test_turns_of_several_responses_stay_apart_when_replayed(open_client: 
     assert_continues(three, two)
 
 
+@pytest.mark.parametrize("replay", [replay_dumped, replay_without_ids])
+async def test_results_may_stand_between_the_calls_of_one_turn(
+    open_client: Open, replay: Callable[[Any], list[Any]]
+) -> None:
+    client = open_client("I look. " + CALL + CALL, "Forty two.")
+    first = await create(client, tools=[TOOL])
+    items: list[Any] = [{"role": "user", "content": "What?"}]
+    for item in replay(first):
+        items.append(item)
+        if item["type"] == "function_call":
+            output = {"type": "function_call_output", "call_id": item["call_id"], "output": "4"}
+            items.append(output)
+    await create(client, input=[*items, {"role": "user", "content": "So?"}], tools=[TOOL])
+    one, two = client.interactions
+    roles = [m["role"] for m in two.messages]
+    if replay is replay_dumped:
+        # Ids say that the second call is of the same turn.
+        assert_continues(two, one)
+        assert roles == ["user", "assistant", "tool", "tool", "user"]
+    else:
+        assert roles == ["user", "assistant", "tool", "assistant", "tool", "user"]
+
+
 async def test_reply_cut_for_length_is_incomplete(open_client: Open) -> None:
     client = open_client(("The ans", "length"), ("The ans", "length"))
     whole = await create(client)
@@ -305,6 +328,21 @@ async def test_logprobs_are_those_of_the_text(open_client: Open) -> None:
     assert [t.to_dict() for t in deltas] == [t.to_dict() for t in part.logprobs]
 
 
+@pytest.mark.parametrize("text", ["Hm " + CALL + " and so", "<think>\nI see\n</think>\n\nÜ" + CALL])
+async def test_logprobs_spell_the_text_and_nothing_beside_it(
+    open_client: Open, thinking_tokenizer: Any, text: str
+) -> None:
+    client = open_client(text, text, tokenizer=thinking_tokenizer)
+    options: Any = {"include": ["message.output_text.logprobs"], "tools": [TOOL]}
+    whole = await create(client, **options)
+    streamed = (await read_events(client, **options))[-1].response
+    for response in (whole, streamed):
+        parts = [item.content[0] for item in response.output if item.type == "message"]
+        assert parts
+        for part in parts:
+            assert bytes(b for t in part.logprobs for b in t.bytes).decode() == part.text
+
+
 async def test_failure_in_the_middle_is_told_and_not_answered(open_client: Open) -> None:
     class Breaking(type(open_client().gateway.engine)):  # type: ignore[misc]
         async def stream(self, *args: Any, **options: Any) -> Any:
@@ -323,6 +361,17 @@ async def test_failure_in_the_middle_is_told_and_not_answered(open_client: Open)
 
     with pytest.raises(openai.APIError, match="the server died"):
         await read()
+    client.gateway.engine.script.append("The answer")  # type: ignore[attr-defined]
+    raw = await client.gateway.http_client.post(
+        "http://agentrl.invalid/v1/responses",
+        json={"input": "What?", "stream": True},
+        headers={"Authorization": f"Bearer {client.session_key}"},
+    )
+    lines = [line for line in raw.text.splitlines() if line.startswith("data: ")]
+    told = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    assert [event["type"] for event in told[-2:]] == ["response.failed", "error"]
+    assert told[-1]["message"] == told[-1]["error"]["message"] == "the server died"
     failed = events[-1]
     assert (events[0].type, failed.type) == ("response.created", "response.failed")
     assert (failed.response.status, failed.response.error.code) == ("failed", "server_error")
@@ -363,7 +412,7 @@ async def test_stored_responses_are_not_served(open_client: Open) -> None:
     client = open_client("a")
     response = await create(client)
     for ask in (client.responses.retrieve, client.responses.delete, client.responses.cancel):
-        with pytest.raises(openai.NotFoundError, match="POST /v1/responses"):
+        with pytest.raises(openai.NotFoundError, match="send previous_response_id"):
             await ask(response.id)
 
 
@@ -430,6 +479,11 @@ IMAGE = {"type": "input_image", "image_url": "data:,x"}
         ({"tools": [{"type": "web_search"}]}, "built-in tools"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools.0..name is 'a b'"),
         ({"tools": [TOOL, TOOL]}, "two functions named 'f'"),
+        ({"tools": [{**TOOL, "defer_loading": True}]}, "tools.0..defer_loading = True is not"),
+        ({"tools": [{**TOOL, "async": True}]}, "tools.0..async = True is not supported"),
+        ({"tools": [{**TOOL, "allowed_callers": ["programmatic"]}]}, "tools.0..allowed_callers"),
+        ({"tools": [{**TOOL, "descripton": "x"}]}, "did you mean 'description'"),
+        ({"stream_options": {"include_usage": True}}, "'stream_options.include_usage' is not"),
         ({"tool_choice": "required"}, "no tools are given"),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "name": "ff"}},
@@ -441,7 +495,7 @@ IMAGE = {"type": "input_image", "image_url": "data:,x"}
             {"text": {"format": {"type": "json_schema", "name": "s", "schema": {"type": 5}}}},
             "text.format.json_schema.schema",
         ),
-        ({"text": {"verbosity": "low"}}, "verbosity = 'low' is not supported"),
+        ({"text": {"verbosity": "chatty"}}, "text.verbosity is 'chatty'; allowed: high, low"),
         ({"reasoning": {"effort": "most"}}, "reasoning.effort is 'most'"),
         ({"background": True}, "background = True is not supported"),
         ({"conversation": "conv_1"}, "'conversation' is not supported"),

@@ -87,6 +87,7 @@ def test_what_can_be_held_to_passes(schema: dict[str, Any]) -> None:
         ({"minimum": 3}, "#", "'minimum' needs a 'type' beside it"),
         ({"type": "number", "multipleOf": 0.1}, "#", "'multipleOf'"),
         ({"type": "integer", "multipleOf": 3, "minimum": 1}, "#", "'multipleOf'"),
+        ({"type": "integer", "multipleOf": 1025}, "#", "'multipleOf' can be held to up to 1024"),
         ({"type": "string", "pattern": "a", "minLength": 3}, "#", "'minLength' beside 'pattern'"),
         ({"type": "string", "format": "uuid", "maxLength": 3}, "#", "'maxLength' beside 'format'"),
         ({"type": "string", "pattern": "^(?!x).*$"}, "#", "looks ahead or behind"),

@@ -258,10 +258,13 @@ class FakeServer(EngineServer):
             for place in range(start, len(token_ids))
         ]
 
-    async def check_health(self) -> None:
-        await self._reach(self.process, 0.002, "health")
-        if self.process.refuses_key:
+    async def check_health(self) -> int:
+        process = self.process
+        seconds = process.load_seconds if process.is_loading else 0.002
+        await self._reach(process, seconds, "health")
+        if process.refuses_key:
             raise EngineError(f"health: {self._name} refused the key")
+        return process.label
 
     async def pause(self) -> None:
         process = self.process

@@ -63,7 +63,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "Anthropic's own tools do not run"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "Allowed: custom tools"),
     ({"tools": [{"name": "f"}]}, "tools.0.input_schema must be a JSON schema"),
-    ({"tools": [{"name": "f", "parameters": {}}]}, "'parameters' is not supported here"),
+    ({"tools": [{"name": "f", "parameters": {}}]}, "'tools.0.parameters' is not supported here"),
     ({"tools": [{**TOOL, "name": "a b"}]}, "it must be 1 to 128 letters"),
     ({"tools": [TOOL, TOOL]}, "two functions named 'f'"),
     ({"tools": [{**TOOL, "defer_loading": True}]}, "defer_loading = True is not supported"),

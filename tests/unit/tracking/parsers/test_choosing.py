@@ -106,6 +106,14 @@ def test_auto_takes_the_tokenizers_own_template_where_the_family_is_unknown() ->
     assert formats.reasoning is None
 
 
+def test_auto_says_what_it_takes_for_an_unknown_family(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="agentrl_cli"):
+        choose_formats(FakeTokenizer(FAMILIES["Qwen2.5"][0]))
+        assert caplog.text == ""
+        choose_formats(FakeTokenizer("{{ x }}"))
+    assert "no known format of tool calls: they are read as 'hermes'" in caplog.text
+
+
 def test_names_choose_whatever_the_template_says() -> None:
     tokenizer = FakeTokenizer(FAMILIES["Qwen3"][0])
     formats = choose_formats(tokenizer, "llama3_json", "none")

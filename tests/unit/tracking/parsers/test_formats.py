@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -166,3 +167,69 @@ def test_call_that_is_cut_off_loses_no_text(
             ), (good[:end], marks)
         else:
             assert list_calls(parsed) == CALLS[:1]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "openai"])
+def test_marks_and_brackets_inside_of_arguments_are_text(
+    name: str, writers: dict[str, Write], tools: list[Any]
+) -> None:
+    """But for gpt-oss, whose marks are tokens that no text holds."""
+    one = TOOL_CALL_FORMATS[name]
+    reader = one.build_parser(ReplyContext())._reader  # type: ignore[attr-defined]
+    marks = {*reader.starts, *reader.closers, *(one.special_texts or ())}
+    marks |= {"</parameter>", "</function>", "</arg_value>", "<arg_key>", "\\u0041", "<think>"}
+    for mark in sorted(marks | {"}", "]", ")]", "[", '"', "'", '"""', "\\"}):
+        for text in (mark, f"a{mark}b", mark * 2):
+            calls = [("note", {"text": text, "more": {text: [text]}}), ("now", {})]
+            written = writers[name](calls)
+            for sizes in ((), (3, 7, 1)):
+                parsed = read(name, written, tools, sizes)
+                assert (list_calls(parsed), parsed.content) == (calls, ""), (text, sizes)
+
+
+def _long_texts(name: str, write: Write, tools: Sequence[Any]) -> list[str]:
+    whole = write([("note", {"text": "TEXT"})])
+    begin, _, end = whole.partition("TEXT")
+    marks = [mark for mark in TOOL_CALL_FORMATS[name].special_texts or () if mark]
+    repeated = ["{", "]", ")]", " ", "</parameter>", "</arg_value>", ";", *marks[:2]]
+    texts = [text * (30_000 // len(text)) for text in repeated]
+    # From the beginning, in a call that never ends, in one that does, and behind one.
+    return [
+        variant
+        for text in texts
+        for variant in (text, begin + text, begin + text + end, whole + text)
+    ] + [begin * (30_000 // len(begin))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_time_grows_with_the_length_and_not_with_its_square(
+    name: str, writers: dict[str, Write], tools: list[Any]
+) -> None:
+    slowest = 0.0
+    for text in _long_texts(name, writers[name], tools):
+        for sizes in ((), (16,)):
+            started = time.process_time()
+            read(name, text, tools, sizes)
+            slowest = max(slowest, time.process_time() - started)
+    # Mostly 0.1 s; attempts at every bracket took from seconds to minutes.
+    assert slowest < 1
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (14, 100)])
+def test_string_in_three_quotes_may_hold_what_ends_a_list(sizes: Sequence[int]) -> None:
+    parsed = read("pythonic", '[f(x="""a")] """)]', [], sizes)
+    assert list_calls(parsed) == [("f", {"x": 'a")] '})]
+
+
+@pytest.mark.parametrize("value", ['{**{"a": 1}}', "name", "[name]", "{name: 1}", "g()", "1 + x"])
+def test_what_is_no_literal_is_no_argument(value: str) -> None:
+    parsed = read("pythonic", f"[f(x={value})]", [])
+    assert (parsed.tool_calls, parsed.content) == ([], f"[f(x={value})]")
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "mimo", "seed_oss", "minimax_m2", "glm45"])
+def test_bare_word_where_an_object_is_wanted_is_text(
+    name: str, writers: dict[str, Write], tools: list[Any]
+) -> None:
+    parsed = read(name, writers[name]([("note", {"more": "word", "tags": "[word]"})]), tools)
+    assert list_calls(parsed) == [("note", {"more": "word", "tags": "[word]"})]
