@@ -33,27 +33,27 @@ from random import Random
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 from transformers.utils import logging
 
-from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.engine.router import EngineRouter
-from agentrl_cli.engine.server import ServerEndpoint, WeightTransfer, WeightUpdate
-from agentrl_cli.engine.vllm import VllmServer
+from agentrl_cli.engine.server import ServerEndpoint
 from agentrl_cli.engine.vllm_wire import GENERATE_PATH
-from agentrl_cli.engine.weight_transfer import build_weight_transfer
 from agentrl_cli.launch.heap import frozen_heap
-from agentrl_cli.launch.servers import ServerFleet
-from agentrl_cli.log import SilentObserver
-from agentrl_cli.models.tokenizer import train_tokenizer
 from agentrl_cli.tracking.gateway import Gateway
+from benchmarks.served_model import (
+    QUESTION,
+    build_config,
+    build_fleet,
+    build_tokenizer,
+    build_transfer,
+    open_router,
+    save_model,
+)
 
 _NUM_TURNS = 3
 #: Sessions of a round for each that is open at the same time: when one ends, another begins.
 _NUM_SUCCESSORS = 3
-_QUESTION = {"role": "user", "content": "What is the sum of the numbers from one to ten?"}
-_MAX_MODEL_LEN = 768
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,52 +67,6 @@ class Round:
     """CPU milliseconds of this process, which holds gateway and router, for a request."""
 
 
-def build_config(model_folder: str, log_dir: str, max_num_seqs: int) -> ExperimentConfig:
-    """An experiment of which only model and engine count."""
-    return ExperimentConfig.model_validate(
-        {
-            "experiment_name": "benchmark",
-            "output_dir": log_dir,
-            "model": {"path": model_folder, "dtype": "float32"},
-            "agent_builder_path": "builders.none",
-            "train_dataset": {"path": "none.jsonl"},
-            "engine": {
-                "kind": "vllm",
-                "device": "cpu",
-                "max_model_len": _MAX_MODEL_LEN,
-                "max_num_seqs": max_num_seqs,
-                "weight_transfer": {"kind": "disk"},
-            },
-        }
-    )
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A small tokenizer with a chat template."""
-    return train_tokenizer([_QUESTION["content"], "The answer is fifty-five."], 512)
-
-
-def save_model(folder: Path, hidden_size: int, num_layers: int) -> PreTrainedModel:
-    """A random Qwen2 without an end token, saved with its tokenizer."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=512,
-        hidden_size=hidden_size,
-        intermediate_size=hidden_size * 3,
-        num_hidden_layers=num_layers,
-        num_attention_heads=hidden_size // 32,
-        num_key_value_heads=hidden_size // 64,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
-    return model
-
-
 @asynccontextmanager
 async def open_process(*argv: str) -> AsyncIterator[Process]:
     """A Python module that runs for as long as the block."""
@@ -124,55 +78,6 @@ async def open_process(*argv: str) -> AsyncIterator[Process]:
     finally:
         process.kill()
         await process.wait()
-
-
-class TimedTransfer:
-    """A transfer that notes how long the weights' way out of this process took."""
-
-    def __init__(self, transfer: WeightTransfer) -> None:
-        self._transfer = transfer
-        self.prepare_seconds = 0.0
-
-    async def prepare(self, version: int, weights: Mapping[str, torch.Tensor]) -> WeightUpdate:
-        """As the transfer's."""
-        started = time.perf_counter()
-        update = await self._transfer.prepare(version, weights)
-        self.prepare_seconds = time.perf_counter() - started
-        return update
-
-    @property
-    def previous_folder(self) -> Path | None:
-        """As the transfer's."""
-        return self._transfer.previous_folder
-
-    async def close(self) -> None:
-        """Closes the transfer."""
-        await self._transfer.close()
-
-
-def build_transfer(config: ExperimentConfig, folder: Path) -> TimedTransfer:
-    """The way through a file."""
-    return TimedTransfer(
-        build_weight_transfer(config, model_folder=str(folder), tied_names={}, num_gpus=0)
-    )
-
-
-@asynccontextmanager
-async def open_router(
-    config: ExperimentConfig, transfer: WeightTransfer, endpoints: list[ServerEndpoint]
-) -> AsyncIterator[EngineRouter]:
-    """A router before servers that run."""
-    router = EngineRouter(
-        [VllmServer(endpoint, config.engine, model_name="m") for endpoint in endpoints],
-        config.engine,
-        model_name="m",
-        transfer=transfer,
-    )
-    try:
-        await router.start(0)
-        yield router
-    finally:
-        await router.close()
 
 
 class Comparison:
@@ -203,7 +108,7 @@ class Comparison:
                 | {
                     "url": f"{await self._gateway.serve()}/chat/completions",
                     "keys": [session.key for session in sessions],
-                    "question": _QUESTION,
+                    "question": QUESTION,
                 }
             )
             for session in sessions:
@@ -220,7 +125,7 @@ class Comparison:
             template.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False
             )
-            for messages in ([_QUESTION], [_QUESTION, empty, _QUESTION])
+            for messages in ([QUESTION], [QUESTION, empty, QUESTION])
         )
         return {
             "url": f"{self._endpoint.base_url}{GENERATE_PATH}",
@@ -358,18 +263,6 @@ async def measure_publication(folder: Path, arguments: argparse.Namespace) -> No
         f"| {1e3 * copy:.0f} | {1e3 * published:.0f} | {1e3 * written:.0f} "
         f"| {published / copy:.1f} |",
         flush=True,
-    )
-
-
-def build_fleet(config: ExperimentConfig, folder: Path) -> ServerFleet:
-    """One server on the CPU that can be given weights."""
-    return ServerFleet(
-        config,
-        str(folder),
-        purpose="train",
-        num_gpus=0,
-        log_dir=folder / "logs",
-        observer=SilentObserver(),
     )
 
 

@@ -65,18 +65,25 @@ def finish(folder: Path, *arguments: str) -> str:
     return output
 
 
-@pytest.mark.slow
-def test_a_run_is_stopped_gone_on_with_measured_and_looked_at(folder: Path) -> None:
-    process = start(folder, "train", "--config", "c.yaml")
+def interrupt(process: subprocess.Popen[str], at: str, number: int, seconds: float = 0.0) -> str:
+    """What a process prints that is sent a signal ``seconds`` after the line ``at``."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
         lines.append(line)
-        if line.startswith("step 2/"):
-            process.send_signal(signal.SIGINT)
+        if line.startswith(at):
+            time.sleep(seconds)
+            process.send_signal(number)
     output = "".join(lines)
     assert process.wait(60) == 0, output
     process.stdout.close()
+    return output
+
+
+@pytest.mark.slow
+def test_a_run_is_stopped_gone_on_with_measured_and_looked_at(folder: Path) -> None:
+    process = start(folder, "train", "--config", "c.yaml")
+    output = interrupt(process, "step 2/", signal.SIGINT)
     assert "stopping: a step in progress is finished and saved" in output
     assert "the same command goes on from here" in output
 
@@ -112,17 +119,8 @@ def test_a_warm_start_is_stopped_at_once_and_leaves_nothing(
     monkeypatch.setenv("AGENTRL_CACHE", str(cache))
     arguments = ("train", "--config", "c.yaml", "model.path=builtin:calculator")
     process = start(folder, *arguments, "engine.max_model_len=512")
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if line.startswith("warm start (0/"):
-            # Until an update is under way.
-            time.sleep(1.0)
-            process.send_signal(signal.SIGTERM)
-    output = "".join(lines)
-    assert process.wait(60) == 0, output
-    process.stdout.close()
+    # A second later an update is under way.
+    output = interrupt(process, "warm start (0/", signal.SIGTERM, seconds=1.0)
     assert "stopping: a step in progress" in output
     assert "the same command goes on from here" in output
     # A warm start that went on to its end would have left the model.

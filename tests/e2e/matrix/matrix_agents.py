@@ -208,9 +208,21 @@ def run_program(framework, protocol, delivery, question, place):
 def ask_function(protocol, delivery, question, place):
     from openai import AsyncOpenAI
 
+    client = AsyncOpenAI(base_url=place.openai_url, api_key=place.key)
+    return ask_by(client, protocol, delivery, question, place.model)
+
+
+def ask_anthropic(protocol, delivery, question, place):
+    from anthropic import AsyncAnthropic
+
+    client = AsyncAnthropic(base_url=place.anthropic_url, api_key=place.key)
+    return ask_by(client, protocol, delivery, question, place.model)
+
+
+def ask_by(client, protocol, delivery, question, model):
     async def ask():
-        async with AsyncOpenAI(base_url=place.openai_url, api_key=place.key) as client:
-            return await converse(protocol, delivery, question, client, place.model)
+        async with client:
+            return await converse(protocol, delivery, question, client, model)
 
     return asyncio.run(ask())
 
@@ -220,16 +232,6 @@ def ask_blocking_function(protocol, delivery, question, place):
 
     with OpenAI(base_url=place.openai_url, api_key=place.key) as client:
         return converse_blocking(protocol, delivery, question, client, place.model)
-
-
-def ask_anthropic(protocol, delivery, question, place):
-    from anthropic import AsyncAnthropic
-
-    async def ask():
-        async with AsyncAnthropic(base_url=place.anthropic_url, api_key=place.key) as client:
-            return await converse(protocol, delivery, question, client, place.model)
-
-    return asyncio.run(ask())
 
 
 def ask_blocking_anthropic(protocol, delivery, question, place):

@@ -1,0 +1,130 @@
+"""A small random model on vLLM servers behind the router, for the benchmarks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.engine.router import EngineRouter
+from agentrl_cli.engine.server import ServerEndpoint, WeightTransfer, WeightUpdate
+from agentrl_cli.engine.vllm import VllmServer
+from agentrl_cli.engine.weight_transfer import build_weight_transfer
+from agentrl_cli.launch.servers import ServerFleet
+from agentrl_cli.log import SilentObserver
+from agentrl_cli.models.tokenizer import train_tokenizer
+
+QUESTION = {"role": "user", "content": "What is the sum of the numbers from one to ten?"}
+_MAX_MODEL_LEN = 768
+
+
+def build_config(model_folder: str, log_dir: str, max_num_seqs: int) -> ExperimentConfig:
+    """An experiment of which only model and engine count."""
+    return ExperimentConfig.model_validate(
+        {
+            "experiment_name": "benchmark",
+            "output_dir": log_dir,
+            "model": {"path": model_folder, "dtype": "float32"},
+            "agent_builder_path": "builders.none",
+            "train_dataset": {"path": "none.jsonl"},
+            "engine": {
+                "kind": "vllm",
+                "device": "cpu",
+                "max_model_len": _MAX_MODEL_LEN,
+                "max_num_seqs": max_num_seqs,
+                "weight_transfer": {"kind": "disk"},
+            },
+        }
+    )
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A small tokenizer with a chat template."""
+    return train_tokenizer([QUESTION["content"], "The answer is fifty-five."], 512)
+
+
+def save_model(folder: Path, hidden_size: int, num_layers: int) -> PreTrainedModel:
+    """A random Qwen2 without an end token, saved with its tokenizer."""
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=512,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 3,
+        num_hidden_layers=num_layers,
+        num_attention_heads=hidden_size // 32,
+        num_key_value_heads=hidden_size // 64,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return model
+
+
+def build_fleet(config: ExperimentConfig, folder: Path) -> ServerFleet:
+    """One server on the CPU that can be given weights."""
+    return ServerFleet(
+        config,
+        str(folder),
+        purpose="train",
+        num_gpus=0,
+        log_dir=folder / "logs",
+        observer=SilentObserver(),
+    )
+
+
+class TimedTransfer:
+    """A transfer that notes how long the weights' way out of this process took."""
+
+    def __init__(self, transfer: WeightTransfer) -> None:
+        self._transfer = transfer
+        self.prepare_seconds = 0.0
+
+    async def prepare(self, version: int, weights: Mapping[str, torch.Tensor]) -> WeightUpdate:
+        """As the transfer's."""
+        started = time.perf_counter()
+        update = await self._transfer.prepare(version, weights)
+        self.prepare_seconds = time.perf_counter() - started
+        return update
+
+    @property
+    def previous_folder(self) -> Path | None:
+        """As the transfer's."""
+        return self._transfer.previous_folder
+
+    async def close(self) -> None:
+        """Closes the transfer."""
+        await self._transfer.close()
+
+
+def build_transfer(config: ExperimentConfig, folder: Path) -> TimedTransfer:
+    """The way through a file."""
+    return TimedTransfer(
+        build_weight_transfer(config, model_folder=str(folder), tied_names={}, num_gpus=0)
+    )
+
+
+@asynccontextmanager
+async def open_router(
+    config: ExperimentConfig, transfer: WeightTransfer, endpoints: list[ServerEndpoint]
+) -> AsyncIterator[EngineRouter]:
+    """A router before servers that run."""
+    router = EngineRouter(
+        [VllmServer(endpoint, config.engine, model_name="m") for endpoint in endpoints],
+        config.engine,
+        model_name="m",
+        transfer=transfer,
+    )
+    try:
+        await router.start(0)
+        yield router
+    finally:
+        await router.close()
