@@ -106,28 +106,6 @@ def add_up_gradient(
     return norm, fault
 
 
-def find_in_parts(
-    trained: Trained, samples: Sequence[Sample], compute_part: ComputePart, fault: Fault
-) -> Fault:
-    """The first micro-batch whose own gradient is not finite; ``fault`` where only their sum is.
-
-    For a process that trains alone: where weights lie in shards, every gradient is of all ranks.
-    """
-    for batch in trained.pack(samples):
-        trained.optimizer.zero_gradients()
-        part = compute_part(batch)
-        part.loss.backward()  # type: ignore[no-untyped-call]
-        norm = trained.optimizer.clip_gradients()
-        if not math.isfinite(norm):
-            return Fault(
-                what=f"the gradient's norm is {norm}",
-                is_local=True,
-                samples=batch.samples,
-                values=part.values,
-            )
-    return fault
-
-
 class FaultReport:
     """What becomes of faults in one step: kept, and then an error or a warning.
 
@@ -152,6 +130,35 @@ class FaultReport:
         local = self._ranks.gather_objects(None if fault is None else fault.is_local)
         faulty = [rank for rank, is_local in enumerate(local) if is_local is not None]
         return min(faulty, key=lambda rank: (not local[rank], rank), default=None)
+
+    def trace(
+        self,
+        trained: Trained,
+        samples: Sequence[Sample],
+        compute_part: ComputePart,
+        fault: Fault | None,
+    ) -> Fault | None:
+        """The fault of the first micro-batch whose own gradient is not finite, where ``fault`` says
+        that all of them together are not; else ``fault``. Gradients are changed.
+
+        For a process that trains alone: where weights lie in shards, every gradient is of all
+        ranks.
+        """
+        if fault is None or fault.is_local or self._ranks.count > 1:
+            return fault
+        for batch in trained.pack(samples):
+            trained.optimizer.zero_gradients()
+            part = compute_part(batch)
+            part.loss.backward()  # type: ignore[no-untyped-call]
+            norm = trained.optimizer.clip_gradients()
+            if not math.isfinite(norm):
+                return Fault(
+                    what=f"the gradient's norm is {norm}",
+                    is_local=True,
+                    samples=batch.samples,
+                    values=part.values,
+                )
+        return fault
 
     def refuse(self, trained: Trained, fault: Fault | None, worst: int) -> str:
         """Keeps the fault of rank ``worst``; what to say where the run goes on without the update.

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,14 +95,15 @@ def do_spoil(learner: Learner, index: int, trajectory_id: str) -> None:
     """Makes the loss of a trajectory NaN on rank ``index`` alone, in every later update."""
     if learner._ranks.index != index:
         return
-    compute = learner._compute_part
+    policy = learner._policy
+    forward = policy.forward
 
-    def spoiled(batch: Any, *arguments: Any) -> Any:
-        part = compute(batch, *arguments)
+    def spoiled(batch: Any) -> Any:
+        scored = forward(batch)
         hit = any(s.trajectory_id == trajectory_id for s in batch.samples)
-        return part._replace(loss=part.loss * float("nan")) if hit else part
+        return replace(scored, logprobs=scored.logprobs * float("nan")) if hit else scored
 
-    learner._compute_part = spoiled
+    policy.forward = spoiled
 
 
 def do_logprobs(learner: Learner, ids: Sequence[Sequence[int]], **more: Any) -> Any:

@@ -46,7 +46,7 @@ def weights_of(learner: Learner) -> dict[str, torch.Tensor]:
 
 def spoil_advantage(monkeypatch: pytest.MonkeyPatch, trajectory_id: str, value: float) -> None:
     """Gives the first target of a trajectory an advantage that is not finite."""
-    from agentrl_cli.train import learner as module
+    from agentrl_cli.train import step_batch as module
 
     assign = module.assign_advantages
 
