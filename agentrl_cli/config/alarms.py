@@ -80,8 +80,8 @@ class KlFromReferenceConfig(AlarmConfig):
 
 
 class KlOfUpdateConfig(AlarmConfig):
-    """The updates of one step change the policy too much (``approx_kl``); only where a step makes
-    several updates."""
+    """The updates of one step change the policy too much (``approx_kl``): where a step makes
+    several updates, or with the loss ``ppo_clip``, for which the age of the tokens counts too."""
 
     threshold: float = Field(0.1, gt=0.0)
     """Nats per token."""

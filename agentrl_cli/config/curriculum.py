@@ -1,4 +1,4 @@
-"""Which groups are trained on, and which tasks come more often: both off unless they are set."""
+"""Which groups are trained on, and which tasks come less often: both off unless they are set."""
 
 from __future__ import annotations
 

@@ -329,8 +329,9 @@ class ExperimentConfig(StrictConfig):
 
         Raises:
             ConfigError: groups of one, algorithm settings that do not go together, greedy
-                sampling, or weights that would not reach the
-                engine's servers; a filter or a curriculum that has nothing to compare.
+                sampling, a filter or a curriculum that has nothing to compare, a best checkpoint
+                by what no evaluation reports, or weights that would not reach the engine's
+                servers.
             MissingExtraError: ``model.lora`` is set and peft is not installed.
         """
         check_algorithm(
@@ -340,9 +341,8 @@ class ExperimentConfig(StrictConfig):
         )
         if self.gconfig.temperature == 0.0:
             raise ConfigError(
-                "gconfig.temperature: 0 samples the same trajectory every time and leaves "
-                "no gradient. "
-                "Allowed when training: above 0. Type gconfig.temperature=1.0",
+                "gconfig.temperature: 0 samples the same trajectory every time and leaves no "
+                "gradient. Allowed when training: above 0. Type gconfig.temperature=1.0"
             )
         check_groups_are_compared(
             self.rollout.filter,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,6 @@ from agentrl_cli.store.micro_batch_file import StoredMicroBatch, read_micro_batc
 
 #: Rows of a table; what follows is counted.
 _MAX_ROWS = 20
-#: Not told of targets: where they lie.
-_PLACES = ("sources", "ids")
 
 
 def inspect_micro_batch(path: Path, *, as_json: bool = False, console: Console) -> None:
@@ -44,7 +43,7 @@ def inspect_micro_batch(path: Path, *, as_json: bool = False, console: Console) 
         console.print(_build_target_table(bad))
     else:
         console.print(Text(_describe_finite(batch), style="yellow"), soft_wrap=True)
-    run = path.resolve().parents[1]
+    run = shlex.quote(str(path.resolve().parents[1]))
     first = facts["samples"][0]["trajectory_id"]
     for line in (
         f"a trajectory:  agentrl inspect-trajectories {run} {clean(first)} --tokens",
@@ -84,12 +83,8 @@ def list_bad(batch: StoredMicroBatch) -> list[dict[str, Any]]:
 
 
 def _list_values(batch: StoredMicroBatch) -> dict[str, np.ndarray[Any, Any]]:
-    """The numbers of the targets by name."""
-    return {
-        name: value
-        for name, value in batch.tensors.items()
-        if value.dtype.kind == "f" and name not in _PLACES
-    }
+    """The numbers of the targets by name; whole ones say where a target lies, and of what."""
+    return {name: value for name, value in batch.tensors.items() if value.dtype.kind == "f"}
 
 
 def _describe_finite(batch: StoredMicroBatch) -> str:

@@ -124,16 +124,22 @@ class RestingTaskStream(TaskStream):
     def _choose(self, step: int) -> _Plan:
         batch: list[int] = []
         epochs: list[int] = []
-        # It ends: in an epoch after the last rest every task takes part.
         while len(batch) < self.batch_size:
             if self._offset == self._num_rows:
-                self._epoch, self._offset = self._epoch + 1, 0
+                self._epoch, self._offset = self._find_next_epoch(), 0
             row = self._order(self._epoch)[self._offset]
             self._offset += 1
             if not self._rests_now(row):
                 batch.append(row)
                 epochs.append(self._epoch)
         return _Plan(batch, self._choose_spares(step, batch, self._list_resting()), epochs)
+
+    def _find_next_epoch(self) -> int:
+        """The first after this one in which any task takes part."""
+        following = self._epoch + 1
+        if len(self._rests) < self._num_rows:
+            return following
+        return max(following, 1 + min(rest.last_epoch for rest in self._rests.values()))
 
     def _rests_now(self, row: int) -> bool:
         rest = self._rests.get(row)

@@ -15,6 +15,8 @@ from agentrl_cli.train.alarm_history import NUM_FIRST_STEPS, History
 _FACTOR = 2
 #: Below this share of the whole gap, that of engine and trainer on the same weights is no cause.
 _SMALL_SHARE = 0.1
+#: Bonus to begin with: its gradient is small beside that of advantages near 1.
+_FIRST_ENTROPY_COEF = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ def describe_reward_constant(seen: Seen) -> str:
             "attempt succeeds"
         )
     return _compose(
-        f"every reward of {seen.lasted} was {reward:.6g}, so nothing was learned",
+        f"every reward of {seen.lasted} was {reward:.6g}, so nothing was learned from them",
         usually=usually,
         look=seen.look(),
         attempts=[
@@ -137,8 +139,9 @@ def describe_entropy_collapse(seen: Seen) -> str:
     history = seen.history
     entropy, first = history.read_or("entropy", 0.0), history.first_entropy or 0.0
     mean = history.read("reward_mean")
+    entropy_coef = _FACTOR * seen.config.train.algorithm.entropy_coef or _FIRST_ENTROPY_COEF
     attempts = [
-        "train.algorithm.entropy_coef=0.001",
+        f"train.algorithm.entropy_coef={entropy_coef:g}",
         f"train.learning_rate={seen.config.train.learning_rate / _FACTOR:g}",
     ]
     if seen.config.gconfig.temperature < 1.0:
@@ -173,8 +176,10 @@ def describe_truncated(seen: Seen) -> str:
         f"(gconfig.max_tokens is {gconfig.max_tokens}, a trajectory has {longest:,.0f} sampled "
         "tokens on average)",
         usually=(
-            "the limit is too low for these tasks; or the policy has learned to go on without "
-            "end, since a reply that was cut off is often scored as a wrong one"
+            "the limit is too low for these tasks (gconfig.max_tokens, a lower one that the agent "
+            "itself asks for, or what the prompt leaves of engine.max_model_len); or the policy "
+            "has learned to go on without end, since a reply that was cut off is often scored as "
+            "a wrong one"
         ),
         look=seen.look(" --sort tokens"),
         attempts=[
@@ -206,16 +211,22 @@ def describe_kl_from_reference(seen: Seen) -> str:
 def describe_kl_of_update(seen: Seen) -> str:
     """The updates of a step move the policy too far."""
     train = seen.config.train
+    # Its ratio is against the policy that sampled, and not against that before the step.
+    counts_age = train.algorithm.loss.kind == "ppo_clip"
     attempts = [f"train.learning_rate={train.learning_rate / _FACTOR:g}"]
     if train.num_epochs > 1:
         attempts.append(f"train.num_epochs={train.num_epochs // _FACTOR}")
     if train.num_minibatches > 1:
         attempts.append(f"train.num_minibatches={train.num_minibatches // _FACTOR}")
+    if counts_age and seen.config.rollout.max_staleness:
+        attempts.append(f"rollout.max_staleness={seen.config.rollout.max_staleness - 1}")
     return _compose(
-        f"within one step the policy moves {seen.history.read_or('approx_kl', 0.0):.3g} nats per "
+        f"{'from sampling on' if counts_age else 'within one step'} the policy moves "
+        f"{seen.history.read_or('approx_kl', 0.0):.3g} nats per "
         f"token (approx_kl), above {train.alarms.kl_of_update.threshold:.3g} for {seen.lasted}; "
         f"{seen.history.read_or('clipfrac', 0.0):.0%} of the tokens were clipped",
-        usually="a learning rate that is too high, or too many updates on the same trajectories",
+        usually="a learning rate that is too high, or too many updates on the same trajectories"
+        + ("; or tokens that older weights sampled" if counts_age else ""),
         look=seen.look(),
         attempts=attempts,
     )

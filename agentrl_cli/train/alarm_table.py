@@ -16,6 +16,9 @@ from agentrl_cli.train.alarm_messages import Seen
 #: Trajectories below which equal rewards or cut replies may be chance: a step of one small group
 #: is no evidence, several of them together are.
 _MIN_TRAJECTORIES = 32
+#: Nats per token: a policy that begins with less decides nothing by chance in a thousand tokens,
+#: and what is left to fall are digits of float32.
+_MIN_FIRST_ENTROPY = 1e-3
 
 Condition = Callable[[History, float], bool | None]
 
@@ -71,7 +74,7 @@ def is_gap_high(history: History, threshold: float) -> bool | None:
 def is_entropy_collapsed(history: History, threshold: float) -> bool | None:
     """The entropy is below this share of its first level, and the rewards are not the best yet."""
     entropy, first = history.read_trained("entropy"), history.first_entropy
-    if entropy is None or first is None or first <= 0.0:
+    if entropy is None or first is None or first < _MIN_FIRST_ENTROPY:
         return None
     return entropy < threshold * first and not history.is_solved()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -37,14 +36,14 @@ def summarize_trajectories(
 
 
 def _summarize_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    rewards = [t.reward for t in trajectories if t.reward is not None and math.isfinite(t.reward)]
-    num_scored = sum(compute_score(t) is not None for t in trajectories)
+    scored = (t.reward for t in trajectories if compute_score(t) is not None)
+    rewards = [reward for reward in scored if reward is not None]
     groups = compute_group_statistics(trajectories).values()
     replaced = {t.group_id for t in trajectories if t.replaced_by is not None}
     summary = {
         "num_groups": float(len(groups)),
         "num_trajectories": float(len(trajectories)),
-        "num_unscored": float(len(trajectories) - num_scored),
+        "num_unscored": float(len(trajectories) - len(rewards)),
         "num_groups_without_signal": float(sum(not group.has_signal for group in groups)),
         "num_replaced_groups": float(len(replaced)),
     }

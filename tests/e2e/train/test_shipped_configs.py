@@ -78,12 +78,10 @@ def test_quickstart_teaches_the_agent_to_use_its_tool(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.openai_agents
 @pytest.mark.timeout(1200)
-def test_the_quickstart_is_learned_with_a_critic_too(
-    environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_quickstart_is_learned_with_a_critic_too(tmp_path: Path) -> None:
     pytest.importorskip("agents")
     command = ["-m", "agentrl_cli", "train", "--config", "configs/quickstart-ppo.yaml"]
-    run([*command, f"output_dir={tmp_path}"], environment)
+    run([*command, f"output_dir={tmp_path}"])
     folder = RunFolder.open(tmp_path / "quickstart-ppo" / "t0")
     steps = folder.eval_steps()
     before, after = (folder.read_eval_report(step) for step in (steps[0], steps[-1]))

@@ -38,9 +38,9 @@ def observe(stream, step, flat, tasks=None):
     stream.observe(step, outcomes)
 
 
-def run(stream, num_steps, flat):
+def run(stream, num_steps, flat, first_step=1):
     batches = []
-    for step in range(1, num_steps + 1):
+    for step in range(first_step, first_step + num_steps):
         batches.append(find_rows(stream.batch(step)))
         observe(stream, step, flat)
     return batches
@@ -89,6 +89,17 @@ def test_without_flat_groups_it_is_the_plain_stream():
 def test_when_every_task_rests_the_next_epochs_come_at_once():
     batches = run(open_stream(num_rows=3, batch_size=3, max_rest_epochs=4), 6, flat={0, 1, 2})
     assert all(sorted(batch) == [0, 1, 2] for batch in batches)
+
+
+@pytest.mark.timeout(20)
+def test_epochs_in_which_every_task_rests_take_no_time():
+    """After thirty groups without signal a rest is a thousand million epochs long."""
+    stream = open_stream(num_rows=3, batch_size=3, max_rest_epochs=10**9)
+    assert all(sorted(batch) == [0, 1, 2] for batch in run(stream, 40, flat={0, 1, 2}))
+    # Both take part in epochs 0, 2, 5 and 10. There row 1 has signal: it is alone from 11 to 18.
+    stream = open_stream(num_rows=2, batch_size=1, max_rest_epochs=10**9)
+    assert run(stream, 7, flat={0, 1}) == [[0], [1], [0], [1], [0], [1], [0]]
+    assert run(stream, 10, flat={0}, first_step=8) == [[1]] * 9 + [[0]]
 
 
 @settings(max_examples=60, deadline=None)

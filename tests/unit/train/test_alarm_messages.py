@@ -130,6 +130,29 @@ def test_a_message_says_what_was_seen_and_what_to_type(
     assert typed or name == "reward_constant"
 
 
+def test_more_of_a_bonus_is_advised_where_there_is_one(config_path: Path) -> None:
+    config = load_config(config_path, ["train.algorithm.entropy_coef=0.01"])
+    [text] = ring(config, {"entropy": 0.02}, Path("r"))
+    assert "try: train.algorithm.entropy_coef=0.02\n" in text
+    [text] = ring(load_config(config_path), {"entropy": 0.02}, Path("r"))
+    assert "try: train.algorithm.entropy_coef=0.001\n" in text
+
+
+def test_where_the_ratio_is_against_who_sampled_age_is_named(config_path: Path) -> None:
+    """approx_kl is then that of the age of the tokens too, also in a step of one update."""
+    stale = {"approx_kl": 0.3}
+    [text] = ring(load_config(config_path), stale, Path("r"))
+    assert "within one step the policy moves 0.3 nats" in text
+    assert "older weights" not in text
+    assert "max_staleness" not in text
+    clipped = "train.algorithm.loss.kind=ppo_clip"
+    config = load_config(config_path, [clipped, "train.num_epochs=1", "train.num_minibatches=1"])
+    [text] = ring(config, stale, Path("r"))
+    assert "from sampling on the policy moves 0.3 nats" in text
+    assert "or tokens that older weights sampled" in text
+    assert "try: rollout.max_staleness=1\n" in text
+
+
 def test_every_alarm_has_a_case_and_a_rule() -> None:
     names = {alarm.name for alarm in ALARMS}
     assert names == {name for name, _, _ in CASES}

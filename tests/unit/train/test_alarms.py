@@ -182,6 +182,13 @@ def test_a_model_that_begins_certain_is_no_collapse() -> None:
     assert not any(run.steps(30, {"entropy": 0.01}))
     other = Run()
     assert not any(other.steps(30, {"entropy": 0.0}))
+    # What is left to lose are the last digits of numbers.
+    sharp = Run()
+    assert not any(sharp.steps(5, {"entropy": 9e-4}))
+    assert not any(sharp.steps(30, {"entropy": 0.0}))
+    varied = Run()
+    assert not any(varied.steps(5, {"entropy": 1e-3}))
+    assert varied.steps(5, {"entropy": 9e-5})[-1] == {"entropy_collapse"}
 
 
 def test_a_run_that_has_learned_everything_is_no_failure() -> None:

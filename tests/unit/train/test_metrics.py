@@ -101,6 +101,16 @@ def test_without_a_reward_there_is_no_mean_to_misread(reward: float | None):
     assert all(math.isfinite(value) for value in metrics.values())
 
 
+def test_what_is_unscored_for_a_turn_of_its_own_counts_in_no_mean():
+    batch = [
+        attempt("a", "x", 1.0, call("a0", 1, turn_return=math.nan)),
+        attempt("b", "x", 0.25, call("b0", 1, turn_return=0.25)),
+    ]
+    metrics = summarize_trajectories(batch, 3)
+    assert metrics["num_unscored"] == 1
+    assert metrics["reward_mean"] == metrics["reward_max"] == 0.25
+
+
 def test_an_empty_batch_and_a_single_reward_are_finite():
     assert all(math.isfinite(v) for v in summarize_trajectories([], 0).values())
     assert summarize_trajectories([attempt("a", "x", 0.3)], 0)["reward_std"] == 0.0
