@@ -43,8 +43,9 @@ def compute_score(trajectory: Trajectory) -> float | None:
     if trajectory.reward is None:
         return None
     returns = [i.turn_return for i in trajectory.interactions if i.turn_return is not None]
-    score = math.fsum(returns) / len(returns) if returns else trajectory.reward
-    return score if math.isfinite(score) and math.isfinite(trajectory.reward) else None
+    if not all(map(math.isfinite, (trajectory.reward, *returns))):
+        return None
+    return math.fsum(returns) / len(returns) if returns else trajectory.reward
 
 
 def compute_statistics(scores: Sequence[float]) -> GroupStatistics:
@@ -55,8 +56,9 @@ def compute_statistics(scores: Sequence[float]) -> GroupStatistics:
     spread = max(scores) - min(scores)
     if spread <= EQUAL_SCORES_TOLERANCE * max(map(abs, scores)):
         return GroupStatistics(mean, 0.0, len(scores))
-    squares = math.fsum((score - mean) ** 2 for score in scores)
-    return GroupStatistics(mean, math.sqrt(squares / (len(scores) - 1)), len(scores))
+    # Squares of large scores would overflow by themselves.
+    distance = math.hypot(*(score - mean for score in scores))
+    return GroupStatistics(mean, distance / math.sqrt(len(scores) - 1), len(scores))
 
 
 def compute_group_statistics(trajectories: Iterable[Trajectory]) -> dict[str, GroupStatistics]:

@@ -22,7 +22,7 @@ class DrGrpoAdvantageConfig(StrictConfig):
 
 
 class RlooAdvantageConfig(StrictConfig):
-    """return - mean of the group's other trajectories (RLOO, arXiv 2402.14740, section 2.3)."""
+    """return - mean of the group's other trajectories (RLOO, arXiv 2402.14740)."""
 
     kind: Literal["rloo"] = "rloo"
 

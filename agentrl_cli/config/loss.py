@@ -53,7 +53,8 @@ class CispoLossConfig(StrictConfig):
     clip_low: float | None = Field(None, gt=0.0, lt=1.0)
     """The weight is clipped below at 1 - clip_low; null: not at all, as in the paper."""
     clip_high: float = Field(4.0, gt=0.0)
-    """The weight is clipped above at 1 + clip_high (ScaleRL, arXiv 2510.13786, uses 3 to 7)."""
+    """The weight is clipped above at 1 + clip_high (4.0: at 5, as in ScaleRL, arXiv
+    2510.13786)."""
 
 
 class SapoLossConfig(StrictConfig):

@@ -86,20 +86,20 @@ def estimate_dr_grpo(turn_return: float, standing: Standing) -> float:
 
 def estimate_rloo(turn_return: float, standing: Standing) -> float:
     """return - mean score of the group's others: the leave-one-out baseline of RLOO (Kool et al.
-    2019; arXiv 2402.14740, section 2.3), independent of the trajectory that it judges."""
+    2019; arXiv 2402.14740), independent of the trajectory that it judges."""
     group = standing.group
     mean_of_others = (group.mean * group.num_scored - standing.score) / (group.num_scored - 1)
     return turn_return - mean_of_others
 
 
 def estimate_reinforce_plus_plus(turn_return: float, standing: Standing) -> float:
-    """(return - mean) / (deviation over the batch + 1e-6): REINFORCE++ (arXiv 2501.03262, section
-    3), the mean being the group's, or the batch's."""
+    """(return - mean) / (deviation over the batch + 1e-6): REINFORCE++ (arXiv 2501.03262), the mean
+    being the group's, or the batch's."""
     return (turn_return - standing.group.mean) / (standing.batch_deviation + DEVIATION_EPSILON)
 
 
 def estimate_maxrl(turn_return: float, standing: Standing) -> float:
-    """(return - group mean) / group mean: MaxRL (arXiv 2602.02710, section 4).
+    """(return - group mean) / group mean: MaxRL (arXiv 2602.02710).
 
     With rewards of 0 and 1 the group's gradient is then the mean score function of its successes
     less that of all: an estimate of the gradient of the logarithm of the success probability.
@@ -148,6 +148,6 @@ def _check_not_negative(trajectories: Sequence[Trajectory]) -> None:
             raise RunError(
                 f"trajectory {trajectory.id} has the score {score:g}: "
                 "train.algorithm.advantage.kind maxrl divides by the mean score of a group. "
-                "Allowed: rewards, penalties taken off, of 0 and above. "
+                "Allowed: rewards of 0 and above. "
                 "Type train.algorithm.advantage.kind=grpo, or change the reward function"
             )

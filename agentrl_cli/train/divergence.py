@@ -24,4 +24,4 @@ def compute_kl(estimator: KlEstimator, logprobs: Tensor, ref_logprobs: Tensor) -
     if estimator == "k2":
         return difference.square() / 2.0
     log_ratio = compute_log_ratio(ref_logprobs, logprobs)
-    return log_ratio.exp() - log_ratio - 1.0
+    return log_ratio.expm1() - log_ratio

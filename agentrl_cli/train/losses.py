@@ -98,7 +98,7 @@ def _with_statistics(
     """``approx_kl`` is the k3 estimate of KL(policy of the ratio's base || new)."""
     gap = (inputs.rollout_logprobs - inputs.proximal_logprobs).detach().abs()
     sums = {
-        "approx_kl": (policy.log_ratio.exp() - 1.0 - policy.log_ratio).sum(),
+        "approx_kl": (policy.log_ratio.expm1() - policy.log_ratio).sum(),
         "clipfrac": policy.is_clipped.sum().float(),
         "kl": kl.sum(),
         "logprob_gap": gap.sum(),

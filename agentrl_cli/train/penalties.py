@@ -75,7 +75,7 @@ def compute_kl_penalties(
     """coef x the divergence that each trajectory sampled, by trajectory index.
 
     The sum of the estimates over its trained tokens, of the policy that sampled them: the reward
-    of RLHF (arXiv 2203.02155, equation 2), as RLOO keeps it (arXiv 2402.14740, section 2).
+    of RLHF (arXiv 2203.02155, equation 2), as RLOO keeps it (arXiv 2402.14740).
 
     Args:
         samples: of the whole batch.
@@ -105,27 +105,21 @@ def reduce_rewards(
     """The trajectories with ``penalties``, by trajectory index, taken off their rewards.
 
     Every interaction that has a return loses the whole penalty: it is part of the outcome, which
-    every turn carries. Among the rewards of single turns it is taken once, from the last turn
-    that has a return.
+    every turn carries. Rewards of single turns stay as they are: whose credit a turn shares in
+    hangs on whether it has one, and advantages are made of returns.
     """
     reduced = list(trajectories)
     for index, penalty in penalties.items():
         trajectory = trajectories[index]
         if penalty == 0.0 or trajectory.reward is None:
             continue
-        returned = [i for i in trajectory.interactions if i.turn_return is not None]
-        last = max(returned, key=lambda i: i.started, default=None)
         reduced[index] = dataclasses.replace(
             trajectory,
             reward=trajectory.reward - penalty,
             interactions=tuple(
                 i
                 if i.turn_return is None
-                else dataclasses.replace(
-                    i,
-                    turn_return=i.turn_return - penalty,
-                    reward=(i.reward or 0.0) - penalty if i is last else i.reward,
-                )
+                else dataclasses.replace(i, turn_return=i.turn_return - penalty)
                 for i in trajectory.interactions
             ),
         )

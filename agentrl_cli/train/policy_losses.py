@@ -97,7 +97,9 @@ def compute_sequence_log_ratio(
     difference = (new_logprobs - proximal_logprobs).detach()
     counts = sum_over_sequences(torch.ones_like(difference), sequence_numbers)
     means = sum_over_sequences(difference, sequence_numbers) / counts
-    return means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + new_logprobs - new_logprobs.detach()
+    # Exactly 0, so that means, far smaller than logprobs, are not rounded to their precision.
+    own_gradient = new_logprobs - new_logprobs.detach()
+    return means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + own_gradient
 
 
 def compute_cispo_loss(

@@ -48,9 +48,9 @@ def compute_rollout_correction(
 ) -> RolloutCorrection:
     """exp(proximal - rollout) within bounds; all 1 without ``config``.
 
-    The behaviour correction of decoupled PPO (arXiv 2110.00641, equation 3; arXiv 2505.24298,
-    section 5.2). Clamped at ``cap`` like the weights of V-trace (arXiv 1802.01561, section 4.1);
-    masked outside [floor, cap] as in IcePop (arXiv 2510.18855, section 3.2). At the level
+    The behaviour correction of decoupled PPO (arXiv 2110.00641; arXiv 2505.24298, section 5.2).
+    Clamped at ``cap`` like the weights of V-trace (arXiv 1802.01561, section 4.1); masked outside
+    [floor, cap] as in IcePop (arXiv 2510.18855, section 2.3.2). At the level
     ``sequence`` it is the product over the sample's tokens. It corrects for older weights as for
     the numerics of the engine, and is 1 where rollout and trainer agree.
     """

@@ -40,6 +40,12 @@ def test_statistics(scores: list[float], expected: GroupStatistics):
     assert found.has_signal is (expected.deviation > 0.0)
 
 
+def test_scores_whose_squares_no_number_holds():
+    statistics = compute_statistics([0.0, 2e200])
+    assert statistics.mean == 1e200
+    assert statistics.deviation == pytest.approx(math.sqrt(2.0) * 1e200)
+
+
 def test_equal_is_by_the_size_of_the_scores():
     assert not compute_statistics([1e6, 1e6 + 1e-4]).has_signal
     assert compute_statistics([1.0, 1.0 + 1e-4]).has_signal
@@ -66,6 +72,7 @@ def test_statistics_of_every_group():
         ([1.0], None, None),
         ([1.0], math.inf, None),
         ([math.nan], 1.0, None),
+        ([math.inf, -math.inf], 1.0, None),
         ([], math.nan, None),
     ],
 )

@@ -231,7 +231,7 @@ def test_maxrl_refuses_scores_below_zero():
         compute_advantages(batch, MAXRL)
     assert str(caught.value) == (
         "trajectory a has the score -0.5: train.algorithm.advantage.kind maxrl divides by the mean "
-        "score of a group. Allowed: rewards, penalties taken off, of 0 and above. "
+        "score of a group. Allowed: rewards of 0 and above. "
         "Type train.algorithm.advantage.kind=grpo, or change the reward function"
     )
     compute_advantages([trajectory("a", [-0.5], reward=None), *batch[1:]], MAXRL)

@@ -41,6 +41,12 @@ def test_k3_is_finite_far_away():
     assert far.item() == pytest.approx(math.exp(20.0), rel=1e-6)
 
 
+def test_k3_is_exact_nearby():
+    # d = 2^-13: d² / 2 - d³ / 6 = 7.45e-9, less than the last digit of a float32 near 1.
+    near = compute_kl("k3", torch.tensor([-1.0]), torch.tensor([-1.0 - 2.0**-13]))
+    assert near.item() == pytest.approx(2.0**-27, rel=2e-3)
+
+
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_the_mean_over_what_the_policy_samples_is_the_divergence(estimator: KlEstimator):
     # Policy (0.5, 0.3, 0.2) against (0.2, 0.3, 0.5): 0.5 ln 2.5 + 0 + 0.2 ln 0.4.

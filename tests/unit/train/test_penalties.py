@@ -12,6 +12,7 @@ from agentrl_cli.config.algorithm import KlConfig, OverlongConfig
 from agentrl_cli.errors import RunError
 from agentrl_cli.records import Interaction, Trajectory
 from agentrl_cli.scores import compute_score
+from agentrl_cli.tracking.credit import find_successors
 from agentrl_cli.train.penalties import (
     Penalties,
     compute_kl_penalties,
@@ -96,7 +97,7 @@ def test_penalties_add_up_and_their_means_are_over_all_trajectories():
     assert penalties.means == {"overlong_penalty_mean": 0.375, "kl_penalty_mean": 0.25}
 
 
-def test_every_return_and_one_reward_lose_the_penalty():
+def test_every_return_loses_the_penalty():
     # The last turn in time stands first; the failed call has no return and keeps nothing.
     turns = (
         turn("late", started=5, turn_return=3.0, reward=2.0),
@@ -109,14 +110,20 @@ def test_every_return_and_one_reward_lose_the_penalty():
     late, early, failed = reduced[1].interactions
     assert reduced[1].reward == 2.5
     assert (late.turn_return, early.turn_return, failed.turn_return) == (2.5, 3.5, None)
-    assert (late.reward, early.reward, failed.reward) == (1.5, 1.0, None)
+    assert (late.reward, early.reward, failed.reward) == (2.0, 1.0, None)
     # The score falls by the penalty: (3 + 4) / 2 - 0.5.
     assert compute_score(reduced[1]) == 3.0
 
 
-def test_a_turn_without_a_reward_of_its_own_gets_the_penalty_as_one():
-    (reduced,) = reduce_rewards([trajectory(turn("a", turn_return=1.0))], {0: 0.25})
-    assert reduced.interactions[0].reward == -0.25
+def test_a_penalty_leaves_whose_credit_a_turn_shares_in():
+    # Two parallel calls: the one that began last ends first, and hands over to the other.
+    turns = (
+        turn("long", started=1, ended=6, reward=1.0, turn_return=1.0),
+        turn("short", started=2, ended=5, turn_return=1.0),
+    )
+    (reduced,) = reduce_rewards([trajectory(*turns)], {0: 0.25})
+    assert find_successors(turns) == {"long": (), "short": ("long",)}
+    assert find_successors(reduced.interactions) == find_successors(turns)
 
 
 def test_without_calls_or_score():

@@ -202,6 +202,15 @@ def test_gspo_with_one_advantage_has_the_gradient_of_the_sequences_own_ratio():
     assert token_wise.tolist() == pytest.approx(direct.grad.tolist(), rel=1e-12)
 
 
+def test_gspo_has_one_ratio_to_the_last_bit():
+    # A mean of 2^-12 / 3 beside logprobs of up to -20, which float32 knows to 2^-19.
+    new = torch.tensor([-20.0, -0.5, -8.0], requires_grad=True)
+    proximal = new.detach() - torch.tensor([2.0**-12, 0.0, 0.0])
+    log_ratio = compute_sequence_log_ratio(new, proximal, torch.tensor([0, 0, 0]))
+    assert log_ratio.tolist() == [log_ratio[0].item()] * 3
+    assert log_ratio[0].item() == pytest.approx(2.0**-12 / 3, rel=1e-6)
+
+
 def test_gspo_does_not_move_a_turn_by_the_advantage_of_another():
     _, gradient = evaluate(GspoLossConfig(), ratios=[1.0, 1.0], advantages=[1.0, 0.0])
     assert gradient == pytest.approx([-1.0, 0.0])
