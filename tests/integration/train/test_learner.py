@@ -167,6 +167,21 @@ def test_gradient_checkpointing_changes_nothing(build_model, build_config, ragge
     assert_close(weights_of(plain), weights_of(thrifty), 2e-4)
 
 
+def test_positions_in_bfloat16_are_as_exact_as_an_engine_has_them(build_model, build_config):
+    """An engine loads the weights in bfloat16, and has the frequencies of positions in float32."""
+    config = build_config(
+        dtype="bfloat16", algorithm={"kind": "ppo", "kl": {"coef": 0.1}}, critic={}
+    )
+    models = [build_model(seed) for seed in range(3)]
+    expected = dict(models[0].named_buffers())["model.rotary_emb.inv_freq"].clone()
+    policy, reference, critic = models
+    Learner(policy, config, reference_model=reference, critic_model=critic)
+    for model in models:
+        assert {p.dtype for p in model.model.parameters()} == {torch.bfloat16}
+        found = dict(model.named_buffers())["model.rotary_emb.inv_freq"]
+        torch.testing.assert_close(found, expected, atol=0.0, rtol=0.0)
+
+
 def test_bfloat16_keeps_float32_masters(build_model, build_config, ragged_batch):
     """A step of 1e-5 is far below bfloat16's resolution at 0.3 (about 1e-3): without
     masters a hundred of them would still be nothing."""
