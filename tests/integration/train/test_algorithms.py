@@ -13,6 +13,8 @@ from torch import Tensor
 from agentrl_cli.records import Trajectory
 from agentrl_cli.train.learner import Learner
 
+#: Without it Adam makes whole steps of what rounding leaves where a gradient is 0.
+STEADY = {"adam_epsilon": 1e-3}
 RECIPES = ["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "maxrl", "gspo", "cispo", "sapo"]
 
 
@@ -60,6 +62,7 @@ def test_micro_batches_change_nothing(build_model, build_config, ragged_batch, k
             num_minibatches=2,
             num_epochs=3,
             learning_rate=1e-3,
+            **STEADY,
         )
         learner = Learner(build_model(), config)
         metrics = learner.update(ragged_batch, 0)
@@ -68,7 +71,8 @@ def test_micro_batches_change_nothing(build_model, build_config, ragged_batch, k
         for name in ("loss", "grad_norm", "entropy", "approx_kl", "rollout_correction_mean"):
             expected = pytest.approx(results[0][0][name], rel=1e-3, abs=1e-6)
             assert metrics[name] == expected, name
-        assert find_largest_gap(weights, results[0][1]) < 2e-4
+        assert find_largest_gap(weights, results[0][1]) < 2e-6
+    assert find_largest_gap(results[0][1], weights_of(Learner(build_model(), config))) > 1e-3
 
 
 def test_on_policy_and_with_the_same_advantages_the_losses_agree(
@@ -77,11 +81,11 @@ def test_on_policy_and_with_the_same_advantages_the_losses_agree(
     """The one update of a step has ratio 1: the losses differ in what follows only."""
     results = {}
     for loss in ("decoupled_ppo", "gspo", "cispo", "sapo", "reinforce"):
-        learner = Learner(build_model(), build_config(algorithm={"loss": {"kind": loss}}))
+        learner = Learner(build_model(), build_config(algorithm={"loss": {"kind": loss}}, **STEADY))
         results[loss] = learner.update(ragged_batch, 0)["grad_norm"], weights_of(learner)
     for norm, weights in results.values():
         assert norm == pytest.approx(results["decoupled_ppo"][0], rel=1e-4)
-        assert find_largest_gap(weights, results["decoupled_ppo"][1]) < 2e-4
+        assert find_largest_gap(weights, results["decoupled_ppo"][1]) < 2e-6
 
 
 def test_an_entropy_bonus_raises_the_entropy(build_model, build_config, ragged_batch):
@@ -124,7 +128,7 @@ def test_kl_in_the_reward_is_the_reward_less_the_divergence(
 ):
     """The same update as without it on rewards from which it was taken off by hand."""
     kl: dict[str, Any] = {"coef": 0.05, "place": "reward"}
-    config = build_config(algorithm={"kind": kind, "kl": kl})
+    config = build_config(algorithm={"kind": kind, "kl": kl}, **STEADY)
     penalized = Learner(build_model(), config, reference_model=build_model(3))
     metrics = penalized.update(ragged_batch, 0)
 
@@ -137,16 +141,17 @@ def test_kl_in_the_reward_is_the_reward_less_the_divergence(
             logprobs = reference.compute_logprobs([ids], starts=[len(turn.prompt_ids)])[0]
             divergence += sum(turn.rollout_logprobs) - sum(logprobs)
         reduced.append(change_reward(trajectory, -0.05 * divergence))
-    by_hand = Learner(build_model(), build_config(algorithm={"kind": kind}))
+    by_hand = Learner(build_model(), build_config(algorithm={"kind": kind}, **STEADY))
     expected = by_hand.update(reduced, 0)
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-    assert find_largest_gap(weights_of(penalized), weights_of(by_hand)) < 2e-4
+    assert find_largest_gap(weights_of(penalized), weights_of(by_hand)) < 2e-6
     assert metrics["kl_penalty_mean"] != 0.0
     assert "kl_penalty_mean" not in expected
 
 
 def test_a_penalty_for_length_is_taken_off(build_model, build_config, ragged_batch):
-    config = build_config(algorithm={"overlong": {"buffer_tokens": 6, "max_tokens": 8}})
+    overlong = {"buffer_tokens": 6, "max_tokens": 8}
+    config = build_config(algorithm={"overlong": overlong}, **STEADY)
     penalized = Learner(build_model(), config)
     metrics = penalized.update(ragged_batch, 0)
     amounts = [
@@ -155,11 +160,11 @@ def test_a_penalty_for_length_is_taken_off(build_model, build_config, ragged_bat
     ]
     assert len(set(amounts)) > 3
     reduced = [change_reward(t, -a) for t, a in zip(ragged_batch, amounts, strict=True)]
-    by_hand = Learner(build_model(), build_config())
+    by_hand = Learner(build_model(), build_config(**STEADY))
     expected = by_hand.update(reduced, 0)
     assert metrics["overlong_penalty_mean"] == pytest.approx(sum(amounts) / len(amounts))
     assert metrics["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
-    assert find_largest_gap(weights_of(penalized), weights_of(by_hand)) < 2e-4
+    assert find_largest_gap(weights_of(penalized), weights_of(by_hand)) < 2e-6
 
 
 def test_what_the_correction_drops_is_counted(build_model, build_config, ragged_batch):
