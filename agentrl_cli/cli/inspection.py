@@ -53,6 +53,18 @@ class BreakFilter(StrEnum):
     RETOKENIZED = "retokenized"
 
 
+FailureOption = Annotated[
+    FailureFilter | None, typer.Option(help="Failed trajectories only (or none of them).")
+]
+BrokenOption = Annotated[
+    BreakFilter | None, typer.Option(help="Trajectories with broken turns only (or without any).")
+]
+ReplacedOption = Annotated[
+    ReplacedFilter | None,
+    typer.Option(help="Trajectories of replaced groups only (or none of them)."),
+]
+
+
 def inspect_command(
     run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
     trajectory: Annotated[
@@ -68,17 +80,9 @@ def inspect_command(
     ] = False,
     min_reward: Annotated[float | None, typer.Option(help="Smallest reward.")] = None,
     max_reward: Annotated[float | None, typer.Option(help="Largest reward.")] = None,
-    failure: Annotated[
-        FailureFilter | None, typer.Option(help="Failed trajectories only (or none of them).")
-    ] = None,
-    broken: Annotated[
-        BreakFilter | None,
-        typer.Option(help="Trajectories with broken turns only (or without any)."),
-    ] = None,
-    replaced: Annotated[
-        ReplacedFilter | None,
-        typer.Option(help="Trajectories of replaced groups only (or none of them)."),
-    ] = None,
+    failure: FailureOption = None,
+    broken: BrokenOption = None,
+    replaced: ReplacedOption = None,
     task: Annotated[str | None, typer.Option(help="Task id.", metavar="ID")] = None,
     agent: Annotated[str | None, typer.Option(help="Agent name.", metavar="NAME")] = None,
     sort: Annotated[SortKey | None, typer.Option(help="Sort by this, largest first.")] = None,

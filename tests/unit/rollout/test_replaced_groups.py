@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentrl_cli.config.experiment import RolloutConfig
 from agentrl_cli.errors import RolloutFailedError
-from agentrl_cli.records import Boundary, Failure, Trajectory
+from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
 from agentrl_cli.rollout.curriculum import RestingTaskStream
 from agentrl_cli.rollout.dataset import TaskStream
 from agentrl_cli.rollout.outcomes import list_outcomes
@@ -49,7 +49,9 @@ class ScoringWorkflow(RolloutWorkflow):
                 await asyncio.sleep(0)
         finally:
             self.num_running -= 1
-        return attempt.begin_trajectory(reward=self.judge(attempt))
+        return attempt.begin_trajectory(
+            reward=self.judge(attempt), interactions=(Interaction(id="call"),)
+        )
 
     def judge(self, attempt):
         if int(attempt.task.task_id) in self.flat_tasks:

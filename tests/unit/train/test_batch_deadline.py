@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.records import Interaction
 from agentrl_cli.rollout.curriculum import build_task_stream
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
@@ -52,7 +53,7 @@ class SlowWorkflow(RolloutWorkflow):
     async def arun_trajectory(self, engine, attempt):
         share = 1.0 if self.is_always_slow else self.generator.choice([0.0, 0.4, 1.0])
         await asyncio.sleep(share * TRAJECTORY_SECONDS)
-        return attempt.begin_trajectory(reward=1.0)
+        return attempt.begin_trajectory(reward=1.0, interactions=(Interaction(id="call"),))
 
 
 def build_config(batch_size, n_samples, max_replaced_groups, max_staleness, max_concurrent):
