@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,15 +11,13 @@ from typing import Any
 from agentrl_cli.launch.events import EventReader, TrainerReport
 from agentrl_cli.launch.handover import RunningServers, TrainerOrders
 from agentrl_cli.launch.plan import PlannedProcess
-from agentrl_cli.launch.process import ManagedProcess
+from agentrl_cli.launch.process import ManagedProcess, describe_status
 from agentrl_cli.log import Observer
 from agentrl_cli.train.rank_place import RankPlace
 
 #: How long a trainer may take to end after its last word.
 _EXIT_SECONDS = 30.0
 _KILL_SECONDS = 15.0
-#: Lines of the log in a message.
-_NUM_TAIL_LINES = 15
 
 
 class ChildTrainer:
@@ -109,14 +106,9 @@ class ChildTrainer:
         status = self._process.poll()
         if status is None:
             return "cannot be killed"
-        if status > 128:
-            try:
-                return f"was killed by {signal.Signals(status - 128).name}"
-            except ValueError:
-                return f"ended with exit status {status}"
-        return f"ended with exit status {status} and without a word"
+        is_own = " and without a word" if status <= 128 else ""
+        return describe_status(status) + is_own
 
     def tail(self) -> str:
         """The last lines of its log, introduced; empty where there are none."""
-        text = self._process.tail(_NUM_TAIL_LINES).strip()
-        return f"\nThe last lines of {self.log_path}:\n{text}" if text else ""
+        return self._process.quote_log()

@@ -15,14 +15,13 @@ from agentrl_cli.launch.child_trainer import ChildTrainer
 from agentrl_cli.launch.events import TrainerReport
 from agentrl_cli.launch.handover import RunningServers, TrainerOrders
 from agentrl_cli.launch.plan import PlannedProcess
-from agentrl_cli.launch.process import ManagedProcess
+from agentrl_cli.launch.process import ManagedProcess, describe_status
 from agentrl_cli.log import Observer
-from agentrl_cli.train.rank_place import RankPlace
+from agentrl_cli.train.rank_place import RankLostError, RankPlace
 
 #: What the first rank may take to say what it knows of another's end, before it is ended too.
 _NOTICE_SECONDS = 5.0
 _KILL_SECONDS = 15.0
-_NUM_TAIL_LINES = 15
 _SIGKILLED = 128 + signal.SIGKILL
 
 
@@ -54,7 +53,7 @@ class RankedTrainer(ChildTrainer):
     ) -> None:
         self._meeting_dir = Path(tempfile.mkdtemp(prefix="agentrl-ranks-"))
         self._followers: list[ManagedProcess] = []
-        self._ended: list[ManagedProcess] = []
+        self._lost: list[ManagedProcess] = []
         self._lost_at: float | None = None
         places = [
             RankPlace(index=i, count=len(planned), meeting_path=str(self._meeting_dir / "meeting"))
@@ -79,10 +78,8 @@ class RankedTrainer(ChildTrainer):
         """True when any rank has ended that should not have, or the first has."""
         has_first_ended = super().has_ended()
         if not has_first_ended and self._events.report == TrainerReport():
-            for process in self._followers:
-                if process.poll() is not None and process not in self._ended:
-                    self._ended.append(process)
-        if self._ended and self._lost_at is None:
+            self._note_lost()
+        if self._lost and self._lost_at is None:
             self._lost_at = time.monotonic()
         is_waiting_over = self._lost_at is not None and (
             time.monotonic() > self._lost_at + _NOTICE_SECONDS
@@ -92,38 +89,43 @@ class RankedTrainer(ChildTrainer):
     def end(self) -> TrainerReport:
         """Kills all that still run; what the first rank said last.
 
-        That it crashed says nothing where another died before it: its exchange with that one
+        That it crashed says nothing where another ended before it: its exchange with that one
         failed.
         """
-        self._find_cause()
+        is_first_killed = self._process.poll() == _SIGKILLED
+        ended_sooner = list(self._lost)
+        self._note_lost()
+        killed = [process for process in self._lost if process.poll() == _SIGKILLED]
         try:
             report = super().end()
         finally:
             self._end_followers()
-        return replace(report, crash=None) if self._ended else report
+        speaks_of_others = (report.crash or "").startswith(RankLostError.__name__)
+        if is_first_killed or not (ended_sooner or killed or speaks_of_others):
+            # They ended because the first did.
+            self._lost.clear()
+        # Exchanges with who was killed failed for it, and that may have been seen sooner.
+        self._lost.sort(key=lambda process: process not in killed)
+        return replace(report, crash=None) if self._lost else report
 
     def describe_end(self) -> str:
         """How the rank ended that ended first."""
-        if not self._ended:
+        if not self._lost:
             return super().describe_end()
-        process = self._ended[0]
-        status = process.poll()
-        how = "was killed by SIGKILL" if status == _SIGKILLED else f"ended with status {status}"
+        process = self._lost[0]
+        how = describe_status(process.poll() or 0)
         num_ranks = 1 + len(self._followers)
         return f"{how} in rank {self._followers.index(process) + 1} of {num_ranks} ({process.name})"
 
     def tail(self) -> str:
         """The last lines of the log of the rank that ended first."""
-        if not self._ended:
-            return super().tail()
-        text = self._ended[0].tail(_NUM_TAIL_LINES).strip()
-        return f"\nThe last lines of {self._ended[0].log_path}:\n{text}" if text else ""
+        return self._lost[0].quote_log() if self._lost else super().tail()
 
-    def _find_cause(self) -> None:
-        """Puts first who was killed: the others' exchanges failed for it, perhaps sooner seen."""
-        if self._process.poll() == _SIGKILLED:
-            self._ended.clear()
-        self._ended.sort(key=lambda process: process.poll() != _SIGKILLED)
+    def _note_lost(self) -> None:
+        """Takes down who has ended without being told to."""
+        for process in self._followers:
+            if process.poll() not in (None, 0) and process not in self._lost:
+                self._lost.append(process)
 
     def _end_followers(self) -> None:
         for process in self._followers:

@@ -19,13 +19,11 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from agentrl_cli.train.rank_place import RankPlace
+from agentrl_cli.train.rank_place import RankLostError, RankPlace
 
-#: Deadline of an exchange of shards: the ranks meet in every layer, so it is the time in which a
-#: rank passes a layer, plus what the others may begin later: their models load in turn.
-EXCHANGE_SECONDS = 1800.0
-#: Deadline of what rank 0 says next: it may write a checkpoint to a slow disk meanwhile.
-COMMAND_SECONDS = 3600.0
+#: How long a rank waits for the others in any exchange. The longest that it does is while the first
+#: one writes a checkpoint to a slow disk, or another loads its model.
+EXCHANGE_SECONDS = 3600.0
 
 _LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 
@@ -88,28 +86,46 @@ class ProcessRanks:
 def open_ranks(
     place: RankPlace, *, exchange_seconds: float = EXCHANGE_SECONDS
 ) -> Iterator[ProcessRanks]:
-    """Meets the other ranks, and leaves them when the block ends.
+    """Meets the other ranks, and leaves them when the block ends without an error.
+
+    After an error others may be in the middle of an exchange, and to leave would be to wait.
 
     Raises:
-        RuntimeError: they did not come, or one of them died.
+        RankLostError: another rank died, or did not come to an exchange in time.
     """
     on_gpu = torch.cuda.is_available()
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _LOOPBACK
     if on_gpu:
         torch.cuda.set_device(0)
-    # A file, not a port: torch's own store would listen on every interface.
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=dist.FileStore(place.meeting_path, place.count),  # type: ignore[attr-defined]
-        rank=place.index,
-        world_size=place.count,
-        timeout=timedelta(seconds=exchange_seconds),
-    )
-    # After an error others may be in the middle of an exchange: to leave would be to wait.
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=COMMAND_SECONDS))
-    mesh = DeviceMesh("cuda" if on_gpu else "cpu", list(range(place.count)))
-    yield ProcessRanks(place, mesh, control)
-    dist.destroy_process_group()
+    deadline = timedelta(seconds=exchange_seconds)
+    with _naming_losses(place, exchange_seconds):
+        # A file, not a port: torch's own store would listen on every interface.
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=dist.FileStore(place.meeting_path, place.count),  # type: ignore[attr-defined]
+            rank=place.index,
+            world_size=place.count,
+            timeout=deadline,
+        )
+        control = dist.new_group(backend="gloo", timeout=deadline)
+        mesh = DeviceMesh("cuda" if on_gpu else "cpu", list(range(place.count)))
+        yield ProcessRanks(place, mesh, control)
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _naming_losses(place: RankPlace, seconds: float) -> Iterator[None]:
+    """Gives errors of exchanges one type, wherever they were raised."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo has none of its own.
+        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+            raise
+        raise RankLostError(
+            f"another of the {place.count} processes that train together has ended, or has not "
+            f"answered for {seconds:g} s"
+        ) from error
 
 
 def _to_bytes(value: Any) -> Tensor:

@@ -1,10 +1,14 @@
-"""Where a process stands among those that train together."""
+"""Where a process stands among those that train together, and what it says when one is lost."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
 from typing import Self
+
+
+class RankLostError(RuntimeError):
+    """Another rank has ended, or has not come to an exchange in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

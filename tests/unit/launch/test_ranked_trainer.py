@@ -125,7 +125,7 @@ def test_a_rank_that_fails_is_named_with_the_end_of_its_log(start: Any) -> None:
         """
     )
     assert wait(trainer).crash is None
-    assert trainer.describe_end() == "ended with status 1 in rank 2 of 3 (trainer-2)"
+    assert trainer.describe_end() == "ended with exit status 1 in rank 2 of 3 (trainer-2)"
     assert "CUDA out of memory" in trainer.tail()
 
 
@@ -144,4 +144,60 @@ def test_a_first_rank_that_fails_tells_itself_why(start: Any) -> None:
 def test_a_first_rank_that_does_not_notice_is_ended_too(start: Any) -> None:
     trainer = start("time.sleep(60) if is_first else sys.exit(3)", count=2)
     assert wait(trainer) == TrainerReport()
-    assert trainer.describe_end() == "ended with status 3 in rank 1 of 2 (trainer-1)"
+    assert trainer.describe_end() == "ended with exit status 3 in rank 1 of 2 (trainer-1)"
+
+
+def test_a_killed_rank_is_named_also_where_the_first_one_speaks_sooner(start: Any) -> None:
+    """Its exchange fails within a millisecond, and whoever is killed takes longer to be reaped."""
+    trainer = start(
+        """
+        if is_first:
+            events.report(TrainerReport(crash="RuntimeError: Connection closed by peer"))
+            time.sleep(0.6)
+            sys.exit(1)
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        count=2,
+    )
+    assert wait(trainer) == TrainerReport()
+    assert trainer.describe_end() == "was killed by SIGKILL in rank 1 of 2 (trainer-1)"
+
+
+@pytest.mark.parametrize(
+    ("crash", "named"),
+    [
+        ("RankLostError: another one has ended", "ended with exit status 1 in rank 1 of 2"),
+        ("ValueError: a bug that all ranks have", "ended with exit status 1 and without a word"),
+    ],
+)
+def test_a_first_rank_that_speaks_sooner_is_to_blame_unless_it_speaks_of_others(
+    start: Any, crash: str, named: str
+) -> None:
+    trainer = start(
+        f"""
+        if is_first:
+            events.report(TrainerReport(crash={crash!r}))
+            time.sleep(0.6)
+            sys.exit(1)
+        time.sleep(0.3)
+        sys.exit(1)
+        """,
+        count=2,
+    )
+    assert wait(trainer).crash == (None if "rank 1" in named else crash)
+    assert trainer.describe_end().startswith(named)
+
+
+def test_a_first_rank_may_take_its_time_after_the_others_were_sent_home(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl_cli.launch.ranked_trainer._NOTICE_SECONDS", 0.1)
+    trainer = start(
+        """
+        if is_first:
+            time.sleep(1.0)
+            events.report(TrainerReport(is_complete=True))
+        """
+    )
+    assert wait(trainer) == TrainerReport(is_complete=True)
