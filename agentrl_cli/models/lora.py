@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from agentrl_cli.config.experiment import LoraConfig
 from agentrl_cli.errors import MissingExtraError, ModelError, StoreError
+from agentrl_cli.models.generation_flags import make_savable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,7 +91,7 @@ def _refuse_embeddings(model: PreTrainedModel, targets: Sequence[str]) -> None:
 
 
 def load_merged_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model that an adapter was trained on, with the adapter in its weights.
+    """The model that an adapter was trained on, with the adapter in its weights; it can be saved.
 
     Raises:
         MissingExtraError: peft is not installed.
@@ -116,7 +117,7 @@ def load_merged_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel
             f"{' '.join(str(error).split())[:300]}. Put the base model there, or correct the name "
             "in the file"
         ) from error
-    return merged
+    return make_savable(merged)
 
 
 @contextmanager

@@ -11,13 +11,13 @@ from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as transformers_logging
 
 from agentrl_cli.errors import ModelError
+from agentrl_cli.models.generation_flags import make_savable
 from agentrl_cli.models.lora import is_adapter_folder, load_merged_model
 
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -80,7 +80,7 @@ def load_model(path: str, dtype: str | torch.dtype, device: str | torch.device) 
     number_type = _DTYPES[dtype] if isinstance(dtype, str) else dtype
     if is_adapter_folder(folder):
         with without_progress_bars():
-            return make_savable(load_merged_model(folder, number_type)).to(device).eval()
+            return load_merged_model(folder, number_type).to(device).eval()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelError(
@@ -99,31 +99,6 @@ def load_model(path: str, dtype: str | torch.dtype, device: str | torch.device) 
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(_explain(path, "model", error)) from error
     return make_savable(model).to(device).eval()
-
-
-def make_savable(model: PreTrainedModel) -> PreTrainedModel:
-    """``model``, whose generation flags no longer contradict each other.
-
-    Some on the hub do (a temperature, and no sampling). transformers loads them with a warning
-    and refuses to save them, which would end a run at its first checkpoint. agentrl samples by
-    ``gconfig``, so the flags count for those who use the trained model alone.
-    """
-    flags = model.generation_config
-    if flags is None or _is_valid(flags):
-        return model
-    flags.do_sample = True
-    if not _is_valid(flags):
-        end_ids = {"eos_token_id": flags.eos_token_id, "bos_token_id": flags.bos_token_id}
-        model.generation_config = GenerationConfig(**end_ids)
-    return model
-
-
-def _is_valid(flags: GenerationConfig) -> bool:
-    try:
-        flags.validate(strict=True)
-    except ValueError:
-        return False
-    return True
 
 
 @contextmanager

@@ -142,6 +142,20 @@ def test_servers_get_a_checkpoint_as_a_whole_model(
         assert folder == str(base)
 
 
+def test_generation_flags_that_contradict_each_other_keep_no_server_from_starting(
+    make_learner, tmp_path, base, tiny_tokenizer
+):
+    """transformers loads them with a warning, and refuses to save them."""
+    learner = make_learner()
+    flags = {"do_sample": False, "temperature": 0.7, "eos_token_id": 3}
+    (base / "generation_config.json").write_text(json.dumps(flags))
+    learner.save(tmp_path / "c")
+    tiny_tokenizer.save_pretrained(tmp_path / "c")
+    with open_whole_model(str(tmp_path / "c"), "float32") as folder:
+        saved = json.loads((Path(folder) / "generation_config.json").read_text())
+    assert (saved["temperature"], saved["eos_token_id"]) == (0.7, 3)
+
+
 def test_what_a_transfer_writes_is_what_peft_reads(make_learner, ragged_batch, tmp_path, base):
     """The engine's room writes peft's format without peft."""
     from safetensors.torch import save_file
