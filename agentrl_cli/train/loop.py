@@ -69,7 +69,8 @@ class TrainingLoop:
         first_step = self.learner.step + 1
         self.folder.truncate_metrics(first_step - 1)
         self.folder.discard_micro_batches(first_step - 1)
-        self._alarms = self.open_alarms()
+        lines = self.folder.read_metrics()
+        self._alarms = Alarms(self.config, self.folder.path, self.observer, lines)
         self.publish(first_step - 1)
         self.evaluate_if_due(first_step - 1)
         for step in range(first_step, last_step + 1):
@@ -86,11 +87,6 @@ class TrainingLoop:
             self.evaluate_if_due(step)
             self.save_if_due(step)
         return True
-
-    def open_alarms(self) -> Alarms:
-        """The alarms, as they stand after the steps whose metrics are stored."""
-        lines = self.folder.read_metrics()
-        return Alarms(self.config, self.folder.path, self.observer, lines)
 
     def collect(self, step: int) -> list[Trajectory]:
         """The trajectories of a step, on disk: made now, or before an interruption."""

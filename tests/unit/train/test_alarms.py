@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.config.loading import load_config
+from agentrl_cli.errors import ConfigError
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.store.metrics_file import ALARM_PREFIX as PREFIX
 from agentrl_cli.train.alarms import Alarms
@@ -325,6 +327,16 @@ def test_off_is_not_looked_at_and_yaml_reads_it_as_false() -> None:
     assert run.config.train.alarms.truncated.action == "off"
     assert not any(run.steps(30, {"truncated_fraction": 1.0}))
     assert PREFIX + "truncated" not in run.lines[-1]
+
+
+def test_what_is_not_finite_is_never_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "experiment_name: e\nmodel: {path: m}\nagent_builder_path: a.b\n"
+        "train_dataset: {path: d}\ntrain: {alarms: {not_finite: {action: off}}}\n"
+    )
+    with pytest.raises(ConfigError, match="'off' is not one of the choices; allowed: stop, warn"):
+        load_config(path)
 
 
 def test_own_threshold_and_steps() -> None:
