@@ -76,7 +76,7 @@ class RolloutScheduler:
     both are given to the trainer, marked. Earlier steps go before later ones. An attempt that is
     ``already_finished``, by an interrupted run, is not made again.
 
-    All methods but :meth:`set_policy_version` belong to one event loop.
+    All methods but :meth:`set_policy_version` and :meth:`count_resting` belong to one event loop.
     """
 
     def __init__(
@@ -104,7 +104,6 @@ class RolloutScheduler:
         self._on_replaced = on_replaced
         self._policy_version = first_step - 1
         self._open: dict[int, StepGroups] = {}
-        self._num_finished: dict[int, int] = {}
         self._already_finished = {t.id: t for t in already_finished}
         self._waiting: list[tuple[int, int, Attempt]] = []
         self._ticket = itertools.count()
@@ -133,10 +132,6 @@ class RolloutScheduler:
             self._update_version(version)
         else:
             self._loop.call_soon_threadsafe(self._update_version, version)
-
-    def num_finished(self, step: int) -> int:
-        """Trajectories of ``step`` that have ended."""
-        return self._num_finished.get(step, 0)
 
     @property
     def num_running(self) -> int:
@@ -173,7 +168,8 @@ class RolloutScheduler:
         return trajectories
 
     def count_resting(self, step: int) -> int:
-        """Tasks that the curriculum left out of the epoch in which ``step`` was chosen."""
+        """Tasks that the curriculum left out of the epoch in which ``step``, whose batch was given,
+        was chosen. May be called from any thread."""
         return self._stream.count_resting(step)
 
     async def close(self) -> None:
@@ -238,11 +234,9 @@ class RolloutScheduler:
         """Takes a trajectory that has ended; the attempts that are to be made for it."""
         if self._on_finished is not None:
             self._on_finished(trajectory)
-        step = trajectory.step
-        self._num_finished[step] = self.num_finished(step) + 1
-        further = self._open[step].add(trajectory)
+        further = self._open[trajectory.step].add(trajectory)
         if further and self._on_replaced is not None:
-            self._on_replaced(step, len(further))
+            self._on_replaced(trajectory.step, len(further))
         return further
 
     def _update_version(self, version: int) -> None:
