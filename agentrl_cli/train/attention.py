@@ -3,7 +3,7 @@
 The tokens of a micro-batch lie in one row, and each attends to those before it in its samples
 alone (see ``prefix_tree.py``). No mask of [tokens, tokens] is ever made: CUDA in half precision
 uses torch's variable-length kernel, or flex attention where samples share tokens; the CPU one call
-for each segment.
+for each segment; sliding windows on a CPU, and float32 on CUDA, one call for each block of queries.
 """
 
 from __future__ import annotations
@@ -79,13 +79,22 @@ def use_packed_attention(model: PreTrainedModel) -> None:
             "AttentionInterface, so packed samples would see each other. Allowed: architectures "
             "that do, such as Qwen2, Qwen3, Llama and Mistral"
         )
-    others = set(getattr(model.config, "layer_types", None) or ()) - {*_LAYER_TYPES}
+    others = _find_layer_types(model) - {*_LAYER_TYPES}
     if others:
         raise ModelError(
             f"model.path: {type(model).__name__} has layers of type {', '.join(sorted(others))}, "
             "in which packed samples would see each other. Allowed: architectures whose layers "
             f"all have {' or '.join(_LAYER_TYPES)}, such as Qwen2, Qwen3, Llama and Mistral"
         )
+
+
+def _find_layer_types(model: PreTrainedModel) -> set[str]:
+    """The kinds of its layers; empty where an architecture has one kind only."""
+    for name in ("layer_types", "layers_block_type"):
+        kinds = getattr(model.config, name, None)
+        if kinds:
+            return set(kinds)
+    return set()
 
 
 def packed_attention(
@@ -119,6 +128,8 @@ def packed_attention(
         )
     if attention_mask is not None:
         raise ValueError("packed attention takes no attention_mask: pass a layout")
+    if query.shape[2] != key.shape[2]:
+        raise ValueError("packed attention takes no cache: pass whole sequences, use_cache=False")
     if layout is None:
         layout = AttentionLayout([Segment(0, query.shape[2], query.shape[2], 0)])
         if len(query) > 1:

@@ -26,7 +26,14 @@ from agentrl_cli.train.token_scores import build_choices
 MAX_LOGITS = 2**25
 
 #: Settings of architectures whose logits are more than the output head of the hidden states.
-_LOGIT_SETTINGS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+_LOGIT_SETTINGS = (
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "output_multiplier",
+)
 
 
 @dataclass(frozen=True, slots=True)

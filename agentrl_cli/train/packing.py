@@ -58,9 +58,8 @@ class MicroBatch:
 
     def spread(self, values: Sequence[float]) -> Tensor:
         """One value per sample, repeated over its targets: float32 [targets]."""
-        repeats = torch.tensor([sample.num_targets for sample in self.samples])
-        spread = torch.tensor(values, dtype=torch.float32).repeat_interleave(repeats)
-        return spread.to(self.input_ids.device)
+        of_samples = torch.tensor(values, dtype=torch.float32, device=self.input_ids.device)
+        return of_samples[self.sequence_numbers]
 
 
 @dataclass(frozen=True, slots=True)

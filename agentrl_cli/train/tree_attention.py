@@ -55,8 +55,9 @@ class _TreeAttention(torch.autograd.Function):
         scaling: float | None,
     ) -> Tensor:
         queries, keys, values = _group_heads(query, key, value)
-        is_joined = any(not segment.is_root for segment in segments)
-        output, normalizers = _make_output(queries, in_float32=is_joined)
+        output = _make_like(queries, segments)
+        exact = torch.promote_types(queries.dtype, torch.float32)
+        normalizers = queries.new_empty(queries.shape[:-1], dtype=exact)
         for segment in segments:
             rows, own = _find_rows(segment)
             part, part_normalizers = _forward_kernel(
@@ -79,7 +80,7 @@ class _TreeAttention(torch.autograd.Function):
         query, key, value, output, normalizers = ctx.saved_tensors
         queries, keys, values = _group_heads(query, key, value)
         grad = _unflatten(grad_output.contiguous(), 1, queries.shape[:2]).permute(1, 2, 0, 3)
-        grad_query, _ = _make_output(queries, in_float32=False)
+        grad_query = _make_like(queries, ctx.segments)
         grad_key = key.new_empty(key.transpose(0, 1).shape).transpose(0, 1)
         grad_value = torch.empty_like(grad_key)
         for segment in ctx.segments:
@@ -101,7 +102,7 @@ class _TreeAttention(torch.autograd.Function):
                 grad_query[:, :, rows] += query_part
             grad_key[:, own] = key_part.sum(1)
             grad_value[:, own] = value_part.sum(1)
-        return grad_query.flatten(0, 1), grad_key, grad_value, None, None
+        return grad_query.flatten(0, 1).to(query.dtype), grad_key, grad_value, None, None
 
 
 def _group_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -125,19 +126,17 @@ def _find_rows(segment: Segment) -> tuple[slice, slice]:
     return slice(segment.start, segment.subtree_end), slice(segment.start, segment.end)
 
 
-def _make_output(queries: Tensor, *, in_float32: bool) -> tuple[Tensor, Tensor]:
-    """Room for an output of the shape of ``queries``, and for its normalizers.
+def _make_like(queries: Tensor, segments: Sequence[Segment]) -> Tensor:
+    """Room for as much as ``queries``, in float32 where a token's part is added up from several
+    segments: it is rounded once, however many these are.
 
     In memory all heads of a token lie together, as the model's next layer wants them.
     """
     groups, size, num_tokens, width = queries.shape
     dtype = queries.dtype
-    if in_float32 and dtype in _HALF_PRECISION:
-        # A token's output is rounded once, however many segments it is joined from.
+    if dtype in _HALF_PRECISION and not all(segment.is_root for segment in segments):
         dtype = torch.float32
-    output = queries.new_empty(num_tokens, groups, size, width, dtype=dtype).permute(1, 2, 0, 3)
-    exact = torch.promote_types(queries.dtype, torch.float32)
-    return output, queries.new_empty(groups, size, num_tokens, dtype=exact)
+    return queries.new_empty(num_tokens, groups, size, width, dtype=dtype).permute(1, 2, 0, 3)
 
 
 def _join(output: Tensor, normalizers: Tensor, part: Tensor, part_normalizers: Tensor) -> None:

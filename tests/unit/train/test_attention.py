@@ -118,6 +118,26 @@ def test_bfloat16_rounds_a_joined_output_once():
     torch.testing.assert_close(packed.double(), exact, atol=4e-3, rtol=2**-7)
 
 
+def test_bfloat16_gradients_of_many_segments_are_nearly_as_exact_as_of_one():
+    """A query's gradient is added up over the segments of its path."""
+    tree = build_layout("prefix_tree", [[1] * n + [2] * 3 for n in range(1, 40)])
+    line = build_layout("plain", [[1] * tree.num_tokens])
+    errors = []
+    for layout in (tree, line):
+        tensors = [draw(layout, 2, seed, dtype=torch.bfloat16) for seed in range(3)]
+        packed, _ = packed_attention(MODULE, *tensors, None, scaling=0.25, layout=layout)
+        copies = [t.detach().double().requires_grad_() for t in tensors]
+        exact = plain_attention(*copies, find_seen(layout, None))
+        weights = draw(layout, 2, 3).detach().transpose(1, 2)
+        mine = torch.autograd.grad((packed.float() * weights).sum(), tensors)
+        right = torch.autograd.grad((exact * weights).sum(), copies)
+        errors.append(
+            [float((m.double() - r).norm() / r.norm()) for m, r in zip(mine, right, strict=True)]
+        )
+    # Each part is rounded by the kernel; added up in bfloat16, the queries' would be at 1.9.
+    assert all(own < 1.4 * plain for own, plain in zip(*errors, strict=True)), errors
+
+
 def test_values_may_be_narrower_than_keys():
     layout = build_layout("prefix_tree")
     query, key, value = draw(layout, 2, 0), draw(layout, 2, 1), draw(layout, 2, 2, width=8)
@@ -140,6 +160,13 @@ def test_a_mask_is_refused_and_not_ignored():
     query = draw(build_layout("plain"), 4, 0)
     with pytest.raises(ValueError, match="no attention_mask"):
         packed_attention(MODULE, query, query, query, torch.ones(1, 1, 17, 17))
+
+
+def test_keys_of_earlier_calls_are_refused_and_not_taken_for_the_first():
+    """As a cache of a generation would hand them over."""
+    keys = draw(build_layout("plain"), 4, 0)
+    with pytest.raises(ValueError, match="no cache"):
+        packed_attention(MODULE, keys[:, :, -1:], keys, keys, None)
 
 
 def test_recurrent_layers_are_refused():
@@ -166,6 +193,23 @@ def test_recurrent_layers_are_refused():
         layer_types=["linear_attention", "full_attention"],
     )
     with pytest.raises(ModelError, match="layers of type linear_attention"):
+        use_packed_attention(AutoModelForCausalLM.from_config(config))
+
+
+def test_recurrent_layers_under_their_older_name_are_refused():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "recurrent_gemma",
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        lru_width=16,
+        block_types=["recurrent", "attention"],
+    )
+    with pytest.raises(ModelError, match="layers of type attention, recurrent"):
         use_packed_attention(AutoModelForCausalLM.from_config(config))
 
 

@@ -28,30 +28,32 @@ def build_states(num_targets: int = NUM_TARGETS) -> Tensor:
     return (3 * torch.randn(num_targets, WIDTH)).requires_grad_()
 
 
-def build_masks(ids: Tensor) -> TokenMasks:
+def build_masks(ids: Tensor, vocabulary_size: int) -> TokenMasks:
     """Every second target was one of itself and three others."""
-    num_words = -(-VOCABULARY_SIZE // 32)
+    num_words = -(-vocabulary_size // 32)
     table, numbers = MaskTable(num_words), []
     for place, target in enumerate(ids.tolist()):
         bits = np.zeros(num_words * 32, np.uint8)
-        bits[[target, (target + 9) % VOCABULARY_SIZE, place, place + 30]] = 1
+        bits[[target, (target + 9) % vocabulary_size, place, place + 30]] = 1
         packed = np.packbits(bits, bitorder="little").view(np.int32)
         numbers.append(FREE if place % 2 else table.add(packed))
     return TokenMasks(torch.tensor(numbers), table)
 
 
-def choose(sampling: str) -> Choices:
+def choose(
+    sampling: str, num_targets: int = NUM_TARGETS, vocabulary_size: int = VOCABULARY_SIZE
+) -> Choices:
     torch.manual_seed(5)
-    ids = torch.randint(0, VOCABULARY_SIZE, (NUM_TARGETS,))
-    ones = torch.ones(NUM_TARGETS)
+    ids = torch.randint(0, vocabulary_size, (num_targets,))
+    ones = torch.ones(num_targets)
     # Some targets are as they would be without.
-    temperatures = torch.tensor([0.7, 1.0, 1.6] * 4)[:NUM_TARGETS]
-    top_ps = torch.tensor([0.9, 0.5, 1.0, 0.2] * 3)[:NUM_TARGETS]
+    temperatures = torch.tensor([0.7, 1.0, 1.6] * num_targets)[:num_targets]
+    top_ps = torch.tensor([0.9, 0.5, 1.0, 0.2] * num_targets)[:num_targets]
     return build_choices(
         ids,
         temperatures if "temperature" in sampling else ones,
         top_ps if "top_p" in sampling else ones,
-        build_masks(ids) if "mask" in sampling else None,
+        build_masks(ids, vocabulary_size) if "mask" in sampling else None,
     )
 
 
@@ -116,6 +118,29 @@ def test_values_and_gradients_are_those_of_the_plain_formula(
         strict=True,
     ):
         torch.testing.assert_close(left, right, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize("max_logits", [30_000, 60 * 3000])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_borders_of_tiles_and_blocks_change_nothing(
+    sampling: str, max_logits: int, is_trained: bool
+) -> None:
+    """Tiles of 448 of 3,000 columns or 10 of 60 rows, worked on by blocks of 43 rows."""
+    head = build_head(vocabulary_size=3000).requires_grad_(is_trained)
+    states, choices = build_states(60), choose(sampling, 60, 3000)
+    found = score_with_linear(head, states, choices, max_logits)
+    expected = compute_plainly(head, states, choices)
+    pairs = [
+        *zip(found, expected, strict=True),
+        *zip(
+            differentiate(found, states, head, entropy=True),
+            differentiate(expected, states, head, entropy=True),
+            strict=True,
+        ),
+    ]
+    for left, right in pairs:
+        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("max_logits", [1, 4 * VOCABULARY_SIZE])
