@@ -1,6 +1,6 @@
 """Peak memory and time of the output head at a large vocabulary, per number of scored tokens.
 
-    python benchmarks/memory.py --vocabulary 151936 --width 256 --tokens 256 1024 4096
+    python -m benchmarks.memory --vocabulary 151936 --width 256 --tokens 256 1024 4096
 
 From hidden states to logprobs and entropies, and back to the gradients of hidden states and head,
 by three ways, each in a process of its own:

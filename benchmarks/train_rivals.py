@@ -104,7 +104,7 @@ class TrlLoop:
     """TRL's GRPOTrainer from its padded batch on: loss, backward pass, clipping, its optimizer.
 
     Its own loop would sample the completions; here they are given to ``compute_loss``, padded to
-    the longest of the batch, as it pads them.
+    the longest of the batch, as it pads them. On a CPU its output head scores the padding too.
     """
 
     def __init__(self, dtype: str) -> None:
