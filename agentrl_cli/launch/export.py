@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from agentrl_cli.store.run_folder import RunFolder
 _ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
 #: For going on with the run, not for using the model.
-_NOT_EXPORTED = {"data_cursor.json", MODEL_CARD_NAME}
+_NOT_EXPORTED = {layout.DATA_CURSOR, MODEL_CARD_NAME}
 _DEFAULT_METRIC = "mean_reward"
 
 
@@ -82,23 +83,23 @@ def export_checkpoint(
             f"{known}. Type --step {max(checkpoints)}, --best or --last"
         )
     source = checkpoints[step]
-    is_adapter = (source / _ADAPTER_CONFIG).is_file()
-    if merge and not is_adapter:
+    base = _read_adapter_base(source)
+    if merge and base is None:
         raise UserInputError(
             "--merge: this run trained the model's own weights, so there is no adapter to merge "
             "(model.lora was not set). Leave --merge out"
         )
+    if merge:
+        base = None
     with _new_folder(to, source) as temporary:
         _write_model(source, temporary, config, merge=merge)
-        card = format_model_card(
-            folder, config, step=step, name=to.name, is_adapter=is_adapter and not merge
-        )
+        card = format_model_card(folder, config, step=step, name=to.name, base=base)
         (temporary / MODEL_CARD_NAME).write_text(card, encoding="utf-8")
         num_bytes = sum(path.stat().st_size for path in temporary.iterdir())
     return Exported(
         folder=to,
         step=step,
-        kind="adapter" if is_adapter and not merge else "model",
+        kind="model" if base is None else "adapter",
         num_bytes=num_bytes,
         score=score,
         metric=metric,
@@ -111,7 +112,7 @@ def _check_target(to: Path, run_dir: Path) -> None:
         what = "a folder" if to.is_dir() else "a file"
         raise UserInputError(
             f"--to {to}: {what} of that name exists, and nothing is overwritten. Type "
-            f"--to {to.name}-2, or remove it first"
+            f"--to {to}-2, or remove it first"
         )
     if to.resolve().is_relative_to(run_dir.resolve()):
         raise UserInputError(
@@ -125,6 +126,17 @@ def _find_named_step(run: Path, folder: RunFolder) -> int | None:
     parts = run.resolve().relative_to(folder.path.resolve()).parts
     is_checkpoint = len(parts) > 1 and parts[0] == layout.CHECKPOINTS
     return layout.parse_step(parts[1]) if is_checkpoint else None
+
+
+def _read_adapter_base(source: Path) -> str | None:
+    """The model that an adapter in ``source`` was made for; None: it holds a whole model."""
+    path = source / _ADAPTER_CONFIG
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{path} is damaged ({error!r}). Type --step with another") from None
 
 
 def _find_best(folder: RunFolder, metric: str) -> EvalScore:
@@ -175,11 +187,11 @@ def _write_merged(source: Path, target: Path, dtype: str) -> None:
     import torch
 
     from agentrl_cli.models.lora import load_merged_model
-    from agentrl_cli.models.pretrained import make_savable, without_progress_bars
+    from agentrl_cli.models.pretrained import without_progress_bars
 
     with without_progress_bars():
         # Added up in float32, so that the sum is rounded once.
-        merged = make_savable(load_merged_model(source, torch.float32))
+        merged = load_merged_model(source, torch.float32)
         merged.to(getattr(torch, dtype)).save_pretrained(target)
 
 
@@ -204,7 +216,10 @@ def _new_folder(to: Path, source: Path) -> Iterator[Path]:
     except Exception as error:
         if not is_full_disk(error):
             if isinstance(error, OSError):
-                raise StoreError(f"{to}: cannot be written: {error}") from error
+                raise StoreError(
+                    f"{to}: cannot be written: {error}. Nothing was left there. Type --to with a "
+                    "folder that you may write to"
+                ) from error
             raise
         raise StoreError(
             f"{to}: cannot be written: the disk (or your quota) is full. Nothing was left there, "

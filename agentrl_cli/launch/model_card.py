@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -10,15 +11,17 @@ import yaml
 from agentrl_cli import __version__
 from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.errors import StoreError
+from agentrl_cli.launch.server_commands import find_vllm_lora_rank
 from agentrl_cli.store.best import read_metric
 from agentrl_cli.store.run_folder import RunFolder
 
 MODEL_CARD_NAME = "README.md"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.\-]*/[\w.\-]+$")
+_FILE_SUFFIXES = {".jsonl", ".json", ".csv", ".parquet"}
 
 
 def format_model_card(
-    folder: RunFolder, config: ExperimentConfig, *, step: int, name: str, is_adapter: bool
+    folder: RunFolder, config: ExperimentConfig, *, step: int, name: str, base: str | None
 ) -> str:
     """The card of the checkpoint of ``step``, in the form that the hub reads.
 
@@ -27,7 +30,7 @@ def format_model_card(
         config: the run's.
         step: the checkpoint's.
         name: of the folder that is written.
-        is_adapter: it holds an adapter alone.
+        base: folder or hub id of the model that it needs, where it holds an adapter alone.
     """
     run = f"{config.experiment_name}/{config.trial_name}"
     facts = [
@@ -42,14 +45,15 @@ def format_model_card(
         ("seed", str(config.seed)),
     ]
     table = "\n".join(f"| {key} | {value} |" for key, value in facts)
-    front = yaml.safe_dump(_build_front_matter(config, is_adapter), sort_keys=False)
-    how = _LOAD_ADAPTER if is_adapter else _LOAD_MODEL
-    rank = config.model.lora.rank if config.model.lora is not None else 0
+    front = yaml.safe_dump(
+        _build_front_matter(config, is_adapter=base is not None), sort_keys=False
+    )
+    how = _LOAD_MODEL if base is None else _LOAD_ADAPTER
+    rank = find_vllm_lora_rank(config.model.lora.rank) if config.model.lora is not None else 0
     return (
         f"---\n{front}---\n\n# {name}\n\n"
         f"Trained by reinforcement learning with agentrl {__version__}: step {step} of the run "
-        f"{run}.\n\n|  |  |\n|---|---|\n{table}\n\n"
-        + how.format(name=name, base=config.model.path, rank=rank)
+        f"{run}.\n\n|  |  |\n|---|---|\n{table}\n\n" + how.format(name=name, base=base, rank=rank)
     )
 
 
@@ -82,12 +86,11 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 """
 
 
-def _build_front_matter(config: ExperimentConfig, is_adapter: bool) -> dict[str, Any]:
+def _build_front_matter(config: ExperimentConfig, *, is_adapter: bool) -> dict[str, Any]:
     front: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
-    # The hub knows no folders of another machine.
-    if _HUB_ID.match(config.model.path):
+    if _is_on_hub(config.model.path):
         front["base_model"] = config.model.path
-    if _HUB_ID.match(config.train_dataset.path):
+    if _is_on_hub(config.train_dataset.path):
         front["datasets"] = [config.train_dataset.path]
     return {
         **front,
@@ -96,9 +99,17 @@ def _build_front_matter(config: ExperimentConfig, is_adapter: bool) -> dict[str,
     }
 
 
+def _is_on_hub(path: str) -> bool:
+    """False for what is, or can only be, a file or folder of some machine."""
+    is_file = Path(path).suffix.lower() in _FILE_SUFFIXES
+    return bool(_HUB_ID.match(path)) and not is_file and not Path(path).exists()
+
+
 def _describe_weights(config: ExperimentConfig) -> str:
-    lora = config.model.lora
-    what = "all weights" if lora is None else f"an adapter of rank {lora.rank} (LoRA)"
+    lora, frozen = config.model.lora, ", ".join(config.model.frozen)
+    what = f"all weights but {frozen}" if frozen else "all weights"
+    if lora is not None:
+        what = f"an adapter of rank {lora.rank} (LoRA)"
     return f"{what}, in {config.model.dtype}"
 
 

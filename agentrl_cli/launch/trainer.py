@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine
-from agentrl_cli.errors import ConfigError, DatasetError, RolloutFailedError, StoppedError
+from agentrl_cli.errors import ConfigError, DatasetError, StoppedError
 from agentrl_cli.evaluate.run import evaluate_and_store
 from agentrl_cli.launch.fleet import (
     StartingFleet,
@@ -31,13 +31,12 @@ from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.rollout.curriculum import build_task_stream, recall_outcomes
 from agentrl_cli.rollout.dataset import Row, build_eval_tasks, load_rows
-from agentrl_cli.rollout.failures import check_batch_worked
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.tracking.gateway import get_gateway
 from agentrl_cli.train.commands import LeadingLearner
-from agentrl_cli.train.data_cursor import DataCursor
+from agentrl_cli.train.data_cursor import find_first_rolled_step, open_cursor, read_unused
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.loggers import build_loggers
 from agentrl_cli.train.loop import TrainingLoop
@@ -198,9 +197,7 @@ class PPOTrainer:
             one.use(self.config.rollout)
             one.log_to(folder.log_dir())
         self.check_rows(workflow, eval_workflow)
-        cursor = DataCursor.of(self._train_rows)
-        if latest is not None:
-            cursor.check(latest[1])
+        cursor = open_cursor(folder, self._train_rows)
         # Here and not when a checkpoint is loaded: critics and adapters begin with random weights.
         seed_generators(self.config.seed)
         with ExitStack() as stack:
@@ -310,7 +307,7 @@ class PPOTrainer:
     ) -> RolloutScheduler:
         stream = build_task_stream(self.config, self._train_rows)
         recall_outcomes(stream, folder, first_step)
-        waiting = folder.read_waiting(first_step)
+        waiting = read_unused(folder, first_step)
         if waiting:
             self.observer.on_message(f"{len(waiting)} finished trajectories are used, not repeated")
 
@@ -376,24 +373,6 @@ def take_rows(given: Sequence[Row] | None, config: DatasetConfig | None, key: st
     if not rows:
         raise DatasetError(f"{key}: the rows that were given are none: give at least one")
     return rows
-
-
-def find_first_rolled_step(folder: RunFolder, first_step: int) -> int:
-    """The first step from ``first_step`` on that has no stored trajectories to learn from.
-
-    A batch that failed as a whole stopped the run and is rolled out anew: its cause may be gone.
-    """
-    stored = set(folder.trajectory_steps())
-    step = first_step
-    while step in stored:
-        step += 1
-    if step == first_step:
-        return step
-    try:
-        check_batch_worked(folder.read_trajectories(step - 1), f"step {step - 1}")
-    except RolloutFailedError:
-        return step - 1
-    return step
 
 
 def _describe_complete(folder: RunFolder, num_steps: int) -> str:

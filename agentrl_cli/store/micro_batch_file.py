@@ -65,10 +65,10 @@ def read_micro_batch(path: Path) -> StoredMicroBatch:
             f"{path} is no saved micro-batch ({_FACTS} is missing). Those of a run are "
             "RUN/micro-batches/step-*; agentrl inspect-trajectories RUN names them"
         )
+    with store_errors(path, "read"):
+        text, content = (path / _FACTS).read_bytes(), (path / _TENSORS).read_bytes()
     try:
-        with store_errors(path, "read"):
-            facts = json.loads((path / _FACTS).read_text(encoding="utf-8"))
-            tensors = load((path / _TENSORS).read_bytes())
+        facts, tensors = json.loads(text), load(content)
         if facts["format_version"] != FORMAT_VERSION:
             raise StoreError(
                 f"{path}: was saved by another version of agentrl (format "

@@ -193,6 +193,10 @@ class RunFolder:
         whole; without failures, which are made again."""
         return self._waiting.read(first_step)
 
+    def discard_waiting(self) -> None:
+        """Deletes what an interrupted run had finished of steps that are not whole."""
+        self._waiting.discard()
+
     def read_trajectories(self, step: int) -> list[Trajectory]:
         """The trajectories of one step; no other file is read."""
         self._check_has(step)
@@ -371,7 +375,8 @@ def _empty(path: Path) -> None:
 
 
 def _remove_temporaries(path: Path) -> None:
-    for folder in (path, path / layout.TRAJECTORIES, path / layout.CHECKPOINTS):
+    names = ("", layout.TRAJECTORIES, layout.CHECKPOINTS, layout.MICRO_BATCHES)
+    for folder in (path / name for name in names):
         if not folder.is_dir():
             continue
         checkpoints.restore_replaced(folder)

@@ -66,6 +66,19 @@ class WaitingTrajectories:
             self._ids = set(found)
         return list(found.values())
 
+    def discard(self) -> None:
+        """Deletes all of them.
+
+        Raises:
+            StoreError: a file cannot be deleted.
+        """
+        self.close()
+        with self._lock:
+            self._ids.clear()
+            for _, path in self._list_files():
+                with store_errors(path, "deleted"):
+                    path.unlink()
+
     def add(self, trajectory: Trajectory) -> None:
         """Keeps a trajectory, if it is not here already and its step is not whole.
 
@@ -111,8 +124,14 @@ class WaitingTrajectories:
         path = self._folder / f"{layout.step_name(step)}.{max(numbers, default=0) + 1}.arrows"
         with store_errors(path):
             self._folder.mkdir(parents=True, exist_ok=True)
-            file = self._files[step] = path.open("xb", buffering=0)
-        _append(file, schema.SCHEMA.serialize(), path)
+            file = path.open("xb", buffering=0)
+        try:
+            _append(file, schema.SCHEMA.serialize(), path)
+        except BaseException:
+            # Nothing that stands in it would be found: the next one begins another file.
+            file.close()
+            raise
+        self._files[step] = file
         return file
 
     def _list_files(self) -> list[tuple[int, Path]]:

@@ -20,6 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentrl_cli.errors import RunFolderError, StoreError
+from agentrl_cli.models.pretrained import without_progress_bars
+from agentrl_cli.store.files import store_errors
 from agentrl_cli.train.random_states import collect_random_states, restore_random_states
 
 #: Counts changes of the layout below.
@@ -44,13 +46,11 @@ def save_learner_state(folder: Path, *, step: int, facts: Mapping[str, Any]) -> 
         StoreError: the folder cannot be written.
     """
     state = folder / STATE_DIR
-    try:
+    with store_errors(folder):
         state.mkdir(parents=True, exist_ok=True)
         _save(collect_random_states(), state / _RANDOM_STATES)
         text = json.dumps({"format_version": FORMAT_VERSION, "step": step, **facts}, indent=2)
         (state / _STATE).write_text(text + "\n", encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        raise StoreError(f"the checkpoint {folder} cannot be written: {error}") from error
 
 
 def load_learner_state(folder: Path, facts: Mapping[str, Any]) -> int:
@@ -88,13 +88,11 @@ def save_optimizer_state(
     Raises:
         StoreError: the folder cannot be written.
     """
-    try:
+    with store_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _save(optimizer, folder / _OPTIMIZER)
         if masters is not None:
             _save(masters, folder / _MASTERS)
-    except (OSError, SafetensorError) as error:
-        raise StoreError(f"the checkpoint {folder} cannot be written: {error}") from error
 
 
 def load_optimizer_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
@@ -114,12 +112,19 @@ def load_weights(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
     """The weights in ``folder`` by the parameter names of ``model``, float32, on the CPU.
 
     Raises:
-        StoreError: the folder cannot be loaded as this architecture.
+        KeyError, RuntimeError: they are of another model.
+        StoreError: they are damaged.
     """
     try:
-        loaded = type(model).from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        with without_progress_bars():
+            loaded, report = type(model).from_pretrained(
+                folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            )
     except (OSError, ValueError, SafetensorError) as error:
-        raise StoreError(f"the weights in {folder} cannot be loaded: {error}") from error
+        raise StoreError(describe_damage(folder, error)) from error
+    # transformers warns of them, and draws them at random.
+    if report["missing_keys"]:
+        raise KeyError(", ".join(sorted(report["missing_keys"])))
     return {name: weight.detach() for name, weight in loaded.named_parameters()}
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -18,6 +17,7 @@ from agentrl_cli.errors import StoreError
 from agentrl_cli.models.frozen import freeze_weights
 from agentrl_cli.models.lora import add_adapter, load_adapter_weights
 from agentrl_cli.models.pretrained import without_progress_bars
+from agentrl_cli.store.files import store_errors
 from agentrl_cli.train.attention import use_packed_attention
 from agentrl_cli.train.checkpoint import (
     STATE_DIR,
@@ -32,7 +32,7 @@ from agentrl_cli.train.logprobs import (
     score_samples,
 )
 from agentrl_cli.train.masks import MaskMaker
-from agentrl_cli.train.optimizer import MasterOptimizer
+from agentrl_cli.train.optimizer import MasterOptimizer, cast_weights
 from agentrl_cli.train.packing import MicroBatch, pack_samples
 from agentrl_cli.train.published import choose_published
 from agentrl_cli.train.ranks import Ranks
@@ -99,7 +99,8 @@ class Policy:
         self._published = choose_published(model, published, has_adapter=lora is not None)
         dtype = _DTYPES[config.model.dtype]
         if self._reference is not None:
-            self._reference.to(dtype).eval().requires_grad_(False)
+            cast_weights(self._reference, dtype)
+            self._reference.eval().requires_grad_(False)
         self.optimizer = self._build_optimizer(dtype)
         set_checkpointing(model, enabled=config.train.gradient_checkpointing)
 
@@ -169,20 +170,17 @@ class Policy:
 
     def _write_weights(self, folder: Path, model: PreTrainedModel) -> None:
         """Writes the weights of ``model``, or its adapter's, and the tokenizer."""
-        try:
+        with store_errors(folder), without_progress_bars():
             folder.mkdir(parents=True, exist_ok=True)
-            with without_progress_bars():
-                model.save_pretrained(folder)
+            model.save_pretrained(folder)
             if self._tokenizer is not None:
                 self._tokenizer.save_pretrained(folder)
-        except (OSError, SafetensorError) as error:
-            raise StoreError(f"the checkpoint {folder} cannot be written: {error}") from error
 
     def load(self, folder: Path) -> None:
         """Takes over what :meth:`save` wrote."""
         optimizer_state, masters = load_optimizer_state(folder / STATE_DIR)
-        weights = masters or self._load_saved_weights(folder)
         try:
+            weights = masters or self._load_saved_weights(folder)
             self.optimizer.load_master_weights(weights)
             self.optimizer.load_state_tensors(optimizer_state)
         except (KeyError, RuntimeError) as error:

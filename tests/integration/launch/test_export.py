@@ -37,7 +37,7 @@ def base(tmp_path: Path, chat_tokenizer: Any, build_qwen2: Callable[..., Any]) -
 def make_run(tmp_path: Path, base: Path, chat_tokenizer: Any):
     """A run folder with checkpoints of other weights at every step; it and the last learner."""
 
-    def make(*steps: int, **model: Any) -> tuple[RunFolder, Learner]:
+    def make(*steps: int, dataset: str = "openai/gsm8k", **model: Any) -> tuple[RunFolder, Learner]:
         config = ExperimentConfig.model_validate(
             {
                 "experiment_name": "exp",
@@ -45,7 +45,7 @@ def make_run(tmp_path: Path, base: Path, chat_tokenizer: Any):
                 "model": {"path": str(base), "dtype": "float32", **model},
                 "agent_builder_path": "a.b",
                 "agent_builder_kwargs": {"api_key": "sk-secret-of-mine"},
-                "train_dataset": {"path": "openai/gsm8k", "name": "main"},
+                "train_dataset": {"path": dataset, "name": "main"},
                 "valid_dataset": {"path": "valid.jsonl"},
                 "train": {"total_steps": 50},
             }
@@ -137,8 +137,18 @@ def test_an_adapter_alone_and_merged(make_run, tmp_path: Path, base: Path) -> No
         assert AutoTokenizer.from_pretrained(tmp_path / name).chat_template
     cards = [(tmp_path / name / "README.md").read_text() for name in ("adapter", "merged")]
     assert "library_name: peft" in cards[0]
-    assert "--max-lora-rank 4" in cards[0]
+    # vLLM takes no rank below 8.
+    assert f"vllm serve {base} --enable-lora --max-lora-rank 8 " in cards[0]
     assert "library_name: transformers" in cards[1]
+
+
+def test_the_card_names_nothing_on_the_hub_that_is_a_file(make_run, tmp_path: Path) -> None:
+    folder, _ = make_run(1, dataset="data/rows.jsonl", frozen=["embeddings"])
+    export_checkpoint(folder.path, tmp_path / "to")
+    card = (tmp_path / "to" / "README.md").read_text()
+    assert "datasets" not in yaml.safe_load(card.split("---")[1])
+    assert "| tasks | `data/rows.jsonl main` |" in card
+    assert "| trained | all weights but embeddings, in float32 |" in card
 
 
 def test_what_cannot_be_exported_is_refused(make_run, tmp_path: Path) -> None:
@@ -152,7 +162,8 @@ def test_what_cannot_be_exported_is_refused(make_run, tmp_path: Path) -> None:
 
     run, to = folder.path, tmp_path / "to"
     check(RunFolderError, "Did you mean .*runs/exp/t0", run.with_name("t1"), to)
-    check(UserInputError, "a folder of that name exists.*--to base-2", run, tmp_path / "base")
+    taken = tmp_path / "base"
+    check(UserInputError, f"a folder of that name exists.*--to {taken}-2", run, taken)
     check(UserInputError, "lies inside of the run folder", run, run / "model")
     check(RunFolderError, r"no checkpoint of step 2.*steps 3\. Type --step 3", run, to, choice=2)
     check(RunFolderError, "no checkpoint has an evaluation.*mean_reward", run, to, choice="best")
@@ -161,6 +172,19 @@ def test_what_cannot_be_exported_is_refused(make_run, tmp_path: Path) -> None:
     before.append(tmp_path / "file")
     before.sort()
     check(UserInputError, "a file of that name exists", run, tmp_path / "file")
+    # The nearest to a folder that may not be written to where tests run as root.
+    inside = tmp_path / "file" / "to"
+    check(StoreError, "cannot be written.*--to with a folder that you may write", run, inside)
+
+
+def test_an_adapter_whose_settings_are_spoilt_is_refused(make_run, tmp_path: Path) -> None:
+    folder, _ = make_run(2, lora={"rank": 4})
+    path = folder.path / "checkpoints" / "step-000002" / "adapter_config.json"
+    for spoilt in ("{", "[]", "{}"):
+        path.write_text(spoilt)
+        with pytest.raises(StoreError, match=r"adapter_config\.json is damaged"):
+            export_checkpoint(folder.path, tmp_path / "to")
+    assert not (tmp_path / "to").exists()
 
 
 def test_a_run_without_checkpoints_says_when_there_will_be_one(make_run, tmp_path: Path) -> None:

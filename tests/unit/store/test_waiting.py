@@ -151,6 +151,22 @@ def test_a_full_disk_is_said_and_costs_only_what_did_not_fit(tmp_path: Path) -> 
     assert [t.id for t in WaitingTrajectories(tmp_path).read(1)] == ["1/0", "1/2"]
 
 
+def test_a_file_that_could_not_even_begin_takes_no_others_with_it(tmp_path: Path) -> None:
+    waiting = WaitingTrajectories(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(StoreError, match="is full"):
+            waiting.add(make(1, 0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    waiting.add(make(1, 1))
+    waiting.close()
+    assert [t.id for t in WaitingTrajectories(tmp_path).read(1)] == ["1/1"]
+
+
 WRITER = """
 import sys
 from agentrl_cli.config.loading import load_config

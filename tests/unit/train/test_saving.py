@@ -11,9 +11,15 @@ import pytest
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import ConfigError, RunFolderError, StoreError
 from agentrl_cli.evaluate.run import choose_k_values
+from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
 from agentrl_cli.store.best import find_best_checkpoint, find_best_eval, read_metric
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.train.data_cursor import DataCursor
+from agentrl_cli.train.data_cursor import (
+    DataCursor,
+    find_first_rolled_step,
+    open_cursor,
+    read_unused,
+)
 from agentrl_cli.train.saving import CheckpointSaver
 
 ROWS = [{"question": "a", "n": 1}, {"question": "b", "n": 2}]
@@ -157,17 +163,82 @@ def test_rows_that_changed_are_refused_and_those_that_did_not_are_not(make_saver
     saver.save(7)
     ((_, path),) = saver.folder.list_checkpoints()
     assert json.loads((path / "data_cursor.json").read_text())["next_step"] == 8
-    DataCursor.of([dict(row) for row in ROWS]).check(path)
-    with pytest.raises(RunFolderError, match=r"had 2 rows and has 3 now.*trial_name=NAME"):
-        DataCursor.of([*ROWS, {}]).check(path)
+    assert open_cursor(saver.folder, [dict(row) for row in ROWS]) == DataCursor.of(ROWS)
+    begin_anew = f"begin a new run from its weights: model.path={path} trial_name=NAME"
+    with pytest.raises(RunFolderError, match=f"had 2 rows and has 3 now.*{begin_anew}"):
+        open_cursor(saver.folder, [*ROWS, {}])
     for changed in ([*reversed(ROWS)], [ROWS[0], {**ROWS[1], "n": 3}]):
-        with pytest.raises(RunFolderError, match=r"2 rows as before.*Put the old rows back"):
-            DataCursor.of(changed).check(path)
+        with pytest.raises(RunFolderError, match=r"2 rows as before.*Put them back"):
+            open_cursor(saver.folder, changed)
     (path / "data_cursor.json").write_text("{")
     with pytest.raises(StoreError, match="damaged"):
-        DataCursor.of(ROWS).check(path)
+        open_cursor(saver.folder, ROWS)
     (path / "data_cursor.json").unlink()
-    DataCursor.of(ROWS).check(path)
+    open_cursor(saver.folder, ROWS)
+
+
+def attempt(step: int, **fields: Any) -> Trajectory:
+    return Trajectory(
+        id=f"{step}/0",
+        group_id=f"{step:06d}.000",
+        task_id="0",
+        step=step,
+        interactions=(Interaction(id="c"),),
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("stored", ["a step", "a trajectory"])
+def test_rows_are_known_before_the_first_checkpoint(make_saver, stored: str) -> None:
+    """A run that is killed early has trajectories, of tasks that are known by their places."""
+    folder = make_saver().folder
+    open_cursor(folder, ROWS)
+    if stored == "a step":
+        folder.write_trajectories(1, [attempt(1, reward=0.5)])
+    else:
+        folder.add_waiting(attempt(1, reward=0.5))
+    open_cursor(folder, ROWS)
+    with pytest.raises(RunFolderError, match=r"had 2 rows and has 1 now.*a new run: trial_name="):
+        open_cursor(folder, ROWS[:1])
+    # Refused, and not forgotten.
+    with pytest.raises(RunFolderError):
+        open_cursor(folder, ROWS[:1])
+
+
+@pytest.mark.parametrize("reward", [None, 0.5])
+def test_what_was_made_ahead_of_a_batch_that_failed_is_made_anew(make_saver, reward) -> None:
+    """Its rewards, say, are missing too, and the next step would fail of what was mended."""
+    folder = make_saver().folder
+    open_cursor(folder, ROWS)
+    folder.add_waiting(attempt(2))
+    folder.write_trajectories(1, [attempt(1, reward=reward)])
+    first_step = find_first_rolled_step(folder, 1)
+    if reward is None:
+        assert first_step == 1
+        # Nothing is left that rows, or a reward function, would have to fit.
+        assert open_cursor(folder, ROWS[:1]) == DataCursor.of(ROWS[:1])
+        assert read_unused(folder, first_step) == []
+        assert list((folder.path / "waiting").iterdir()) == []
+        folder.add_waiting(attempt(2, reward=0.5))
+        folder.write_trajectories(1, [attempt(1, reward=0.5)])
+        first_step = find_first_rolled_step(folder, 1)
+    else:
+        with pytest.raises(RunFolderError, match="had 2 rows and has 1 now"):
+            open_cursor(folder, ROWS[:1])
+    assert [t.id for t in read_unused(folder, first_step)] == ["2/0"]
+    assert first_step == 2
+
+
+def test_a_run_goes_on_at_the_first_step_that_is_not_stored(make_saver) -> None:
+    folder = make_saver().folder
+    assert find_first_rolled_step(folder, 1) == 1
+    for step in (1, 2, 4):
+        folder.write_trajectories(step, [attempt(step, reward=0.5)])
+    assert [find_first_rolled_step(folder, step) for step in (1, 2, 3, 4)] == [3, 3, 3, 5]
+    failure = Failure(boundary=Boundary.REWARD, kind="KeyError", message="answer", traceback="")
+    folder.write_trajectories(3, [attempt(3, failure=failure)])
+    folder.write_trajectories(5, [attempt(5, failure=failure)])
+    assert [find_first_rolled_step(folder, step) for step in (1, 5, 6)] == [5, 5, 6]
 
 
 def test_rows_of_any_kind_have_a_cursor() -> None:
