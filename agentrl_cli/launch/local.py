@@ -86,6 +86,8 @@ def _supervise(checked: PPOTrainer, machine: Machine, *, overwrite: bool, stop: 
     versions = find_server_versions(config, num_gpus=machine.num_gpus)
     observer.on_stage("check")
     check_input(checked)
+    plan = build_plan(config, machine, run_dir=str(run_dir_of(config)))
+    planned = [process for process in plan if process.role == "trainer"]
     with ExitStack() as stack:
         folder = stack.enter_context(
             RunFolder.create_or_resume(config, overwrite=overwrite, versions=versions)
@@ -95,8 +97,6 @@ def _supervise(checked: PPOTrainer, machine: Machine, *, overwrite: bool, stop: 
         stack.callback(remove_folders_of_dead_runs, config.engine.weight_transfer.dir)
         if checked.tell_if_complete(folder):
             return True
-        plan = build_plan(config, machine, run_dir=str(folder.path))
-        planned = [process for process in plan if process.role == "trainer"]
         servers: StartingFleet | NoServers = NoServers()
         if needs_servers(config, machine.num_gpus):
             servers = stack.enter_context(

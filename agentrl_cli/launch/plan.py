@@ -247,10 +247,11 @@ def _plan_servers(
 def _count_trainers(config: ExperimentConfig, gpus: Sequence[str]) -> int:
     count = config.train.num_processes or max(1, len(gpus))
     if gpus and count > len(gpus):
+        more = ", or give engine servers fewer (engine.num_servers, engine.tensor_parallel_size)"
         raise UserInputError(
             f"train.num_processes: {count} needs a GPU for each process, and {len(gpus)} of this "
-            f"machine's are the trainer's. Type train.num_processes={len(gpus)}, or give engine "
-            "servers fewer (engine.num_servers, engine.tensor_parallel_size)"
+            f"machine's are the trainer's. Type train.num_processes={len(gpus)}"
+            + ("" if config.engine.kind == "embedded" else more)
         )
     return count
 

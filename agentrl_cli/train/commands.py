@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from agentrl_cli.errors import RunError, RunFolderError
+from agentrl_cli.errors import NotFiniteError, RunFolderError
 from agentrl_cli.log import get_logger
 from agentrl_cli.records import Trajectory
 from agentrl_cli.train.faults import SaveFault
@@ -134,7 +134,7 @@ def follow(
         save_fault: keeps a micro-batch of this rank's that is not finite.
 
     Raises:
-        RuntimeError: the first rank died, or said nothing within its deadline.
+        RuntimeError: the first rank died, or said nothing within the deadline of an exchange.
         RunFolderError: a step's trajectories are not in the run folder.
     """
     while True:
@@ -156,8 +156,6 @@ def follow(
             more["replaced"] = dict.fromkeys(more["replaced"]) or None
         try:
             getattr(learner, method)(*arguments, **more)
-        except RunError as error:
-            if method != "update":
-                raise
+        except NotFiniteError as error:
             # Raised on all ranks: the first says what becomes of the run.
             _log.warning("%s: %s", method, error)

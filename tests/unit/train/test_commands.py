@@ -86,6 +86,9 @@ def test_what_fails_on_all_ranks_is_left_to_the_first() -> None:
     assert len(learner.calls) == 1
 
 
-def test_what_fails_on_this_rank_alone_ends_it() -> None:
+@pytest.mark.parametrize(
+    "command", [["load", ["folder"], {}], ["update", [], {"step": 1, "policy_version": 0}]]
+)
+def test_what_fails_on_this_rank_alone_ends_it(command: list[Any]) -> None:
     with pytest.raises(StoreError, match="damaged"):
-        run(FakeLearner(StoreError("damaged")), ["load", ["folder"], {}])
+        run(FakeLearner(StoreError("damaged")), command)
