@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from agentrl_cli.config.critic import CriticConfig
@@ -60,7 +59,8 @@ class ValueModel(nn.Module):
         """The value of the state in which each target was sampled: float32 [targets]."""
         states = compute_target_states(self.model, batch)
         # In bfloat16 a value near 1 would be off by up to 0.004.
-        return linear(states.float(), self.head.weight.float(), self.head.bias.float())[:, 0]
+        # Not a column of a matrix: FSDP warns of modules that give a view.
+        return states.float() @ self.head.weight[0].float() + self.head.bias.float()
 
 
 class Critic:

@@ -24,7 +24,7 @@ from agentrl_cli.records import Trajectory
 from agentrl_cli.train.commands import LeadingLearner, follow
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.process_ranks import open_ranks
-from agentrl_cli.train.rank_place import RankPlace
+from agentrl_cli.train.rank_place import RankLostError, RankPlace
 from agentrl_cli.train.ranks import SINGLE, Ranks
 
 
@@ -39,6 +39,7 @@ class Play:
     critic_folder: str | None = None
     stored: Mapping[int, Sequence[Trajectory]] | None = None
     """By step. With them the first rank alone plays the steps, and the others follow it."""
+    exchange_seconds: float = 60.0
 
 
 def play(part: Play, ranks: Ranks = SINGLE) -> list[Any]:
@@ -159,13 +160,38 @@ def do_die(learner: Learner, index: int) -> None:
         os._exit(9)
 
 
+def do_hang(learner: Learner, index: int, where: str, seconds: float) -> None:
+    """Lets rank ``index`` sleep once: here, or in its next pass ("in a pass")."""
+    if learner._ranks.index != index:
+        return
+    if where == "here":
+        time.sleep(seconds)
+        return
+    policy = learner._policy
+    forward = policy.forward
+
+    def sleep_and_go_on(batch: Any) -> Any:
+        policy.forward = forward
+        time.sleep(seconds)
+        return forward(batch)
+
+    policy.forward = sleep_and_go_on
+
+
 def run_rank(place: RankPlace, part: dict[str, Any], result_path: str) -> None:
-    """The whole life of a rank; what its steps gave is left in a file."""
-    with open_ranks(place, exchange_seconds=60.0) as ranks:
-        results = play(Play(**part), ranks)
-        torch.save(results, result_path + ".partial")
+    """The whole life of a rank; what its steps gave, or how it lost another, is left in a file."""
+
+    def leave(result: Any) -> None:
+        torch.save(result, result_path + ".partial")
         Path(result_path + ".partial").rename(result_path)
-        ranks.barrier()
+
+    one = Play(**part)
+    try:
+        with open_ranks(place, exchange_seconds=one.exchange_seconds) as ranks:
+            leave(play(one, ranks))
+            ranks.barrier()
+    except RankLostError as error:
+        leave(str(error))
 
 
 if __name__ == "<rank>":

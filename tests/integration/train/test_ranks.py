@@ -20,6 +20,8 @@ _PLAY = Path(__file__).parent / "rank_play.py"
 #: Ten times what they take on a core of their own.
 _DEADLINE_SECONDS = 120.0
 _TOLERANCE = 1e-5
+#: An update that is proportional to small gradients: without it Adam makes as much of rounding.
+_STEADY = {"learning_rate": 1e-3, "adam_epsilon": 1e-3}
 
 acts = runpy.run_path(str(_PLAY))
 Play = acts["Play"]
@@ -37,7 +39,8 @@ def server() -> Any:
 
 @pytest.fixture
 def run_ranks(server: Any, tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
-    """What the steps gave on each rank: ``run_ranks(2, play)``; None of a rank that died."""
+    """What the steps gave on each rank: ``run_ranks(2, play)``; None of a rank that died, a text
+    of one that lost another."""
     processes = []
 
     def run(count: int, part: Any) -> list[Any]:
@@ -79,12 +82,12 @@ def save_model(build_model: Any, tmp_path: Path) -> Callable[..., str]:
 
 
 def assert_same(found: dict, expected: dict, tolerance: float = _TOLERANCE) -> None:
+    """Weights in bfloat16 may be rounded to the number beside."""
     assert found.keys() == expected.keys()
     assert found
-    for name in expected:
-        torch.testing.assert_close(
-            found[name], expected[name], atol=tolerance, rtol=tolerance, msg=name
-        )
+    for name, tensor in expected.items():
+        allowed = max(tolerance, 2**-7 if tensor.dtype == torch.bfloat16 else 0.0)
+        torch.testing.assert_close(found[name], tensor, atol=allowed, rtol=allowed, msg=name)
 
 
 def assert_same_metrics(found: dict, expected: dict) -> None:
@@ -128,6 +131,7 @@ def test_updates_are_those_of_one_process(run_ranks, save_model, build_config, r
     )
     before, first, second, after, weights = acts["play"](part)
     assert before != after
+    assert first["grad_norm"] > 0.5, "nothing was clipped"
     results = run_ranks(count, part)
     for found in results:
         assert [len(one) for one in found[0]] == [3, 1, 0]
@@ -148,14 +152,14 @@ def test_a_critic_in_shards_is_that_of_one_process(
         dtype=dtype,
         algorithm={"kind": "ppo", "advantage": {"gae_lambda": 0.9}},
         critic={"learning_rate": 1e-3},
-        learning_rate=1e-3,
         num_minibatches=2,
+        **_STEADY,
     )
     steps = [("update", ragged_batch)] * 3 + [("critic_weights",)]
     part = Play(model_folder=save_model(), critic_folder=save_model(4), config=config, steps=steps)
     *_, last, weights = acts["play"](part)
     assert last["explained_variance"] != 0.0
-    tolerance = 2e-5 if dtype == "float32" else 2e-3
+    tolerance = 1e-5 if dtype == "float32" else 2e-4
     saving = dataclasses.replace(part, steps=[*steps, ("save", str(tmp_path / "saved"))])
     for results in run_ranks(2, saving):
         if dtype == "float32":
@@ -188,7 +192,7 @@ def test_checkpoints_go_from_any_number_of_ranks_to_any(
     run_ranks, save_model, build_config, ragged_batch, tmp_path, dtype
 ):
     """Two ranks save, one process goes on and saves, four go on: as one process throughout."""
-    config = build_config(dtype=dtype, learning_rate=1e-3)
+    config = build_config(dtype=dtype, **_STEADY)
     folder, update = save_model(tied=True), ("update", ragged_batch)
     paths = [str(tmp_path / f"after-{n}") for n in range(4)]
 
@@ -202,8 +206,9 @@ def test_checkpoints_go_from_any_number_of_ranks_to_any(
     acts["play"](part(("load", paths[1]), update, ("save", paths[2])))
     results = run_ranks(4, part(("load", paths[2]), update, ("weights",), ("save", paths[3] + "b")))
     assert results[0][0] == 2
-    # Weights in bfloat16 are multiplied in another order, and their gradients rounded elsewhere.
-    tolerance = 2e-5 if dtype == "float32" else 2e-2
+    # In bfloat16 products are added up in another order, and gradients rounded elsewhere; an update
+    # moves most weights by 1e-3.
+    tolerance = 1e-5 if dtype == "float32" else 1e-3
     assert_same(results[0][2], metrics[4], tolerance)
     if dtype == "float32":
         assert_same_metrics(results[0][1], metrics[3])
@@ -276,8 +281,24 @@ def test_a_rank_that_dies_ends_the_others_soon(run_ranks, save_model, build_conf
     steps = [("update", ragged_batch), ("die", 1), ("update", ragged_batch)]
     part = Play(model_folder=save_model(), config=build_config(), steps=steps)
     started = time.monotonic()
-    assert run_ranks(2, part) == [None, None]
+    first, second = run_ranks(2, part)
+    assert first.startswith("another of the 2 processes that train together has ended")
+    assert second is None
     assert time.monotonic() - started < 60.0, "they waited for the deadline"
+
+
+@pytest.mark.parametrize("where", ["here", "in a pass"])
+def test_a_rank_that_hangs_is_waited_for_until_the_deadline(
+    run_ranks, save_model, build_config, ragged_batch, where
+):
+    """In what ranks tell each other, and in what a pass through the shards sends."""
+    steps = [("update", ragged_batch), ("hang", 1, where, 8.0), ("update", ragged_batch)]
+    part = Play(model_folder=save_model(), config=build_config(), steps=steps, exchange_seconds=4.0)
+    started = time.monotonic()
+    first, second = run_ranks(2, part)
+    assert "has not answered for 4 s" in first
+    assert "another of the 2 processes" in second
+    assert time.monotonic() - started < 60.0
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -308,6 +329,24 @@ def test_layers_that_compute_their_activations_again(
     [(expected, _)] = acts["play"](part)
     [(found, _)], _ = run_ranks(2, part)
     assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    "frozen", [("embeddings", "model.layers.0.*"), ("embeddings", "model.*")], ids=["part", "most"]
+)
+def test_frozen_weights_have_no_part_in_the_gradient(
+    run_ranks, save_model, build_config, ragged_batch, frozen
+):
+    """With all but the head frozen no layer has a backward pass."""
+    config = build_config(max_grad_norm=1e9)
+    model = config.model.model_copy(update={"frozen": frozen})
+    config = config.model_copy(update={"model": model})
+    part = Play(model_folder=save_model(), config=config, steps=[("gradient", ragged_batch)])
+    [(expected, metrics)] = acts["play"](part)
+    assert not any(name.startswith("model.layers.0.") for name in expected)
+    for [(found, found_metrics)] in run_ranks(2, part):
+        assert_same(found, expected)
+        assert_same_metrics(found_metrics, metrics)
 
 
 def test_adapters_are_published_and_saved_as_by_one_process(
