@@ -50,9 +50,9 @@ class LeadingLearner(Learner):
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._ended.set()
-        self._signs.join(self._sign_seconds)
         # After an error others may be anywhere: who started them ends them.
         if kind is None:
+            self._signs.join(self._sign_seconds)
             with self._leading("stop"):
                 pass
 
