@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import textwrap
 import time
@@ -201,3 +202,38 @@ def test_a_first_rank_may_take_its_time_after_the_others_were_sent_home(
         """
     )
     assert wait(trainer) == TrainerReport(is_complete=True)
+
+
+#: A command with two ranks that would run for ever.
+COMMAND = """
+import sys, time
+from pathlib import Path
+from agentrl_cli.launch.plan import PlannedProcess
+from agentrl_cli.launch.ranked_trainer import RankedTrainer
+from agentrl_cli.log import SilentObserver
+folder = Path(sys.argv[1])
+rank = (sys.executable, str(folder / "rank.py"), str(folder))
+planned = [PlannedProcess(name=f"trainer-{i}", role="trainer", argv=rank) for i in range(2)]
+trainer = RankedTrainer(planned, folder, None, secrets=[], observer=SilentObserver())
+while not trainer.has_ended():
+    time.sleep(0.02)
+"""
+
+
+def test_no_rank_outlives_a_command_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "rank.py").write_text(PREAMBLE + "time.sleep(600)")
+    (tmp_path / "command.py").write_text(COMMAND)
+    argv = [sys.executable, str(tmp_path / "command.py"), str(tmp_path)]
+    with subprocess.Popen(argv) as command:
+        try:
+            deadline = time.monotonic() + 60
+            while not all((tmp_path / f"rank-{index}").exists() for index in range(2)):
+                assert time.monotonic() < deadline
+                assert command.poll() is None
+                time.sleep(0.02)
+            below = psutil.Process(command.pid).children(recursive=True)
+        finally:
+            command.kill()
+    assert len(below) >= 4, "two ranks, each behind a guard"
+    _, alive = psutil.wait_procs(below, timeout=20)
+    assert alive == []
