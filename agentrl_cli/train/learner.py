@@ -128,7 +128,7 @@ class Learner:
 
         Raises:
             NotFiniteError: a loss or gradient is not, and the update may not be left out; the
-                weights are those from before that minibatch.
+                weights are those from before that update.
         """
         started = time.perf_counter()
         use_threads(self._train.num_threads, self._ranks.count)

@@ -57,7 +57,7 @@ class StepUpdates:
 
         Raises:
             NotFiniteError: a loss or gradient is not, and the update may not be left out; the
-                weights are those from before that minibatch.
+                weights are those from before that update.
         """
         fixed = self._score_fixed([s for s in batch.samples if self._needs_forward(s)])
         for epoch in range(self._train.num_epochs):

@@ -175,6 +175,32 @@ def test_a_gradient_alone_is_traced_to_its_micro_batch(
     assert "gradient alone is not" in show(save.saved[0])
 
 
+def test_a_fault_of_the_critic_is_said_to_be_its_own_and_kept(
+    build_model, build_config, ragged_batch, save
+):
+    config = build_config(
+        algorithm={"kind": "ppo"}, critic={"learning_rate": 0.25}, micro_batch_tokens=24
+    )
+    learner = Learner(build_model(), config, critic_model=build_model())
+    assert learner._critic is not None
+    weights = learner._critic.optimizer.master_weights()
+    before = {name: tensor.clone() for name, tensor in weights.items()}
+    learner._critic.value_model.head.weight.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(NotFiniteError) as caught:
+        learner.update(ragged_batch, 0, save_fault=save)
+    text = str(caught.value)
+    assert text.startswith("step 1: in the critic, the gradient's norm is ")
+    assert "train.critic.learning_rate=0.125 often helps" in text
+    batch = read_micro_batch(save.saved[0])
+    count = sum(sample["num_targets"] for sample in batch.facts["samples"])
+    num_targets = sum(t.num_completion_tokens for t in ragged_batch if t.reward is not None)
+    assert 0 < count < num_targets, "one micro-batch, not all"
+    for name in ("values", "old_values", "returns"):
+        assert batch.tensors[name].shape == (count,), name
+    after = learner._critic.optimizer.master_weights()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 def test_an_update_that_may_be_left_out_is_and_the_others_are_made(
     build_model, build_config, ragged_batch, monkeypatch, save
 ):
