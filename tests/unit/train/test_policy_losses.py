@@ -162,6 +162,8 @@ def test_ratios_stay_within_twenty_nats():
         loss, _ = evaluate(config, ratios=[math.exp(500.0)], advantages=[-1.0], rollout=[-501.0])
         # Unclipped because A < 0: exp(20), large and finite.
         assert loss.losses.item() == pytest.approx(math.exp(20.0))
+        loss, _ = evaluate(config, ratios=[math.exp(-500.0)], advantages=[1.0], rollout=[499.0])
+        assert loss.losses.item() == pytest.approx(-math.exp(-20.0), abs=0.0)
 
 
 def test_gspo_has_one_ratio_for_a_sequence():
