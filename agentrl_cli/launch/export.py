@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,20 +68,13 @@ def export_checkpoint(
         raise RunFolderError(_describe_none(folder))
     config = load_saved_config(folder.path)
     metric = config.train.keep_best_checkpoint or _DEFAULT_METRIC
-    score = better_before = None
     if choice is None:
         choice = _find_named_step(run, folder) or "last"
+    score = None
     if choice == "best":
-        score, before = _find_best(folder, metric), find_best_eval(folder, metric, (0,))
-        better_before = before.value if before and before.value > score.value else None
+        score = _find_best(folder, metric)
         choice = score.step
-    step = max(checkpoints) if choice == "last" else choice
-    if step not in checkpoints:
-        known = ", ".join(map(str, checkpoints))
-        raise RunFolderError(
-            f"{folder.path}: there is no checkpoint of step {step}. There are those of steps "
-            f"{known}. Type --step {max(checkpoints)}, --best or --last"
-        )
+    step = _resolve_step(choice, folder, checkpoints)
     source = checkpoints[step]
     base = _read_adapter_base(source)
     if merge and base is None:
@@ -103,7 +96,7 @@ def export_checkpoint(
         num_bytes=num_bytes,
         score=score,
         metric=metric,
-        better_before=better_before,
+        better_before=None if score is None else _find_better_before(folder, metric, score),
     )
 
 
@@ -126,6 +119,26 @@ def _find_named_step(run: Path, folder: RunFolder) -> int | None:
     parts = run.resolve().relative_to(folder.path.resolve()).parts
     is_checkpoint = len(parts) > 1 and parts[0] == layout.CHECKPOINTS
     return layout.parse_step(parts[1]) if is_checkpoint else None
+
+
+def _resolve_step(
+    choice: int | Literal["last"], folder: RunFolder, checkpoints: Mapping[int, Path]
+) -> int:
+    """The step of the checkpoint that was asked for, which is there."""
+    step = max(checkpoints) if choice == "last" else choice
+    if step not in checkpoints:
+        known = ", ".join(map(str, checkpoints))
+        raise RunFolderError(
+            f"{folder.path}: there is no checkpoint of step {step}. There are those of steps "
+            f"{known}. Type --step {max(checkpoints)}, --best or --last"
+        )
+    return step
+
+
+def _find_better_before(folder: RunFolder, metric: str, best: EvalScore) -> float | None:
+    """The score of the model before the training, if it is more than the ``best`` one."""
+    before = find_best_eval(folder, metric, (0,))
+    return before.value if before is not None and before.value > best.value else None
 
 
 def _read_adapter_base(source: Path) -> str | None:

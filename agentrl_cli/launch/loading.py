@@ -12,7 +12,8 @@ from agentrl_cli.errors import ModelError
 from agentrl_cli.launch.connecting import open_router
 from agentrl_cli.launch.handover import RunningServers
 from agentrl_cli.launch.plan import resolve_engine_kind
-from agentrl_cli.log import Observer
+from agentrl_cli.log import Observer, SilentObserver
+from agentrl_cli.models.loading import resolve_model_folder
 from agentrl_cli.models.pretrained import choose_device, load_model
 from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.train.commands import LeadingLearner
@@ -81,9 +82,11 @@ def _load_critic_model(
     if critic is None or critic.path is None:
         return None if critic is None else load_model(model_folder, "float32", device)
     try:
-        model = load_model(critic.path, "float32", device)
+        folder = resolve_model_folder(critic.path, SilentObserver())
+        model = load_model(folder, "float32", device)
     except ModelError as error:
-        raise ModelError(f"train.critic.path: {error}") from error
+        text = str(error).removeprefix("model.path: ").replace("model.path=", "train.critic.path=")
+        raise ModelError(f"train.critic.path: {text}") from error
     num_known = model.get_input_embeddings().weight.shape[0]
     if num_known < len(tokenizer):
         raise ModelError(

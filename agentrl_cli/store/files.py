@@ -30,7 +30,8 @@ def store_errors(path: Path, action: str = "written") -> Iterator[None]:
     except StoreError:
         raise
     except Exception as error:
-        if not isinstance(error, OSError | SafetensorError) and not is_full_disk(error):
+        is_known = isinstance(error, OSError | SafetensorError)
+        if not is_known and not _is_one_of(error, _FULL | _REFUSED):
             raise
         raise StoreError(_describe(path, action, error)) from error
 
