@@ -40,6 +40,7 @@ class Play:
     stored: Mapping[int, Sequence[Trajectory]] | None = None
     """By step. With them the first rank alone plays the steps, and the others follow it."""
     exchange_seconds: float = 60.0
+    published: str = "whole"
 
 
 def play(part: Play, ranks: Ranks = SINGLE) -> list[Any]:
@@ -56,6 +57,7 @@ def play(part: Play, ranks: Ranks = SINGLE) -> list[Any]:
         part.config,
         reference_model=load(part.reference_folder) if part.reference_folder else None,
         critic_model=load(part.critic_folder) if part.critic_folder else None,
+        published=part.published,
         ranks=ranks,
     )
     if is_led and ranks.index > 0:

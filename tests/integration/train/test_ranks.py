@@ -349,8 +349,9 @@ def test_frozen_weights_have_no_part_in_the_gradient(
         assert_same_metrics(found_metrics, metrics)
 
 
+@pytest.mark.parametrize("published", ["whole", "adapter"])
 def test_adapters_are_published_and_saved_as_by_one_process(
-    run_ranks, save_model, build_config, ragged_batch, tmp_path
+    run_ranks, save_model, build_config, ragged_batch, tmp_path, published
 ):
     pytest.importorskip("peft")
     config = build_config(algorithm={"kl": {"coef": 0.1}}, learning_rate=1e-2)
@@ -360,9 +361,11 @@ def test_adapters_are_published_and_saved_as_by_one_process(
 
     def part(path: str) -> Any:
         steps = [("update", ragged_batch), ("weights",), ("save", path), ("load", path)]
-        return Play(model_folder=folder, config=config, steps=[*steps, ("update", ragged_batch)])
+        steps += [("update", ragged_batch)]
+        return Play(model_folder=folder, config=config, steps=steps, published=published)
 
     expected = acts["play"](part(paths[0]))
+    assert all("lora" in name for name in expected[1]) == (published == "adapter")
     found = run_ranks(2, part(paths[1]))[0]
     assert_same_metrics(found[0], expected[0])
     assert_same(found[1], expected[1], 2e-5)
