@@ -158,6 +158,17 @@ def test_what_the_returns_are_is_what_is_estimated():
     assert found["two"].tolist() == [0.25]
 
 
+def test_a_turn_without_a_return_passes_on_that_of_its_successor():
+    turns = [
+        dataclasses.replace(turn("one", 1, 2), turn_return=1.0),
+        turn("no return", 3, 4, "one"),
+        dataclasses.replace(turn("three", 5, 6, "no return", reward=1.0), turn_return=1.0),
+    ]
+    values = {"one": torch.tensor([0.25]), "three": torch.tensor([0.5])}
+    found = compute_gae(turns, values, PLAIN)
+    assert {name: own.tolist() for name, own in found.items()} == {"one": [0.75], "three": [0.5]}
+
+
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[list[Interaction], dict[str, list[float]]]:
     """Trees with branches, handoffs, parallel calls, failed calls and turns without tokens."""
@@ -276,6 +287,12 @@ def test_normalized_advantages():
     found = normalize_advantages(torch.tensor([1.0, 3.0, 5.0]))
     assert found.tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-5)
     assert found.dtype == torch.float32
+    # Deviation sqrt 2.
+    two = normalize_advantages(torch.tensor([-1.0, 1.0]))
+    assert two.tolist() == pytest.approx([-0.707106, 0.707106], abs=1e-5)
+    # Small is not equal: 1e-6 over sqrt(2) x 1e-6 + 1e-6.
+    small = normalize_advantages(torch.tensor([1e-6, 3e-6]))
+    assert small.tolist() == pytest.approx([-0.414214, 0.414214], abs=1e-5)
 
 
 @pytest.mark.parametrize("equal", [[], [2.5], [0.1, 0.1, 0.1], [0.0, 0.0]])

@@ -140,6 +140,12 @@ def test_the_sequence_ratio_of_gspo_reaches_the_loss():
     assert gradient == pytest.approx([-1.1, -1.1])
 
 
+def test_the_ratio_of_ppo_clip_is_against_what_sampled():
+    # new / rollout = 1.1 with A = 2: gradient -1.1 x 2.
+    options: dict[str, Any] = {"rollout": [-1.0 - math.log(1.1)], "loss": {"kind": "ppo_clip"}}
+    assert gradient_of(tensor([-1.0]), advantages=[2.0], **options) == pytest.approx([-2.2])
+
+
 @pytest.mark.parametrize(
     ("estimator", "value", "slope"),
     [

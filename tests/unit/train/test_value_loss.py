@@ -33,6 +33,18 @@ def test_a_value_that_moved_far_enough_has_no_gradient():
     assert values.grad.tolist() == pytest.approx([0.0, -0.9 / 3, -1.5 / 3])
 
 
+def test_the_clip_is_around_the_old_value_on_either_side():
+    # Old 1, return 0, clip 0.2: the mirror image. 0.5 is held at 0.8, 0.9 is within, 1.5 the
+    # wrong way.
+    values = torch.tensor([0.5, 0.9, 1.5], requires_grad=True)
+    found = compute_value_loss(values, torch.ones(3), torch.zeros(3), clip_range=0.2, num_targets=3)
+    assert found.loss.item() == pytest.approx((0.64 + 0.81 + 2.25) / 6)
+    assert found.num_clipped == 1
+    found.loss.backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == pytest.approx([0.0, 0.9 / 3, 1.5 / 3])
+
+
 def test_a_value_beyond_its_return_by_more_than_the_clip_comes_back():
     # Old 0, return 0.1, value 1: (1 - 0.1)² is larger than (0.2 - 0.1)².
     values = torch.tensor([1.0], requires_grad=True)
@@ -66,8 +78,13 @@ def test_explained_variance():
     assert compute_explained_variance(torch.tensor([-1.5, 1.5]), returns) == pytest.approx(0.75)
     # Residuals -2 and 2: variance 4 of 1.
     assert compute_explained_variance(torch.tensor([2.0, 0.0]), returns) == pytest.approx(-3.0)
+    # Residuals -1 and 1: variance 1 of 4.
+    wide = torch.tensor([0.0, 4.0])
+    assert compute_explained_variance(torch.tensor([1.0, 3.0]), wide) == pytest.approx(0.75)
+    # Small is not equal.
+    assert compute_explained_variance(returns * 1e-7, returns * 1e-7) == 1.0
 
 
-@pytest.mark.parametrize("returns", [[], [1.0], [0.3, 0.3, 0.3]])
+@pytest.mark.parametrize("returns", [[], [1.0], [0.0, 0.0], [0.3, 0.3, 0.3]])
 def test_nothing_is_explained_where_returns_are_equal(returns: list[float]):
     assert compute_explained_variance(torch.zeros(len(returns)), torch.tensor(returns)) is None
