@@ -40,7 +40,7 @@ lint: $(VENV)/.installed-test  ## Style and types.
 bench: $(VENV)/.installed-test  ## Every benchmark, one after the other.
 	$(BIN)/python -m benchmarks.gateway
 	$(BIN)/python -m benchmarks.embedded_engine
-	$(BIN)/python -m benchmarks.training
+	$(BIN)/python -m benchmarks.train
 	$(BIN)/python -m benchmarks.frameworks
 	$(BIN)/python -m benchmarks.agent_workers
 
@@ -60,7 +60,7 @@ $(VENV)/.installed-quickstart: pyproject.toml | $(BIN)/uv
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/uv $(VENV)/sglang-source
-	$(INSTALL) -e ".[all,dev]"
+	$(INSTALL) -e ".[all,dev,trl]"
 	touch $@
 
 # To be read, not run: tests hold agentrl's requests to the classes in it. What it depends on
@@ -73,5 +73,5 @@ $(VENV)/.installed-vllm: pyproject.toml | $(BIN)/uv
 	touch $@
 
 $(VENV)/.installed-test-vllm: pyproject.toml | $(BIN)/uv $(VENV)/sglang-source
-	$(if $(NO_MEDIA),$(NO_MEDIA) | )$(INSTALL) $(if $(NO_MEDIA),--override -) -e ".[all,dev,$(VLLM_EXTRA)]"
+	$(if $(NO_MEDIA),$(NO_MEDIA) | )$(INSTALL) $(if $(NO_MEDIA),--override -) -e ".[all,dev,trl,$(VLLM_EXTRA)]"
 	touch $@

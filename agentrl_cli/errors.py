@@ -67,6 +67,14 @@ class StoreError(RunError):
     """The run folder cannot be written or read (disk full, permissions, corruption)."""
 
 
+class AlarmError(RunError):
+    """An alarm rang that ``train.alarms`` says ends the run."""
+
+
+class NotFiniteError(RunError):
+    """A loss or a gradient is NaN or infinite."""
+
+
 class RolloutFailedError(RunError):
     """Every trajectory of a batch failed in the same way, or none called the model.
 

@@ -138,6 +138,9 @@ class Trajectory:
     sample_index: int = 0
     step: int = 0
     """The step that trains on it; 0: an evaluation before any step."""
+    replaced_by: str | None = None
+    """The group that took its group's place in the batch, where scores were all alike: this
+    one is not trained on. None: it is in the batch."""
     task: Mapping[str, Any] = field(default_factory=dict)
     """The dataset row."""
     agent_name: str | None = None

@@ -1,8 +1,8 @@
 """The quickstart on several seeds, warm start included: ``python -m benchmarks.quickstart``.
 
-Writes docs/results/quickstart.md, or with ``--config configs/quickstart-vllm.yaml`` the page of
-that name. Every seed runs as a user's first command does, in a process of its own and with an
-empty model cache.
+Writes docs/results/quickstart.md, or with ``--config configs/quickstart-vllm.yaml`` (or
+``quickstart-ppo.yaml``) the page of that name. Every seed runs as a user's first command does, in a
+process of its own and with an empty model cache; with ``--cache kept`` as any later one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from agentrl_cli.store.run_folder import RunFolder
 
 _RESULTS = Path("docs/results")
 #: Seconds that the first command may take: vLLM's servers need a minute to start.
-_PROMISED_SECONDS = {"quickstart": 240, "quickstart-vllm": 420}
+_PROMISED_SECONDS = {"quickstart": 240, "quickstart-ppo": 240, "quickstart-vllm": 420}
+
+Cache = Literal["empty", "kept"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class SeedResult:
         return self.before <= 0.45 and self.after >= 0.95 and self.seconds <= promised_seconds
 
 
-def run_seed(config_path: Path, seed: int) -> SeedResult:
+def run_seed(config_path: Path, seed: int, cache: Cache) -> SeedResult:
     """Runs the quickstart's command once.
 
     Raises:
@@ -50,7 +53,9 @@ def run_seed(config_path: Path, seed: int) -> SeedResult:
         arguments = [f"seed={seed}", f"trial_name=seed{seed}", f"output_dir={folder}"]
         command = [sys.executable, "-m", "agentrl_cli", "train", "--config", str(config_path)]
         command += arguments
-        environment = {**os.environ, "AGENTRL_CACHE": f"{folder}/cache"}
+        environment = dict(os.environ)
+        if cache == "empty":
+            environment["AGENTRL_CACHE"] = f"{folder}/cache"
         started = time.perf_counter()
         subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - started
@@ -61,7 +66,7 @@ def run_seed(config_path: Path, seed: int) -> SeedResult:
     return SeedResult(seed, before, after, seconds, step_seconds)
 
 
-def format_results(config_path: Path, results: list[SeedResult]) -> str:
+def format_results(config_path: Path, results: list[SeedResult], cache: Cache) -> str:
     """The page."""
     promised = _PROMISED_SECONDS[config_path.stem]
     num_passed = sum(result.passed(promised) for result in results)
@@ -69,12 +74,20 @@ def format_results(config_path: Path, results: list[SeedResult]) -> str:
         f"| {r.seed} | {r.before:.3f} | {r.after:.3f} | {r.seconds:.0f} | {r.step_seconds:.1f} |"
         for r in results
     )
+    command = f"python -m benchmarks.quickstart --config {config_path}"
+    if cache == "empty":
+        beginning = """Every run began with an empty cache, so
+its seconds hold the Python imports, the warm start of `builtin:calculator`, the start of the
+engine, two evaluations of 256 held-out tasks, and the training steps."""
+    else:
+        command += " --cache kept"
+        beginning = """The warm start of
+`builtin:calculator` lay in the cache, so a run's seconds hold the Python imports, the start of the
+engine, two evaluations of 256 held-out tasks, and the training steps."""
     return f"""# {config_path.name} on {len(results)} seeds
 
-Made by `python -m benchmarks.quickstart --config {config_path}` ({os.cpu_count()} CPU cores,
-{platform.machine()}, Python {platform.python_version()}). Every run began with an empty cache, so
-its seconds hold the Python imports, the warm start of `builtin:calculator`, the start of the
-engine, two evaluations of 256 held-out tasks, and the training steps.
+Made by `{command}` ({os.cpu_count()} CPU cores,
+{platform.machine()}, Python {platform.python_version()}). {beginning}
 
 | seed | mean reward before | after | seconds, all in | median seconds a step |
 |---|---|---|---|---|
@@ -90,14 +103,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, default=Path("configs/quickstart.yaml"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
+    parser.add_argument("--cache", choices=["empty", "kept"], default="empty")
     arguments = parser.parse_args()
     results = []
     for seed in arguments.seeds:
-        results.append(run_seed(arguments.config, seed))
+        results.append(run_seed(arguments.config, seed, arguments.cache))
         print(results[-1], flush=True)
     page = _RESULTS / f"{arguments.config.stem}.md"
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(format_results(arguments.config, results), encoding="utf-8")
+    page.write_text(format_results(arguments.config, results, arguments.cache), encoding="utf-8")
     print(f"wrote {page}")
 
 

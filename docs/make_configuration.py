@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.loading import find_config_class
+from agentrl_cli.config.loading import find_config_class, find_config_kinds
 from agentrl_cli.config.sft import SftConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
@@ -47,7 +47,7 @@ def _format_table(config_class: type[BaseModel], prefix: str) -> str:
 def _format_rows(config_class: type[BaseModel], prefix: str) -> typing.Iterator[str]:
     for name, field in config_class.model_fields.items():
         key = f"{prefix}{name}"
-        meaning = " ".join((field.description or "").replace("``", "`").split())
+        meaning = _format_text(field.description)
         nested = find_config_class(field.annotation)
         if nested is None:
             yield (
@@ -58,9 +58,28 @@ def _format_rows(config_class: type[BaseModel], prefix: str) -> typing.Iterator[
         is_list = typing.get_origin(field.annotation) is tuple
         is_map = typing.get_origin(field.annotation) is dict
         inner = f"{key}[]." if is_list else f"{key}.NAME." if is_map else f"{key}."
-        about = meaning or " ".join((nested.__doc__ or "").replace("``", "`").split())
+        kinds = find_config_kinds(field.annotation)
+        about = meaning if meaning or kinds else _format_text(nested.__doc__)
         yield f"| **`{key}`** | section | {_format_default(field, is_section=True)} | {about} |"
-        yield from _format_rows(nested, inner)
+        yield from _format_kinds(kinds, inner, field) if kinds else _format_rows(nested, inner)
+
+
+def _format_kinds(
+    kinds: dict[str, type[BaseModel]], prefix: str, field: FieldInfo
+) -> typing.Iterator[str]:
+    """Which kinds a section may be of, and the keys of each."""
+    names = ", ".join(f"`{kind}`" for kind in kinds)
+    default = field.get_default(call_default_factory=True)
+    yield f"| `{prefix}kind` | {names} | `{default.kind}` |  |"
+    for kind, config_class in kinds.items():
+        yield f"| with `kind: {kind}` | section |  | {_format_text(config_class.__doc__)} |"
+        rows = _format_rows(config_class, prefix)
+        yield from (row for row in rows if not row.startswith(f"| `{prefix}kind` "))
+
+
+def _format_text(docstring: str | None) -> str:
+    """A docstring as a cell: a bar would end it."""
+    return " ".join((docstring or "").replace("``", "`").replace("|", r"\|").split())
 
 
 def _format_type(annotation: Any) -> str:

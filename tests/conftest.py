@@ -12,6 +12,10 @@ from hypothesis import settings
 
 # Read when the hub's library is imported: nothing is downloaded in a test.
 os.environ["HF_HUB_OFFLINE"] = "1"
+if "PYTHONPATH" in os.environ:
+    # A relative one would lead commands that tests start elsewhere to another agentrl.
+    paths = os.environ["PYTHONPATH"].split(os.pathsep)
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths))
 
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.models.tokenizer import train_tokenizer

@@ -34,6 +34,13 @@ class FailureFilter(StrEnum):
     BUDGET = "budget"
 
 
+class ReplacedFilter(StrEnum):
+    """Trajectories of groups that others took the place of, or all the others."""
+
+    ANY = "any"
+    NONE = "none"
+
+
 class BreakFilter(StrEnum):
     """Breaks to show: any, none, or those of one cause."""
 
@@ -44,6 +51,18 @@ class BreakFilter(StrEnum):
     TOOL_ARGUMENTS_CHANGED = "tool_arguments_changed"
     TEMPLATE_CHANGED = "template_changed"
     RETOKENIZED = "retokenized"
+
+
+FailureOption = Annotated[
+    FailureFilter | None, typer.Option(help="Failed trajectories only (or none of them).")
+]
+BrokenOption = Annotated[
+    BreakFilter | None, typer.Option(help="Trajectories with broken turns only (or without any).")
+]
+ReplacedOption = Annotated[
+    ReplacedFilter | None,
+    typer.Option(help="Trajectories of replaced groups only (or none of them)."),
+]
 
 
 def inspect_command(
@@ -61,13 +80,9 @@ def inspect_command(
     ] = False,
     min_reward: Annotated[float | None, typer.Option(help="Smallest reward.")] = None,
     max_reward: Annotated[float | None, typer.Option(help="Largest reward.")] = None,
-    failure: Annotated[
-        FailureFilter | None, typer.Option(help="Failed trajectories only (or none of them).")
-    ] = None,
-    broken: Annotated[
-        BreakFilter | None,
-        typer.Option(help="Trajectories with broken turns only (or without any)."),
-    ] = None,
+    failure: FailureOption = None,
+    broken: BrokenOption = None,
+    replaced: ReplacedOption = None,
     task: Annotated[str | None, typer.Option(help="Task id.", metavar="ID")] = None,
     agent: Annotated[str | None, typer.Option(help="Agent name.", metavar="NAME")] = None,
     sort: Annotated[SortKey | None, typer.Option(help="Sort by this, largest first.")] = None,
@@ -99,6 +114,7 @@ def inspect_command(
         max_reward=max_reward,
         failure=failure.value if failure else None,
         broken=broken.value if broken else None,
+        replaced=replaced.value if replaced else None,
         task_id=task,
         agent_name=agent,
         sort=sort.value if sort else None,

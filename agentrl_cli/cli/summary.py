@@ -34,6 +34,7 @@ def print_summary(
     """Prints the change that the run made, from what is stored of it."""
     console = console or build_console()
     _print_rewards(folder, console)
+    _print_alarms(folder, console)
     steps = folder.eval_steps()
     if steps:
         before, after = _read_eval(folder, steps[0]), _read_eval(folder, steps[-1])
@@ -55,6 +56,17 @@ def _print_rewards(folder: RunFolder, console: Console) -> None:
             f"\nreward of {len(rewards)} steps  {known[0]:.3f} {line} {known[-1]:.3f}",
             markup=False,
         )
+
+
+def _print_alarms(folder: RunFolder, console: Console) -> None:
+    from agentrl_cli.inspector.alarms_view import format_alarms
+
+    lines = format_alarms(folder.read_alarms())
+    for line in lines:
+        console.print(line, style="yellow", markup=False, soft_wrap=True)
+    if lines:
+        log = shlex.quote(str(folder.log_path("trainer")))
+        console.print(f"(what was seen, and what to type: {log})", markup=False, soft_wrap=True)
 
 
 def _read_eval(folder: RunFolder, step: int) -> tuple[list[Trajectory], EvalReport]:
@@ -138,5 +150,5 @@ def _list_next_commands(
             f"measure it again:     agentrl eval --config {shlex.quote(str(config_path))} "
             f"--checkpoint {checkpoint}{typed}"
         )
-        lines.append(f"the trained model:    {checkpoint}  (transformers loads this folder)")
+        lines.append(f"take the model out:   agentrl export {run} --to DIR")
     return lines

@@ -6,11 +6,19 @@ import importlib.util
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from agentrl_cli.config.algorithm import GrpoConfig
+from agentrl_cli.config.alarms import AlarmsConfig
+from agentrl_cli.config.algorithm import AlgorithmConfig
+from agentrl_cli.config.algorithm_check import check_algorithm
 from agentrl_cli.config.base import StrictConfig
 from agentrl_cli.config.cores import count_usable_cores
+from agentrl_cli.config.critic import CriticConfig
+from agentrl_cli.config.curriculum import (
+    ReplaceGroupsConfig,
+    RestTasksConfig,
+    check_groups_are_compared,
+)
 from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.errors import ConfigError, MissingExtraError
 
@@ -41,7 +49,19 @@ class ModelConfig(StrictConfig):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Number type of the forward and backward pass; optimizer state is always float32."""
     lora: LoraConfig | None = None
-    """null: all weights are trained."""
+    """null: all weights are trained, but those in ``frozen``."""
+    frozen: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Weights that stay as they are: ``embeddings``, ``head`` (one is both where they are tied), or
+    patterns of parameter names such as ``model.layers.0.*``."""
+
+    @model_validator(mode="after")
+    def _freezes_what_would_be_trained(self) -> Self:
+        if self.lora is not None and self.frozen:
+            raise ValueError(
+                "model.frozen: with model.lora nothing but the adapter is trained anyway. Type "
+                "model.frozen=[], and model.lora.target_modules=[...] for layers to adapt"
+            )
+        return self
 
 
 class GenerationConfig(StrictConfig):
@@ -95,6 +115,13 @@ class RolloutConfig(StrictConfig):
     """Trajectories in progress at the same time."""
     max_staleness: int = Field(2, ge=0)
     """Most weight updates between sampling a batch's oldest token and training on it."""
+    filter: ReplaceGroupsConfig | None = None
+    """null: every group is trained on. ``replace_groups_without_signal``: a group whose
+    trajectories all scored alike gives its place in the batch to another task; not for shaped
+    rewards (docs/how-it-works.md)."""
+    curriculum: RestTasksConfig | None = None
+    """null: every task once an epoch. ``rest_tasks_without_signal``: those whose groups scored
+    alike are left out of some epochs (docs/how-it-works.md)."""
     turn_discount: float = Field(1.0, ge=0.0, le=1.0)
     """Share of a turn's credit that the turn before it receives."""
     export_style: Literal["concat", "individual"] = "concat"
@@ -129,9 +156,15 @@ class RolloutConfig(StrictConfig):
         num_workers = self.num_workers or _WORKERS_PER_CORE * count_usable_cores()
         return min(self.max_concurrent, num_workers)
 
-    def compute_deadline(self, num_trajectories: int) -> float:
-        """Seconds after which so many trajectories are over, whatever agents and rewards do."""
+    def compute_deadline(self, num_trajectories: int, *, max_in_a_row: int = 1) -> float:
+        """Seconds after which so many trajectories are over, whatever agents and rewards do.
+
+        ``max_in_a_row``: most of them that begin one after the end of another.
+        """
         num_waves = math.ceil(num_trajectories / self.count_parallel())
+        if max_in_a_row > 1:
+            # While places are free, one of the row is running (Graham 1966).
+            num_waves += max_in_a_row
         seconds = self.timeout_seconds + self.reward_timeout_seconds
         if self.agent_mode == "external":
             # There may be one program, which takes them one after another.
@@ -145,7 +178,9 @@ class TrainConfig(StrictConfig):
 
     total_steps: int = Field(200, ge=1)
     learning_rate: float = Field(1.0e-6, gt=0.0)
-    algorithm: GrpoConfig = GrpoConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig | None = Field(None, validate_default=True)
+    """Where ``algorithm.advantage`` is ``gae``; null without it."""
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
     learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -163,8 +198,15 @@ class TrainConfig(StrictConfig):
     """Passes over the batch of one step."""
     micro_batch_tokens: int = Field(16384, ge=1)
     """Most tokens packed into one forward pass; a longer sample goes alone."""
+    packing: Literal["prefix_tree", "plain"] = "prefix_tree"
+    """``prefix_tree``: tokens that samples of a forward pass begin with alike (a prompt, turns that
+    branches share) are computed once, and count once; ``plain``: in every sample."""
     gradient_checkpointing: bool = False
     """Trade compute for memory."""
+    num_processes: int | None = Field(None, ge=1)
+    """Processes that train together, the model in shards over them (FSDP2), each on a GPU of its
+    own where the trainer has any; null: one for each GPU that engine servers leave, 1 on the CPU
+    and with the embedded engine."""
     num_threads: int | None = Field(None, ge=1)
     """CPU threads of the trainer; null: all cores."""
     eval_every_steps: int | None = Field(None, ge=1)
@@ -172,10 +214,32 @@ class TrainConfig(StrictConfig):
     save_every_steps: int | None = Field(None, ge=1)
     """null: save after the last step only."""
     keep_last_checkpoints: int = Field(3, ge=1)
-    """Older checkpoints are deleted, the last one excepted."""
+    """Older checkpoints are deleted, the best one excepted."""
+    keep_best_checkpoint: (
+        Annotated[str, Field(pattern=r"^(mean_reward|pass_at_[1-9]\d*)$")] | None
+    ) = "mean_reward"
+    """Number of the evaluations (``mean_reward``, ``pass_at_1``, ...) by which the best checkpoint
+    is saved after its evaluation, and never deleted while no other is better; null: none is."""
+    alarms: AlarmsConfig = AlarmsConfig()
     probe_tolerance: float | None = Field(None, gt=0.0)
     """Largest |engine - trainer| logprob, in nats, after a weight publication;
     null: 1e-3 for float32, 0.1 for bfloat16."""
+
+    @field_validator("critic")
+    @classmethod
+    def _fits_algorithm(cls, critic: CriticConfig | None, info: ValidationInfo) -> Any:
+        algorithm = info.data.get("algorithm")
+        if not isinstance(algorithm, AlgorithmConfig):
+            # What is wrong with it is said there.
+            return critic
+        if algorithm.uses_critic:
+            return critic or CriticConfig()
+        if critic is not None:
+            raise ValueError(
+                f"advantages of kind {algorithm.advantage.kind} need no critic. Type "
+                "train.critic=null, or train.algorithm.kind=ppo to train with one"
+            )
+        return critic
 
 
 class LauncherConfig(StrictConfig):
@@ -253,27 +317,53 @@ class ExperimentConfig(StrictConfig):
         """The sampling of evaluations."""
         return self.eval_gconfig or self.gconfig.model_copy(update={"n_samples": 1})
 
+    def resolve_max_replaced_groups(self) -> int:
+        """Most groups of a step that are replaced; 0 without ``rollout.filter``."""
+        replacing = self.rollout.filter
+        if replacing is None:
+            return 0
+        return replacing.max_replaced_groups or self.train_dataset.batch_size
+
     def check_trainable(self) -> None:
         """Refuses what can be evaluated but not trained.
 
         Raises:
-            ConfigError: groups of one, greedy sampling, or weights that would not reach the
-                engine's servers.
+            ConfigError: groups of one, algorithm settings that do not go together, greedy
+                sampling, a filter or a curriculum that has nothing to compare, a best checkpoint
+                by what no evaluation reports, or weights that would not reach the engine's
+                servers.
             MissingExtraError: ``model.lora`` is set and peft is not installed.
         """
-        if self.gconfig.n_samples == 1 and self.train.algorithm.kind == "grpo":
-            raise ConfigError(
-                "gconfig.n_samples: 1 with train.algorithm.kind grpo: a group of one has "
-                "advantage 0, so nothing would be learned. Allowed: 2 or more. "
-                "Type gconfig.n_samples=8",
-            )
+        check_algorithm(
+            self.train.algorithm,
+            n_samples=self.gconfig.n_samples,
+            max_tokens_per_trajectory=self.rollout.max_tokens_per_trajectory,
+        )
         if self.gconfig.temperature == 0.0:
             raise ConfigError(
-                "gconfig.temperature: 0 samples the same trajectory every time and leaves "
-                "no gradient. "
-                "Allowed when training: above 0. Type gconfig.temperature=1.0",
+                "gconfig.temperature: 0 samples the same trajectory every time and leaves no "
+                "gradient. Allowed when training: above 0. Type gconfig.temperature=1.0"
             )
+        check_groups_are_compared(
+            self.rollout.filter,
+            self.rollout.curriculum,
+            algorithm=self.train.algorithm,
+            n_samples=self.gconfig.n_samples,
+        )
+        self._check_best_checkpoint()
         self._check_weights_reach_servers()
+
+    def _check_best_checkpoint(self) -> None:
+        metric, num_samples = self.train.keep_best_checkpoint, self.resolve_eval_gconfig().n_samples
+        # Those that evaluations report: powers of two, and the number of samples.
+        counts = [k for k in range(1, num_samples + 1) if k & (k - 1) == 0 or k == num_samples]
+        allowed = ["mean_reward", *(f"pass_at_{k}" for k in counts)]
+        if self.valid_dataset is not None and metric is not None and metric not in allowed:
+            raise ConfigError(
+                f"train.keep_best_checkpoint: {metric} is not reported by evaluations with "
+                f"{num_samples} sample(s) per task (eval_gconfig.n_samples). Allowed: "
+                f"{', '.join(allowed)}, null. Type train.keep_best_checkpoint={allowed[-1]}"
+            )
 
     def _check_weights_reach_servers(self) -> None:
         transfer = self.engine.weight_transfer.kind

@@ -16,7 +16,6 @@ from typing import Any
 
 from agentrl_cli.errors import ImportPathError, format_nearest
 
-#: Where code lies that is not the user's: a line of it explains nothing.
 #: What brings the package that an agent's module imports.
 _EXTRAS = {
     "agents": "openai-agents",
@@ -26,6 +25,7 @@ _EXTRAS = {
     "langchain_openai": "langgraph",
     "langgraph": "langgraph",
 }
+#: Where code lies that is not the user's: a line of it explains nothing.
 _LIBRARIES = tuple(
     sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
@@ -64,17 +64,29 @@ def import_object(import_path: str, key: str) -> Any:
 
 def _describe_missing(module: ModuleType, name: str) -> str:
     """What to write instead of ``name``, which is not in ``module``."""
-    shown = (
-        Path(module.__file__ or "").name
-        if module.__name__.startswith("_agentrl_file_")
-        else (module.__name__)
-    )
+    is_file = module.__name__.startswith("_agentrl_file_")
+    shown = Path(module.__file__ or "").name if is_file else module.__name__
     is_package = hasattr(module, "__path__")
     if is_package and importlib.util.find_spec(f"{module.__name__}.{name}") is not None:
         inner = f"{module.__name__}.{name}"
         return f"{inner} is a module: add the name of what is in it, such as {inner}.build"
-    names = [n for n in vars(module) if not n.startswith("_")]
-    return f"{shown} has no {name!r}; {format_nearest(name, names)}"
+    names = _list_own_names(module)
+    nearest = format_nearest(name, names) if names else "it has no function and no class"
+    return f"{shown} has no {name!r}; {nearest}"
+
+
+def _list_own_names(module: ModuleType) -> list[str]:
+    """Names of what a path can lead to and the module made itself; where it made nothing, of all
+    that it has: a package may only pass on what its modules define."""
+    public = {n: v for n, v in vars(module).items() if not n.startswith("_") and callable(v)}
+    # Functions and classes say where they were made; what else can be called (a partial) does not.
+    own = [
+        name
+        for name, value in public.items()
+        if not hasattr(value, "__qualname__")
+        or getattr(value, "__module__", None) == module.__name__
+    ]
+    return own or list(public)
 
 
 def _load_module(module_name: str, where: str) -> ModuleType:

@@ -27,6 +27,7 @@ _LITERAL = {
     "bool_type": "true or false",
     "dict_type": "a mapping (key: value lines)",
     "model_type": "a mapping (key: value lines)",
+    "model_attributes_type": "a mapping (key: value lines)",
     "tuple_type": "a list",
     "list_type": "a list",
 }
@@ -70,7 +71,7 @@ def load_config_as(
         return config_class.model_validate(data)
     except ValidationError as error:
         problems = [
-            f"  {_locate(path, lines, overridden, _real_path(data, item['loc']))}: "
+            f"  {_locate(path, lines, overridden, _find_key(data, item))}: "
             f"{_describe(config_class, data, item)}"
             for item in error.errors()
         ]
@@ -212,6 +213,12 @@ def _takes_text_only(config_class: type[BaseModel], parts: Sequence[str]) -> boo
     return bool(kinds) and kinds <= {str, type(None)}
 
 
+def _find_key(data: Any, item: Any) -> KeyPath:
+    """The key that a problem is about; of a section whose kind is none, its ``kind``."""
+    key_path = _real_path(data, item["loc"])
+    return (*key_path, "kind") if item["type"] == "union_tag_invalid" else key_path
+
+
 def _real_path(data: Any, loc: Sequence[str | int]) -> KeyPath:
     """The part of pydantic's location that is keys, without its names of union members."""
     real: list[str | int] = []
@@ -251,7 +258,7 @@ def _describe(config_class: type[BaseModel], data: Any, item: Any) -> str:
     kind, found = item["type"], item.get("input")
     key_path = _real_path(data, item["loc"])
     if kind == "extra_forbidden":
-        allowed = allowed_keys(config_class, key_path[:-1])
+        allowed = allowed_keys(config_class, item["loc"][:-1])
         return f"unknown key; {format_nearest(str(key_path[-1]), allowed)}"
     if kind == "missing":
         return "this key is required and was not given"
@@ -259,8 +266,9 @@ def _describe(config_class: type[BaseModel], data: Any, item: Any) -> str:
         return str(item["ctx"]["error"])
     if kind in ("literal_error", "union_tag_invalid"):
         expected = item["ctx"].get("expected") or item["ctx"].get("expected_tags")
+        chosen = item["ctx"].get("tag", found)
         names = re.findall(r"'([^']+)'", str(expected))
-        return f"{found!r} is not one of the choices; {format_nearest(str(found), names)}"
+        return f"{chosen!r} is not one of the choices; {format_nearest(str(chosen), names)}"
     if kind == "string_pattern_mismatch":
         return (
             f"{found!r} becomes a folder name: allowed are letters, digits, '.', '_' and '-', "
@@ -275,8 +283,9 @@ def _describe(config_class: type[BaseModel], data: Any, item: Any) -> str:
     return f"{item['msg'][0].lower()}{item['msg'][1:]}, found {found!r}"
 
 
-def allowed_keys(config_class: type[BaseModel], key_path: KeyPath) -> list[str]:
-    """The keys allowed in the section at ``key_path``."""
+def allowed_keys(config_class: type[BaseModel], key_path: Sequence[str | int]) -> list[str]:
+    """The keys allowed in the section at ``key_path``; where a section is one of several kinds,
+    the kind may follow it in the path."""
     annotation: Any = config_class
     for part in key_path:
         annotation = _step_into(annotation, part)
@@ -290,6 +299,9 @@ def _step_into(annotation: Any, part: str | int) -> Any:
         field = annotation.model_fields.get(str(part))
         return field.annotation if field else None
     arguments = typing.get_args(annotation)
+    kinds = find_config_kinds(annotation)
+    if part in kinds:
+        return kinds[str(part)]
     if typing.get_origin(annotation) in (dict, Mapping):
         return arguments[1]
     if typing.get_origin(annotation) in (tuple, list):
@@ -301,6 +313,21 @@ def _step_into(annotation: Any, part: str | int) -> Any:
 def _strip_annotated(annotation: Any) -> Any:
     is_annotated = typing.get_origin(annotation) is typing.Annotated
     return typing.get_args(annotation)[0] if is_annotated else annotation
+
+
+def _find_kind(config_class: type[BaseModel]) -> str | None:
+    """The one value of the class's tag."""
+    field = config_class.model_fields.get("kind")
+    values = typing.get_args(field.annotation) if field is not None else ()
+    return str(values[0]) if len(values) == 1 else None
+
+
+def find_config_kinds(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The classes of a section that is one of several kinds, by kind; of another one: none."""
+    classes = [
+        a for a in typing.get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel)
+    ]
+    return {str(_find_kind(a)): a for a in classes} if len(classes) > 1 else {}
 
 
 def find_config_class(annotation: Any) -> type[BaseModel] | None:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from agentrl_cli.breaks import BreakSummary, find_breaks, summarize_breaks
@@ -19,8 +20,11 @@ _COST_FIELDS = ("num_recomputed_tokens", "num_departed_tokens")
 _TOKEN_FIELDS = ("prompt_ids", "completion_ids", "rollout_logprobs", "versions")
 
 
-def format_steps(run: str, summaries: Sequence[StepSummary]) -> str:
-    """``{"run", "steps": [...], "evals": [...], "breaks"}``; the breaks of all steps together."""
+def format_steps(
+    run: str, summaries: Sequence[StepSummary], micro_batches: Sequence[tuple[int, Path]]
+) -> str:
+    """``{"run", "steps": [...], "evals": [...], "breaks", "micro_batches": [...]}``; the breaks of
+    all steps together, and the micro-batches that were not finite."""
     rows = [
         {k: v for k, v in asdict(s).items() if k != "source"} | _locate(s.source) for s in summaries
     ]
@@ -31,6 +35,7 @@ def format_steps(run: str, summaries: Sequence[StepSummary]) -> str:
             "steps": [r for r in rows if r["source"] == "step"],
             "evals": [r for r in rows if r["source"] == "eval"],
             "breaks": describe_breaks(sum(of_steps, BreakSummary())),
+            "micro_batches": [{"step": step, "path": str(path)} for step, path in micro_batches],
         }
     )
 

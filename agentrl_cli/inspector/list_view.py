@@ -27,29 +27,38 @@ class StepSummary:
     reward_mean: float | None = None
     num_unscored: int | None = None
     num_failed: int | None = None
+    num_replaced_groups: int | None = None
     turns_mean: float | None = None
     tokens_mean: float | None = None
     breaks: BreakSummary = field(default_factory=BreakSummary)
+    alarms: tuple[str, ...] = ()
+    """Those that rang in the step."""
     problem: str | None = None
 
 
 def summarize_steps(folder: RunFolder) -> list[StepSummary]:
     """Every step and evaluation of a run."""
     summaries = []
+    alarms = folder.read_alarms()
     for source in list_sources(folder):
+        names = () if source.is_eval else tuple(alarms.get(source.step, ()))
         try:
-            summaries.append(_summarize(source, source.summarize(folder)))
+            summaries.append(_summarize(source, source.summarize(folder), names))
         except AgentrlError as error:
             summaries.append(StepSummary(source=source, problem=str(error)))
     return summaries
 
 
 def build_step_table(summaries: Sequence[StepSummary]) -> Table:
-    """One row a step."""
+    """One row a step; its replaced groups and its alarms, where the run had any."""
     table = Table(box=None)
-    names = ("", "trajectories", "reward", "unscored", "failed", "turns", "tokens", "broken")
-    for name in names:
+    names = ["", "trajectories", "reward", "unscored", "failed", "turns", "tokens", "broken"]
+    has_replaced = any(s.num_replaced_groups for s in summaries)
+    has_alarms = any(s.alarms for s in summaries)
+    for name in [*names, "replaced groups"] if has_replaced else names:
         table.add_column(name, justify="left" if not name else "right")
+    if has_alarms:
+        table.add_column("alarms", overflow="fold")
     for s in summaries:
         if s.problem is not None:
             table.add_row(s.source.name, Text("damaged", style="red"))
@@ -63,6 +72,8 @@ def build_step_table(summaries: Sequence[StepSummary]) -> Table:
             format_number(s.turns_mean, 1),
             format_number(s.tokens_mean, 1),
             format_broken(s.breaks),
+            *([str(s.num_replaced_groups)] if has_replaced else []),
+            *([Text(" ".join(s.alarms), style="red")] if has_alarms else []),
         )
     return table
 
@@ -87,7 +98,7 @@ def build_trajectory_table(found: Sequence[Found]) -> Table:
         table.add_row(
             str(number),
             Text(s.id),
-            Text(item.source.name),
+            Text(item.source.name + (" (replaced)" if s.replaced_by is not None else "")),
             Text(s.task_id),
             format_number(s.reward),
             str(s.num_turns),
@@ -101,7 +112,9 @@ def build_trajectory_table(found: Sequence[Found]) -> Table:
     return table
 
 
-def _summarize(source: Source, trajectories: Sequence[TrajectorySummary]) -> StepSummary:
+def _summarize(
+    source: Source, trajectories: Sequence[TrajectorySummary], alarms: tuple[str, ...]
+) -> StepSummary:
     rewards = [t.reward for t in trajectories if t.reward is not None and not math.isnan(t.reward)]
     return StepSummary(
         source=source,
@@ -109,9 +122,11 @@ def _summarize(source: Source, trajectories: Sequence[TrajectorySummary]) -> Ste
         reward_mean=_mean(rewards),
         num_unscored=len(trajectories) - len(rewards),
         num_failed=sum(t.failure_boundary is not None for t in trajectories),
+        num_replaced_groups=len({t.group_id for t in trajectories if t.replaced_by is not None}),
         turns_mean=_mean([t.num_turns for t in trajectories]),
         tokens_mean=_mean([t.num_completion_tokens for t in trajectories]),
         breaks=sum((t.breaks for t in trajectories), BreakSummary()),
+        alarms=alarms,
     )
 
 

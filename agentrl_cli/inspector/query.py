@@ -28,6 +28,8 @@ class TrajectoryQuery:
     """A boundary, ``any`` or ``none``."""
     broken: str | None = None
     """The cause of a break, ``any`` or ``none``."""
+    replaced: str | None = None
+    """``any``: those of groups that others took the place of; ``none``: those trained on."""
     task_id: str | None = None
     agent_name: str | None = None
     sort: str | None = None
@@ -39,8 +41,9 @@ class TrajectoryQuery:
     def is_empty(self) -> bool:
         """True when nothing is asked for but the run itself."""
         rewards = (self.min_reward, self.max_reward)
-        asked = (self.steps, self.failure, self.broken, self.task_id, self.agent_name, self.sort)
-        return not self.evals and all(value is None for value in (*rewards, *asked))
+        kinds = (self.failure, self.broken, self.replaced)
+        asked = (self.steps, self.task_id, self.agent_name, self.sort)
+        return not self.evals and all(value is None for value in (*rewards, *kinds, *asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +214,7 @@ def _matches(summary: TrajectorySummary, query: TrajectoryQuery) -> bool:
     return (
         _failure_matches(summary.failure_boundary, query.failure)
         and _break_matches(summary.breaks, query.broken)
+        and query.replaced in (None, "none" if summary.replaced_by is None else "any")
         and query.task_id in (None, summary.task_id)
         and query.agent_name in (None, summary.agent_name)
     )

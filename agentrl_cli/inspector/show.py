@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from agentrl_cli.breaks import BreakSummary, summarize_breaks
 from agentrl_cli.inspector import json_view
+from agentrl_cli.inspector.alarms_view import format_alarms
 from agentrl_cli.inspector.breaks_view import build_break_table
 from agentrl_cli.inspector.list_view import (
     build_step_table,
@@ -41,7 +43,7 @@ def inspect_run(
         UserInputError: no such run, step or trajectory.
     """
     folder = RunFolder.open(run)
-    console = console or _build_console()
+    console = console or build_console()
     if trajectory is not None:
         _show_one(folder, trajectory, query, tokens, tokenizer_path, as_json, console)
     elif query.is_empty and not tokens:
@@ -60,7 +62,8 @@ def inspect_run(
 def _show_steps(folder: RunFolder, as_json: bool, console: Console) -> None:
     summaries = summarize_steps(folder)
     if as_json:
-        print(json_view.format_steps(str(folder.path), summaries))
+        batches = folder.list_micro_batches()
+        print(json_view.format_steps(str(folder.path), summaries, batches))
         return
     if not summaries:
         _hint(console, f"{folder.path}: nothing is stored yet; the first step is being sampled")
@@ -70,6 +73,11 @@ def _show_steps(folder: RunFolder, as_json: bool, console: Console) -> None:
         _hint(console, problem)
     of_steps = (s.breaks for s in summaries if not s.source.is_eval)
     _show_breaks(sum(of_steps, BreakSummary()), "breaks over all steps", console)
+    for line in format_alarms(folder.read_alarms()):
+        _hint(console, line)
+    for step, path in folder.list_micro_batches():
+        command = f"agentrl inspect-micro-batch {shlex.quote(str(path))}"
+        _hint(console, f"not finite in step {step}:  {command}")
     last = next((s.source.step for s in reversed(summaries) if not s.source.is_eval), None)
     options = "--evals" if last is None else f"--step {last}"
     _hint(console, f"its trajectories:  agentrl inspect-trajectories {folder.path} {options}")
@@ -137,6 +145,7 @@ def _hint(console: Console, text: str) -> None:
     console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
-def _build_console() -> Console:
+def build_console() -> Console:
+    """As wide as the terminal, or as a pipe needs."""
     is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(width=_PIPE_WIDTH if is_piped else None, highlight=False)

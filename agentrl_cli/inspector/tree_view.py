@@ -141,6 +141,9 @@ def _add_outcome(tree: Tree, trajectory: Trajectory) -> None:
     parts = "  ".join(f"{k} {format_number(v)}" for k, v in trajectory.reward_parts.items())
     reward = Text(f"reward: {format_number(trajectory.reward)}", style="bold")
     tree.add(reward.append(f"  {clean(parts)}" if parts else "", style="dim"))
+    if trajectory.replaced_by is not None:
+        why = f"not trained on: its group scored alike, and {trajectory.replaced_by} replaced it"
+        tree.add(Text(clean(why), style="yellow"))
     if trajectory.stop_reason is not None:
         tree.add(Text(f"stopped by its budget: {trajectory.stop_reason}", style="yellow"))
     failure = trajectory.failure

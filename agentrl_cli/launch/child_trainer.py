@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,14 +11,13 @@ from typing import Any
 from agentrl_cli.launch.events import EventReader, TrainerReport
 from agentrl_cli.launch.handover import RunningServers, TrainerOrders
 from agentrl_cli.launch.plan import PlannedProcess
-from agentrl_cli.launch.process import ManagedProcess
+from agentrl_cli.launch.process import ManagedProcess, describe_status
 from agentrl_cli.log import Observer
+from agentrl_cli.train.rank_place import RankPlace
 
 #: How long a trainer may take to end after its last word.
 _EXIT_SECONDS = 30.0
 _KILL_SECONDS = 15.0
-#: Lines of the log in a message.
-_NUM_TAIL_LINES = 15
 
 
 class ChildTrainer:
@@ -29,9 +27,10 @@ class ChildTrainer:
         planned: the trainer's command line up to the run folder, which this process holds, and
             additions to the environment.
         log_path: gets what the trainer and the agents in it print.
-        servers: the engine servers.
+        servers: the engine servers; None: the trainer itself samples.
         secrets: what is masked in the run folder's configuration.
         observer: is told what the trainer tells.
+        place: among several trainers, of which this is the first; None: it trains alone.
 
     Raises:
         EngineError: the operating system starts no more processes.
@@ -41,10 +40,11 @@ class ChildTrainer:
         self,
         planned: PlannedProcess,
         log_path: Path,
-        servers: RunningServers,
+        servers: RunningServers | None,
         *,
         secrets: Sequence[Sequence[Any]],
         observer: Observer,
+        place: RankPlace | None = None,
     ) -> None:
         reading, writing = os.pipe()
         orders = TrainerOrders(
@@ -52,6 +52,7 @@ class ChildTrainer:
             events_descriptor=writing,
             servers=servers,
             secrets=secrets,
+            place=place,
         )
         self.log_path = log_path
         self._process = ManagedProcess(
@@ -105,14 +106,9 @@ class ChildTrainer:
         status = self._process.poll()
         if status is None:
             return "cannot be killed"
-        if status > 128:
-            try:
-                return f"was killed by {signal.Signals(status - 128).name}"
-            except ValueError:
-                return f"ended with exit status {status}"
-        return f"ended with exit status {status} and without a word"
+        is_own = " and without a word" if status <= 128 else ""
+        return describe_status(status) + is_own
 
     def tail(self) -> str:
         """The last lines of its log, introduced; empty where there are none."""
-        text = self._process.tail(_NUM_TAIL_LINES).strip()
-        return f"\nThe last lines of {self.log_path}:\n{text}" if text else ""
+        return self._process.quote_log()

@@ -62,6 +62,15 @@ class Fleet(Protocol):
         ...
 
 
+class NoServers:
+    """Stands for a fleet where the engine is in the trainer's own process."""
+
+    servers = None
+
+    def check(self) -> None:
+        """Returns: there is nothing that could fail."""
+
+
 class StartingFleet:
     """A fleet that is started in a thread, so that a model is loaded meanwhile."""
 

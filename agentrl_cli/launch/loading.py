@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.engine.weight_transfer import resolve_transfer_kind
+from agentrl_cli.errors import ModelError
 from agentrl_cli.launch.connecting import open_router
 from agentrl_cli.launch.handover import RunningServers
 from agentrl_cli.launch.plan import resolve_engine_kind
-from agentrl_cli.log import Observer
+from agentrl_cli.log import Observer, SilentObserver
+from agentrl_cli.models.loading import resolve_model_folder
 from agentrl_cli.models.pretrained import choose_device, load_model
 from agentrl_cli.rollout.background import BackgroundLoop
+from agentrl_cli.train.commands import LeadingLearner
 from agentrl_cli.train.learner import Learner
+from agentrl_cli.train.ranks import SINGLE, Ranks
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 #: What a router may take longer than the servers' start before nobody waits for it.
 _GRACE_SECONDS = 30.0
 
 
 def load_learner(
-    config: ExperimentConfig, model_folder: str, tokenizer: object, *, num_gpus: int
+    config: ExperimentConfig,
+    model_folder: str,
+    tokenizer: object,
+    *,
+    num_gpus: int,
+    ranks: Ranks = SINGLE,
 ) -> Learner:
-    """A learner on the model's exact weights, with the reference model that a KL term needs.
+    """A learner on the model's exact weights, with the reference model that a KL term needs and
+    the critic's that its advantages need.
+
+    Of several ranks the first gets a :class:`LeadingLearner`. They load one after the other, so
+    that one whole model stands in memory.
 
     Raises:
         ModelError: the model cannot be loaded or followed.
@@ -31,19 +48,53 @@ def load_learner(
     """
     device = choose_device()
     # An adapter's reference is the model without it.
-    needs_reference = config.train.algorithm.kl_coef > 0 and config.model.lora is None
+    needs_reference = config.train.algorithm.uses_reference and config.model.lora is None
     sends_adapter = (
         resolve_engine_kind(config, num_gpus) != "embedded"
         and resolve_transfer_kind(config, num_gpus=num_gpus) == "lora"
     )
-    return Learner(
-        load_model(model_folder, "float32", device),
-        config,
-        reference_model=load_model(model_folder, "float32", device) if needs_reference else None,
-        tokenizer=tokenizer,
-        device=device,
-        published="adapter" if sends_adapter else "whole",
-    )
+    is_first = ranks.count > 1 and ranks.index == 0
+    learner: Learner | None = None
+    for turn in range(ranks.count):
+        if turn == ranks.index:
+            learner = (LeadingLearner if is_first else Learner)(
+                load_model(model_folder, "float32", device),
+                config,
+                reference_model=(
+                    load_model(model_folder, "float32", device) if needs_reference else None
+                ),
+                critic_model=_load_critic_model(config, model_folder, tokenizer, device),
+                tokenizer=tokenizer,
+                device=device,
+                published="adapter" if sends_adapter else "whole",
+                ranks=ranks,
+            )
+        ranks.barrier()
+    assert learner is not None
+    return learner
+
+
+def _load_critic_model(
+    config: ExperimentConfig, model_folder: str, tokenizer: Any, device: torch.device
+) -> PreTrainedModel | None:
+    """What the critic starts from: the policy's start weights, or ``train.critic.path``'s."""
+    critic = config.train.critic
+    if critic is None or critic.path is None:
+        return None if critic is None else load_model(model_folder, "float32", device)
+    try:
+        folder = resolve_model_folder(critic.path, SilentObserver())
+        model = load_model(folder, "float32", device)
+    except ModelError as error:
+        text = str(error).removeprefix("model.path: ").replace("model.path=", "train.critic.path=")
+        raise ModelError(f"train.critic.path: {text}") from error
+    num_known = model.get_input_embeddings().weight.shape[0]
+    if num_known < len(tokenizer):
+        raise ModelError(
+            f"train.critic.path: {critic.path} knows {num_known} tokens, and the policy's "
+            f"tokenizer has {len(tokenizer)}. Allowed: models with the policy's tokenizer. "
+            "Type train.critic.path=null to start from the policy's own weights"
+        )
+    return model
 
 
 def find_tied_names(model: Any) -> dict[str, str]:

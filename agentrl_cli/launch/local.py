@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.weight_transfer_folder import remove_folders_of_dead_runs
@@ -14,9 +16,17 @@ from agentrl_cli.errors import StoppedError
 from agentrl_cli.evaluate.report import EvalReport
 from agentrl_cli.evaluate.run import evaluate_and_store
 from agentrl_cli.launch.child_trainer import ChildTrainer
-from agentrl_cli.launch.fleet import find_server_versions, needs_servers, open_fleet
+from agentrl_cli.launch.fleet import (
+    NoServers,
+    StartingFleet,
+    find_server_versions,
+    needs_servers,
+    open_fleet,
+)
+from agentrl_cli.launch.handover import RunningServers
 from agentrl_cli.launch.machine import Machine
-from agentrl_cli.launch.plan import build_plan
+from agentrl_cli.launch.plan import build_plan, count_embedded_trainers
+from agentrl_cli.launch.ranked_trainer import RankedTrainer
 from agentrl_cli.launch.sources import CompletionSource, EndpointSource, EngineSource
 from agentrl_cli.launch.supervisor import Supervisor
 from agentrl_cli.launch.trainer import PPOTrainer, take_rows
@@ -54,7 +64,7 @@ def run_training(
     trainer = PPOTrainer(config, observer=observer, stop=stop, overwrite=overwrite)
     machine = Machine.detect()
     try:
-        if needs_servers(config, machine.num_gpus):
+        if needs_servers(config, machine.num_gpus) or count_embedded_trainers(config, machine) > 1:
             is_complete = _supervise(trainer, machine, overwrite=overwrite, stop=stop)
         else:
             is_complete = run_trainer(trainer)
@@ -76,6 +86,8 @@ def _supervise(checked: PPOTrainer, machine: Machine, *, overwrite: bool, stop: 
     versions = find_server_versions(config, num_gpus=machine.num_gpus)
     observer.on_stage("check")
     check_input(checked)
+    plan = build_plan(config, machine, run_dir=str(run_dir_of(config)))
+    planned = [process for process in plan if process.role == "trainer"]
     with ExitStack() as stack:
         folder = stack.enter_context(
             RunFolder.create_or_resume(config, overwrite=overwrite, versions=versions)
@@ -85,25 +97,27 @@ def _supervise(checked: PPOTrainer, machine: Machine, *, overwrite: bool, stop: 
         stack.callback(remove_folders_of_dead_runs, config.engine.weight_transfer.dir)
         if checked.tell_if_complete(folder):
             return True
-        servers = stack.enter_context(
-            open_fleet(
-                config,
-                checked.model_folder,
-                purpose="train",
-                num_gpus=machine.num_gpus,
-                log_dir=folder.log_dir(),
-                observer=observer,
+        servers: StartingFleet | NoServers = NoServers()
+        if needs_servers(config, machine.num_gpus):
+            servers = stack.enter_context(
+                open_fleet(
+                    config,
+                    checked.model_folder,
+                    purpose="train",
+                    num_gpus=machine.num_gpus,
+                    log_dir=folder.log_dir(),
+                    observer=observer,
+                )
             )
-        )
-        plan = build_plan(config, machine, run_dir=str(folder.path))
-        [planned] = [process for process in plan if process.role == "trainer"]
-        start = partial(
-            ChildTrainer,
-            planned,
-            folder.log_path("trainer"),
-            secrets=find_secrets(config.model_dump(mode="json")),
-            observer=observer,
-        )
+        more: dict[str, Any] = {
+            "secrets": find_secrets(config.model_dump(mode="json")),
+            "observer": observer,
+        }
+        start: Callable[[RunningServers | None], ChildTrainer]
+        if len(planned) == 1:
+            start = partial(ChildTrainer, planned[0], folder.log_path("trainer"), **more)
+        else:
+            start = partial(RankedTrainer, planned, folder.log_dir(), **more)
         supervisor = Supervisor(
             config=config, servers=servers, start_trainer=start, observer=observer, stop=stop
         )

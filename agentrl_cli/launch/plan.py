@@ -86,9 +86,12 @@ def build_plan(
     kind = resolve_engine_kind(config, machine.num_gpus)
     if config.launcher.kind == "ray":
         return _plan_cluster_jobs(config, kind)
+    command = PlannedProcess(name="command", role="command", argv=())
     if kind == "embedded":
-        devices = _format_devices(machine.gpu_ids[:1])
-        return [PlannedProcess(name="trainer", role="command", argv=(), devices=devices)]
+        if purpose == "eval" or count_embedded_trainers(config, machine) == 1:
+            devices = _format_devices(machine.gpu_ids[:1])
+            return [PlannedProcess(name="trainer", role="command", argv=(), devices=devices)]
+        return [command, *_plan_trainers(config, run_dir, machine.gpu_ids)]
     shares = share_gpus(
         config.engine,
         machine.gpu_ids,
@@ -105,10 +108,14 @@ def build_plan(
         ports=ports,
         key_dir=key_dir,
     )
-    command = PlannedProcess(name="command", role="command", argv=())
     if purpose == "eval":
         return [command, *servers]
-    return [command, *servers, _plan_trainer(run_dir, shares)]
+    return [command, *servers, *_plan_trainers(config, run_dir, shares.trainer)]
+
+
+def count_embedded_trainers(config: ExperimentConfig, machine: Machine) -> int:
+    """Processes that train where one of them samples too: one, unless more are asked for."""
+    return _count_trainers(config, machine.gpu_ids) if config.train.num_processes else 1
 
 
 def format_plan(plan: list[PlannedProcess]) -> str:
@@ -175,16 +182,6 @@ def resolve_num_threads(config: ExperimentConfig, machine: Machine) -> int:
     return config.engine.num_threads or fair_share
 
 
-def plan_trainer_environment(config: ExperimentConfig, machine: Machine) -> dict[str, str]:
-    """What the environment of a trainer process differs in: the GPUs that are its own."""
-    device = resolve_device(config.engine, machine.num_gpus)
-    return _trainer_env(share_gpus(config.engine, machine.gpu_ids, device, "train"))
-
-
-def _trainer_env(shares: DeviceShares) -> dict[str, str]:
-    return {"CUDA_VISIBLE_DEVICES": ",".join(shares.trainer)} if shares.trainer else {}
-
-
 def _find_own_flags(server_args: Sequence[str]) -> list[str]:
     return [
         f"engine.server_args: {flag} is set by agentrl ({_OWN_FLAGS[flag]}). Take it out"
@@ -247,14 +244,37 @@ def _plan_servers(
     return servers
 
 
-def _plan_trainer(run_dir: str, shares: DeviceShares) -> PlannedProcess:
-    return PlannedProcess(
-        name="trainer",
-        role="trainer",
-        argv=(sys.executable, "-m", "agentrl_cli.launch.trainer_process", run_dir),
-        env=_trainer_env(shares),
-        devices=_format_devices(shares.trainer),
-    )
+def _count_trainers(config: ExperimentConfig, gpus: Sequence[str]) -> int:
+    count = config.train.num_processes or max(1, len(gpus))
+    if gpus and count > len(gpus):
+        more = ", or give engine servers fewer (engine.num_servers, engine.tensor_parallel_size)"
+        raise UserInputError(
+            f"train.num_processes: {count} needs a GPU for each process, and {len(gpus)} of this "
+            f"machine's are the trainer's. Type train.num_processes={len(gpus)}"
+            + ("" if config.engine.kind == "embedded" else more)
+        )
+    return count
+
+
+def _plan_trainers(
+    config: ExperimentConfig, run_dir: str, gpus: Sequence[str]
+) -> list[PlannedProcess]:
+    """The ranks of the training, the first of which has the rollouts."""
+    count = _count_trainers(config, gpus)
+    trainers = []
+    for index in range(count):
+        own = gpus if count == 1 else gpus[index : index + 1]
+        module = "trainer_process" if index == 0 else "rank_process"
+        trainers.append(
+            PlannedProcess(
+                name="trainer" if index == 0 else f"trainer-{index}",
+                role="trainer",
+                argv=(sys.executable, "-m", f"agentrl_cli.launch.{module}", run_dir),
+                env={"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {},
+                devices=_format_devices(own),
+            )
+        )
+    return trainers
 
 
 def _plan_cluster_jobs(config: ExperimentConfig, kind: EngineKind) -> list[PlannedProcess]:

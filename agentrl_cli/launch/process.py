@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from agentrl_cli.guard import GUARD_PATH, KILL_SIGNAL
 _POLL_SECONDS = 0.02
 #: Enough for a Python traceback through a server's many layers.
 _MAX_TAIL_BYTES = 256 * 1024
+#: Lines of a log in a message.
+_NUM_QUOTED_LINES = 15
 
 
 class ManagedProcess:
@@ -153,6 +156,11 @@ class ManagedProcess:
         """The last lines that the command wrote since it was last started."""
         return "\n".join(self.read_log().splitlines()[1:][-num_lines:])
 
+    def quote_log(self) -> str:
+        """The last lines that the command wrote, for a message; empty where there are none."""
+        text = self.tail(_NUM_QUOTED_LINES).strip()
+        return f"\nThe last lines of {self.log_path}:\n{text}" if text else ""
+
     def read_log(self) -> str:
         """What the log has got since the last start, its header first (the end, if it is long)."""
         try:
@@ -162,6 +170,15 @@ class ManagedProcess:
                 return log.read().decode("utf-8", errors="replace")
         except OSError as error:
             return f"(the log {self.log_path} cannot be read: {error})"
+
+
+def describe_status(status: int) -> str:
+    """How a process ended, for a person: ``was killed by SIGKILL``."""
+    if status > 128:
+        # A program may end with any number.
+        with suppress(ValueError):
+            return f"was killed by {signal.Signals(status - 128).name}"
+    return f"ended with exit status {status}"
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:

@@ -124,8 +124,8 @@ def _vllm_device_flags(config: ExperimentConfig, spec: ServerSpec) -> tuple[str,
 def _vllm_weight_flags(config: ExperimentConfig, spec: ServerSpec) -> tuple[str, ...]:
     flags: tuple[str, ...] = ()
     if config.model.lora is not None:
-        rank = next((r for r in _VLLM_LORA_RANKS if r >= config.model.lora.rank), 0)
-        flags += ("--enable-lora", "--max-lora-rank", str(rank or config.model.lora.rank))
+        rank = find_vllm_lora_rank(config.model.lora.rank)
+        flags += ("--enable-lora", "--max-lora-rank", str(rank))
         flags += ("--max-loras", str(_NUM_LORAS))
     if spec.use_nccl:
         flags += ("--weight-transfer-config", '{"backend": "nccl"}')
@@ -133,6 +133,11 @@ def _vllm_weight_flags(config: ExperimentConfig, spec: ServerSpec) -> tuple[str,
         flags += ("--load-format", "dummy")
         flags += ("--hf-overrides", '{"tie_word_embeddings": false}')
     return flags
+
+
+def find_vllm_lora_rank(rank: int) -> int:
+    """What vLLM must be told of adapters of ``rank``: it takes some numbers only."""
+    return next((known for known in _VLLM_LORA_RANKS if known >= rank), rank)
 
 
 def build_sglang_plan(config: ExperimentConfig, spec: ServerSpec) -> Command:

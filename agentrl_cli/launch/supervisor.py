@@ -14,7 +14,7 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunError
 from agentrl_cli.launch.child_trainer import ChildTrainer
 from agentrl_cli.launch.events import TrainerReport
-from agentrl_cli.launch.fleet import StartingFleet
+from agentrl_cli.launch.fleet import NoServers, StartingFleet
 from agentrl_cli.launch.handover import RunningServers
 from agentrl_cli.log import Observer, get_logger
 from agentrl_cli.train.stop_flag import StopFlag
@@ -31,8 +31,8 @@ class Supervisor:
     """Runs a trainer over a fleet of servers until the run has ended."""
 
     config: ExperimentConfig
-    servers: StartingFleet
-    start_trainer: Callable[[RunningServers], ChildTrainer]
+    servers: StartingFleet | NoServers
+    start_trainer: Callable[[RunningServers | None], ChildTrainer]
     observer: Observer
     stop: StopFlag
     _num_restarts: int = field(default=0, init=False)

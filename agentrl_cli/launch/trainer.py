@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine
-from agentrl_cli.errors import ConfigError, DatasetError, RolloutFailedError, StoppedError
+from agentrl_cli.errors import ConfigError, DatasetError, StoppedError
 from agentrl_cli.evaluate.run import evaluate_and_store
 from agentrl_cli.launch.fleet import (
     StartingFleet,
@@ -27,18 +27,25 @@ from agentrl_cli.launch.plan import check_supported
 from agentrl_cli.log import Observer, SilentObserver, file_log
 from agentrl_cli.models.loading import resolve_model_folder
 from agentrl_cli.models.tokenizer_check import load_tokenizer_of
+from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background import BackgroundLoop
-from agentrl_cli.rollout.dataset import Row, TaskStream, build_eval_tasks, load_rows
-from agentrl_cli.rollout.failures import check_batch_worked
+from agentrl_cli.rollout.curriculum import build_task_stream, recall_outcomes
+from agentrl_cli.rollout.dataset import Row, build_eval_tasks, load_rows
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.tracking.gateway import get_gateway
+from agentrl_cli.train.commands import LeadingLearner
+from agentrl_cli.train.data_cursor import find_first_rolled_step, open_cursor, read_unused
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.loggers import build_loggers
 from agentrl_cli.train.loop import TrainingLoop
 from agentrl_cli.train.probes import build_probes
 from agentrl_cli.train.progress import BatchProgress
+from agentrl_cli.train.random_states import seed_generators
+from agentrl_cli.train.rank_place import RankPlace
+from agentrl_cli.train.ranks import SINGLE, Ranks
+from agentrl_cli.train.saving import CheckpointSaver
 from agentrl_cli.train.stop_flag import StopFlag
 
 _CLOSE_SECONDS = 20.0
@@ -63,6 +70,8 @@ class PPOTrainer:
         servers: engine servers that run already; None: they are started here, where
             ``engine.kind`` needs any.
         owner_pid: the process that holds the run folder for this one; None: this one will.
+        place: among the processes that train together, of which this is the first; None: it
+            trains alone.
 
     Raises:
         UserInputError: the configuration or a dataset cannot be used.
@@ -79,6 +88,7 @@ class PPOTrainer:
         overwrite: bool = False,
         servers: RunningServers | None = None,
         owner_pid: int | None = None,
+        place: RankPlace | None = None,
     ) -> None:
         config.check_trainable()
         self._num_gpus = count_visible_gpus() if servers is None else servers.num_gpus
@@ -90,6 +100,7 @@ class PPOTrainer:
         self._overwrite = overwrite
         self._servers = servers
         self._owner_pid = owner_pid
+        self._place = place
         self._train_rows = take_rows(train_dataset, config.train_dataset, "train_dataset")
         self._valid_rows = (
             take_rows(valid_dataset, config.valid_dataset, "valid_dataset")
@@ -177,6 +188,7 @@ class PPOTrainer:
             UserInputError: a dataset that a workflow cannot run on.
             RunError: the run cannot go on; what was done is stored.
         """
+        self._check_alone()
         folder, eval_workflow = self._entered(), eval_workflow or workflow
         if self.tell_if_complete(folder):
             return True
@@ -185,22 +197,26 @@ class PPOTrainer:
             one.use(self.config.rollout)
             one.log_to(folder.log_dir())
         self.check_rows(workflow, eval_workflow)
+        cursor = open_cursor(folder, self._train_rows)
+        # Here and not when a checkpoint is loaded: critics and adapters begin with random weights.
+        seed_generators(self.config.seed)
         with ExitStack() as stack:
             self.observer.on_stage("load model")
             background = stack.enter_context(BackgroundLoop())
             own_fleet = self._start_servers(folder, stack)
-            learner = self._load_learner(latest)
+            learner = self._load_learner(latest, stack)
             engine = self._open_engine(own_fleet, learner, background, stack)
             loggers = build_loggers(self.config, folder.path, stack)
             progress = BatchProgress(self.observer)
             first_step = find_first_rolled_step(folder, learner.step + 1)
-            scheduler = self._build_scheduler(workflow, engine, first_step, progress)
+            scheduler = self._build_scheduler(folder, workflow, engine, first_step, progress)
             scheduler.set_policy_version(learner.step)
             stack.callback(lambda: background.run(scheduler.close(), _CLOSE_SECONDS))
             loop = TrainingLoop(
                 config=self.config,
                 folder=folder,
                 learner=learner,
+                saver=CheckpointSaver(self.config.train, folder, learner, cursor),
                 engine=engine,
                 scheduler=scheduler,
                 progress=progress,
@@ -215,11 +231,29 @@ class PPOTrainer:
             with frozen_heap():
                 return loop.run()
 
-    def _load_learner(self, latest: tuple[int, Path] | None) -> Learner:
+    def _check_alone(self) -> None:
+        num_processes = self.config.train.num_processes or 1
+        if self._place is None and num_processes > 1:
+            raise ConfigError(
+                f"train.num_processes: {num_processes} processes are started by the command "
+                "agentrl train; a PPOTrainer in a program of your own trains in that program "
+                "alone. Type train.num_processes=1, or name the workflow in the YAML "
+                "(workflow_path) and type agentrl train --config FILE"
+            )
+
+    def _load_learner(self, latest: tuple[int, Path] | None, stack: ExitStack) -> Learner:
         """A learner as it was at the ``latest`` checkpoint, a new one where there is none."""
+        ranks: Ranks = SINGLE
+        if self._place is not None:
+            # What a trainer that is alone has no use for takes seconds to import.
+            from agentrl_cli.train.process_ranks import open_ranks
+
+            ranks = stack.enter_context(open_ranks(self._place))
         learner = load_learner(
-            self.config, self.model_folder, self.tokenizer, num_gpus=self._num_gpus
+            self.config, self.model_folder, self.tokenizer, num_gpus=self._num_gpus, ranks=ranks
         )
+        if isinstance(learner, LeadingLearner):
+            stack.enter_context(learner)
         if latest is not None:
             learner.load(latest[1])
             self.observer.on_message(f"going on after step {latest[0]}, from {latest[1]}")
@@ -265,26 +299,33 @@ class PPOTrainer:
 
     def _build_scheduler(
         self,
+        folder: RunFolder,
         workflow: RolloutWorkflow,
         engine: InferenceEngine,
         first_step: int,
         progress: BatchProgress,
     ) -> RolloutScheduler:
-        dataset = self.config.train_dataset
+        stream = build_task_stream(self.config, self._train_rows)
+        recall_outcomes(stream, folder, first_step)
+        waiting = read_unused(folder, first_step)
+        if waiting:
+            self.observer.on_message(f"{len(waiting)} finished trajectories are used, not repeated")
+
+        def keep(trajectory: Trajectory) -> None:
+            folder.add_waiting(trajectory)
+            progress.on_finished(trajectory)
+
         return RolloutScheduler(
             workflow,
             engine,
-            TaskStream(
-                self._train_rows,
-                batch_size=dataset.batch_size,
-                shuffle=dataset.shuffle,
-                seed=self.config.seed,
-            ),
+            stream,
             rollout=self.config.rollout,
             n_samples=self.config.gconfig.n_samples,
             first_step=first_step,
             last_step=self.config.train.total_steps,
-            on_finished=progress.on_finished,
+            on_finished=keep,
+            on_replaced=progress.on_replaced,
+            already_finished=waiting,
         )
 
     def _evaluate(
@@ -332,24 +373,6 @@ def take_rows(given: Sequence[Row] | None, config: DatasetConfig | None, key: st
     if not rows:
         raise DatasetError(f"{key}: the rows that were given are none: give at least one")
     return rows
-
-
-def find_first_rolled_step(folder: RunFolder, first_step: int) -> int:
-    """The first step from ``first_step`` on that has no stored trajectories to learn from.
-
-    A batch that failed as a whole stopped the run and is rolled out anew: its cause may be gone.
-    """
-    stored = set(folder.trajectory_steps())
-    step = first_step
-    while step in stored:
-        step += 1
-    if step == first_step:
-        return step
-    try:
-        check_batch_worked(folder.read_trajectories(step - 1), f"step {step - 1}")
-    except RolloutFailedError:
-        return step - 1
-    return step
 
 
 def _describe_complete(folder: RunFolder, num_steps: int) -> str:

@@ -17,10 +17,9 @@ from types import FrameType
 
 from agentrl_cli.errors import AgentrlError
 from agentrl_cli.launch.events import EventWriter, TrainerReport
-from agentrl_cli.launch.handover import TrainerOrders
+from agentrl_cli.launch.handover import TrainerOrders, resolve_config
 from agentrl_cli.launch.trainer import PPOTrainer
 from agentrl_cli.launch.training import run_trainer
-from agentrl_cli.store.config_check import load_saved_config
 
 
 class SignalFlag:
@@ -68,15 +67,13 @@ def main(argv: list[str]) -> int:
 
 
 def _train(run_dir: Path, orders: TrainerOrders, events: EventWriter, stop: SignalFlag) -> bool:
-    config = load_saved_config(run_dir, orders.secrets)
-    # The engine's kind may have been chosen by GPUs that this process does not see.
-    engine = config.engine.model_copy(update={"kind": orders.servers.kind})
     trainer = PPOTrainer(
-        config.model_copy(update={"engine": engine}),
+        resolve_config(run_dir, orders),
         observer=events,
         stop=stop,
         servers=orders.servers,
         owner_pid=orders.owner_pid,
+        place=orders.place,
     )
     return run_trainer(trainer)
 

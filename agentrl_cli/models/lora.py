@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from agentrl_cli.config.experiment import LoraConfig
 from agentrl_cli.errors import MissingExtraError, ModelError, StoreError
+from agentrl_cli.models.generation_flags import make_savable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +39,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> None:
 
     Raises:
         MissingExtraError: peft is not installed.
-        ModelError: ``model.lora.target_modules`` names no layer of the model.
+        ModelError: ``model.lora.target_modules`` names no layer of the model, or its embeddings.
     """
     peft = _import_peft()
     path = model.name_or_path
@@ -46,6 +47,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> None:
         # The checkpoint must be usable from any folder.
         model.name_or_path = str(Path(path).absolute())
     targets = lora.target_modules
+    _refuse_embeddings(model, () if isinstance(targets, str) else targets)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -72,8 +74,24 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> None:
         parameter.requires_grad_(".lora_" in name)
 
 
+def _refuse_embeddings(model: PreTrainedModel, targets: Sequence[str]) -> None:
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    # Merged into a tied head, an adapter would change the embeddings too.
+    is_tied = head is not None and head.weight is embeddings.weight
+    refused = (embeddings, head) if is_tied else (embeddings,)
+    for name, module in model.named_modules():
+        for target in targets:
+            if module in refused and (name == target or name.endswith(f".{target}")):
+                raise ModelError(
+                    f"model.lora.target_modules: {target} is the embeddings of "
+                    f"{type(model).__name__}{', which its output head shares' if is_tied else ''}: "
+                    "they get no adapter. Leave it out, or type "
+                    "model.lora.target_modules=all-linear"
+                )
+
+
 def load_merged_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model that an adapter was trained on, with the adapter in its weights.
+    """The model that an adapter was trained on, with the adapter in its weights; it can be saved.
 
     Raises:
         MissingExtraError: peft is not installed.
@@ -99,7 +117,7 @@ def load_merged_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel
             f"{' '.join(str(error).split())[:300]}. Put the base model there, or correct the name "
             "in the file"
         ) from error
-    return merged
+    return make_savable(merged)
 
 
 @contextmanager

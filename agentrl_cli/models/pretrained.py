@@ -17,6 +17,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from agentrl_cli.errors import ModelError
+from agentrl_cli.models.generation_flags import make_savable
 from agentrl_cli.models.lora import is_adapter_folder, load_merged_model
 
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -97,7 +98,7 @@ def load_model(path: str, dtype: str | torch.dtype, device: str | torch.device) 
             model = AutoModelForCausalLM.from_pretrained(path, dtype=number_type)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(_explain(path, "model", error)) from error
-    return model.to(device).eval()
+    return make_savable(model).to(device).eval()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import inspect
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,6 +17,8 @@ from typing import Any
 from agentrl_cli.config.experiment import DatasetConfig
 from agentrl_cli.config.imports import import_object
 from agentrl_cli.errors import DatasetError, format_nearest
+from agentrl_cli.rollout.outcomes import GroupOutcome
+from agentrl_cli.rollout.spares import choose_spares
 
 Row = dict[str, Any]
 
@@ -35,14 +37,29 @@ class Task:
     """The row's position in the unshuffled dataset, as text."""
     row: Mapping[str, Any]
     group_id: str
-    """``<step>.<position in the batch>``: no two groups of a run share it."""
+    """``<step>.<position in the batch>``: no two groups of a run share it. Groups that took the
+    place of others have the positions after the batch's."""
 
 
 class TaskStream:
-    """The tasks of every step, the same for the same seed however often a run is resumed."""
+    """The tasks of every step, the same for the same seed however often a run is resumed.
+
+    Args:
+        rows: the dataset.
+        batch_size: tasks per step.
+        shuffle: a new order every epoch, from ``seed``; else that of the rows.
+        seed: see ``shuffle``.
+        num_spares: tasks per step that may take the place of others in its batch.
+    """
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], *, batch_size: int, shuffle: bool, seed: int
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        num_spares: int = 0,
     ) -> None:
         if not rows:
             raise DatasetError("the dataset has no rows: give one with at least one row")
@@ -50,6 +67,7 @@ class TaskStream:
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
+        self._num_spares = num_spares
         self._orders: dict[int, list[int]] = {}
 
     @property
@@ -59,20 +77,54 @@ class TaskStream:
 
     def batch(self, step: int) -> list[Task]:
         """The tasks of ``step`` (from 1); a batch goes on into the next epoch where one ends."""
+        return self._build_tasks(step, self._choose_batch(step), first_position=0)
+
+    def spares(self, step: int) -> list[Task]:
+        """Tasks that may take the place of others in the batch of ``step``, in order of use.
+
+        Tasks that are not in the batch, while there are any: drawn anew for every step, or
+        those that follow the batch where rows are not shuffled. They come in their own turn
+        all the same.
+        """
+        chosen = self._choose_spares(step, self._choose_batch(step))
+        return self._build_tasks(step, chosen, first_position=self._batch_size)
+
+    def observe(self, step: int, outcomes: Sequence[GroupOutcome]) -> None:
+        """Takes note of how the groups of a step scored, which changes no order here."""
+
+    def count_resting(self, step: int) -> int:
+        """Tasks that were left out when the batch of ``step`` was chosen: here none ever is."""
+        return 0
+
+    def _choose_batch(self, step: int) -> list[int]:
+        """The rows of the batch of ``step``."""
         if step < 1:
             raise ValueError(f"steps count from 1, found {step}")
-        tasks = []
-        for position in range(self._batch_size):
-            epoch, offset = divmod((step - 1) * self._batch_size + position, len(self._rows))
-            index = self._order(epoch)[offset]
-            tasks.append(
-                Task(
-                    task_id=str(index),
-                    row=self._rows[index],
-                    group_id=f"{step:06d}.{position:03d}",
-                )
+        first = (step - 1) * self._batch_size
+        places = (divmod(first + n, len(self._rows)) for n in range(self._batch_size))
+        return [self._order(epoch)[offset] for epoch, offset in places]
+
+    def _choose_spares(
+        self, step: int, batch: Sequence[int], left_out: Collection[int] = ()
+    ) -> list[int]:
+        """The rows of the spares of ``step``, whose batch has the rows ``batch``."""
+        return choose_spares(
+            len(self._rows),
+            batch,
+            self._num_spares,
+            left_out=left_out,
+            shuffle_key=f"{self._seed}/spares/{step}" if self._shuffle else None,
+        )
+
+    def _build_tasks(self, step: int, indices: Sequence[int], first_position: int) -> list[Task]:
+        return [
+            Task(
+                task_id=str(index),
+                row=self._rows[index],
+                group_id=f"{step:06d}.{position:03d}",
             )
-        return tasks
+            for position, index in enumerate(indices, start=first_position)
+        ]
 
     def _order(self, epoch: int) -> list[int]:
         if epoch not in self._orders:

@@ -45,7 +45,15 @@ class TrajectoryPool:
 
     async def start(self, attempt: Attempt) -> None:
         """Starts an attempt as soon as there is room; returns when it has started."""
+        await self.wait_for_room()
+        self.launch(attempt)
+
+    async def wait_for_room(self) -> None:
+        """Returns when one more may run, and keeps its place until :meth:`launch`."""
         await self._slots.acquire()
+
+    def launch(self, attempt: Attempt) -> None:
+        """Starts an attempt in the place that :meth:`wait_for_room` has kept."""
         if self.error is not None:
             self._slots.release()
             return

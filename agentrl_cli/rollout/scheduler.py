@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 from agentrl_cli.config.experiment import RolloutConfig
 from agentrl_cli.engine.protocol import InferenceEngine
@@ -11,8 +14,15 @@ from agentrl_cli.errors import RunError
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.dataset import Task, TaskStream
 from agentrl_cli.rollout.failures import check_batch_worked
+from agentrl_cli.rollout.outcomes import list_outcomes
 from agentrl_cli.rollout.pool import OnFinished, TrajectoryPool
+from agentrl_cli.rollout.step_groups import StepGroups
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
+from agentrl_cli.scores import compute_score
+
+#: Called with a step and the number of its trajectories that are to be made once more, with
+#: other tasks.
+OnReplaced = Callable[[int, int], None]
 
 
 async def run_tasks(
@@ -62,8 +72,11 @@ class RolloutScheduler:
     k - 1. A trajectory of step k may start when the version is at least
     (k - 1) - max_staleness, so that no token in its batch is older than that; the batch
     is exactly ``stream.batch(k)``: a slow trajectory delays its step and is never dropped.
+    Where the stream has spares, they replace groups without signal (:class:`StepGroups`), and
+    both are given to the trainer, marked. Earlier steps go before later ones. An attempt that is
+    ``already_finished``, by an interrupted run, is not made again.
 
-    All methods but :meth:`set_policy_version` belong to one event loop.
+    All methods but :meth:`set_policy_version` and :meth:`count_resting` belong to one event loop.
     """
 
     def __init__(
@@ -77,21 +90,26 @@ class RolloutScheduler:
         first_step: int,
         last_step: int,
         on_finished: OnFinished | None = None,
+        on_replaced: OnReplaced | None = None,
+        already_finished: Iterable[Trajectory] = (),
     ) -> None:
         self._workflow = workflow
         self._engine = engine
         self._stream = stream
         self._rollout = rollout
         self._n_samples = n_samples
-        self._next_step = first_step
+        self._next_step = self._next_opened = first_step
         self._steps = range(first_step, last_step + 1)
         self._on_finished = on_finished
+        self._on_replaced = on_replaced
         self._policy_version = first_step - 1
-        self._finished: dict[int, dict[str, Trajectory]] = {}
-        self._num_finished: dict[int, int] = {}
+        self._open: dict[int, StepGroups] = {}
+        self._already_finished = {t.id: t for t in already_finished}
+        self._waiting: list[tuple[int, int, Attempt]] = []
+        self._ticket = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changed = asyncio.Event()
-        self._version_changed = asyncio.Event()
+        self._can_start = asyncio.Event()
         self._pool: TrajectoryPool | None = None
         self._feeder: asyncio.Task[None] | None = None
         self._closed = False
@@ -115,10 +133,6 @@ class RolloutScheduler:
         else:
             self._loop.call_soon_threadsafe(self._update_version, version)
 
-    def num_finished(self, step: int) -> int:
-        """Trajectories of ``step`` that have ended."""
-        return self._num_finished.get(step, 0)
-
     @property
     def num_running(self) -> int:
         """Trajectories in progress."""
@@ -126,6 +140,9 @@ class RolloutScheduler:
 
     async def next_batch(self, step: int) -> list[Trajectory]:
         """All trajectories of ``step``, group by group and by sample index; once for each step.
+
+        Those of groups that were replaced are among them and marked: they are to be stored and
+        counted, and not trained on.
 
         Raises:
             RolloutFailedError: every trajectory failed in the same way.
@@ -135,17 +152,25 @@ class RolloutScheduler:
         """
         self.start()
         self._check_turn(step)
-        attempts = _list_attempts(self._stream.batch(step), self._n_samples, step)
-        while self.num_finished(step) < len(attempts):
+        self._open_up_to(step)
+        groups = self._open[step]
+        while not groups.is_complete:
             self._raise_error()
             self._changed.clear()
             await self._changed.wait()
         self._raise_error()
         self._next_step = step + 1
-        finished = self._finished.pop(step)
-        trajectories = [finished[attempt.id] for attempt in attempts]
+        del self._open[step]
+        trajectories = groups.list_trajectories()
         check_batch_worked(trajectories, f"step {step}")
+        scores = ((t.group_id, t.task_id, compute_score(t)) for t in trajectories)
+        self._stream.observe(step, list_outcomes(scores))
         return trajectories
+
+    def count_resting(self, step: int) -> int:
+        """Tasks that the curriculum left out of the epoch in which ``step``, whose batch was given,
+        was chosen. May be called from any thread."""
+        return self._stream.count_resting(step)
 
     async def close(self) -> None:
         """Cancels what runs and waits until it has ended; may be called twice."""
@@ -158,31 +183,69 @@ class RolloutScheduler:
             await self._pool.close()
 
     async def _feed(self, pool: TrajectoryPool) -> None:
-        """Starts every trajectory of the run, step by step."""
+        """Starts every trajectory of the run, those of earlier steps first."""
         try:
-            for step in self._steps:
-                oldest = step - 1 - self._rollout.max_staleness
-                for attempt in _list_attempts(self._stream.batch(step), self._n_samples, step):
-                    while self._policy_version < oldest:
-                        self._version_changed.clear()
-                        await self._version_changed.wait()
-                    await pool.start(attempt)
-                    if pool.error is not None:
-                        return
+            while pool.error is None:
+                await self._wait_for_attempt()
+                await pool.wait_for_room()
+                # Chosen now: an earlier step may have come to need another group meanwhile.
+                pool.launch(heapq.heappop(self._waiting)[-1])
         except Exception as error:
             pool.fail(error)
 
+    async def _wait_for_attempt(self) -> None:
+        """Returns when there is an attempt to start; opens the next step when it may begin."""
+        while not self._waiting:
+            step = self._next_opened
+            if step in self._steps and self._policy_version >= self._find_oldest_version(step):
+                self._open_up_to(step)
+                continue
+            self._can_start.clear()
+            await self._can_start.wait()
+
+    def _open_up_to(self, step: int) -> None:
+        while self._next_opened <= step:
+            opened = self._next_opened
+            groups = StepGroups(
+                opened, self._stream.batch(opened), self._stream.spares(opened), self._n_samples
+            )
+            self._open[opened] = groups
+            self._next_opened += 1
+            self._queue(groups.first_attempts)
+
+    def _queue(self, attempts: Sequence[Attempt]) -> None:
+        """Lets attempts wait for their start, those excepted that were made already."""
+        pending = deque(attempts)
+        while pending:
+            attempt = pending.popleft()
+            finished = self._already_finished.pop(attempt.id, None)
+            # A program's own task is not known to the program that comes after an interruption.
+            if finished is not None and finished.task_id == attempt.task.task_id:
+                pending.extend(self._count_in(finished))
+            else:
+                heapq.heappush(self._waiting, (attempt.step, next(self._ticket), attempt))
+        self._can_start.set()
+        self._changed.set()
+
     def _keep(self, trajectory: Trajectory) -> None:
+        self._queue(self._count_in(trajectory))
+
+    def _count_in(self, trajectory: Trajectory) -> list[Attempt]:
+        """Takes a trajectory that has ended; the attempts that are to be made for it."""
         if self._on_finished is not None:
             self._on_finished(trajectory)
-        step = trajectory.step
-        self._finished.setdefault(step, {})[trajectory.id] = trajectory
-        self._num_finished[step] = self.num_finished(step) + 1
-        self._changed.set()
+        further = self._open[trajectory.step].add(trajectory)
+        if further and self._on_replaced is not None:
+            self._on_replaced(trajectory.step, len(further))
+        return further
 
     def _update_version(self, version: int) -> None:
         self._policy_version = version
-        self._version_changed.set()
+        self._can_start.set()
+
+    def _find_oldest_version(self, step: int) -> int:
+        """The oldest policy version that may sample for ``step``."""
+        return step - 1 - self._rollout.max_staleness
 
     def _check_turn(self, step: int) -> None:
         if step != self._next_step or step not in self._steps:
@@ -190,7 +253,7 @@ class RolloutScheduler:
                 f"step {step} was asked for, and the next one is {self._next_step} of "
                 f"{self._steps.start} to {self._steps.stop - 1}"
             )
-        oldest = step - 1 - self._rollout.max_staleness
+        oldest = self._find_oldest_version(step)
         if self._policy_version < oldest:
             raise RunError(
                 f"step {step} needs policy version {oldest} or newer (rollout.max_staleness = "

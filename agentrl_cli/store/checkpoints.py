@@ -20,22 +20,23 @@ def new_checkpoint(parent: Path, step: int) -> Iterator[Path]:
     """
     target = parent / layout.step_name(step)
     temporary = layout.temporary_path(target)
+    replaced = layout.temporary_path(target, ".deleted")
     try:
         with store_errors(target):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             yield temporary
             sync_tree(temporary)
-            replaced = layout.temporary_path(target, ".deleted")
             shutil.rmtree(replaced, ignore_errors=True)
             if target.exists():
                 target.rename(replaced)
             temporary.rename(target)
             sync_folder(parent)
-            shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
+        _bring_back(replaced, target, temporary)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def list_checkpoints(parent: Path) -> list[tuple[int, Path]]:
@@ -58,6 +59,10 @@ def restore_replaced(parent: Path) -> None:
     """Brings back a checkpoint whose replacement was cut short between the two renames."""
     for doomed in parent.glob(".step-*.deleted"):
         target = parent / doomed.name.removeprefix(".").removesuffix(".deleted")
-        replacement = layout.temporary_path(target)
-        if replacement.exists() and not target.exists():
-            doomed.rename(target)
+        _bring_back(doomed, target, layout.temporary_path(target))
+
+
+def _bring_back(replaced: Path, target: Path, replacement: Path) -> None:
+    # Without its replacement beside it, it is on its way out and no longer whole.
+    if replaced.exists() and replacement.exists() and not target.exists():
+        replaced.rename(target)

@@ -4,48 +4,59 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+from safetensors import SafetensorError
 
 from agentrl_cli.errors import StoreError
 from agentrl_cli.store.layout import temporary_path
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 @contextmanager
 def store_errors(path: Path, action: str = "written") -> Iterator[None]:
     """Turns what the system raises while ``path`` is written or read into a StoreError.
 
-    Libraries that write by themselves (safetensors, torch) wrap a full disk in
-    exceptions of their own, so their texts are looked at too.
+    Libraries that write by themselves (safetensors, tokenizers) wrap it in exceptions of
+    their own, so the texts of these are looked at too.
     """
     try:
         yield
     except StoreError:
         raise
     except Exception as error:
-        if not isinstance(error, OSError) and not _is_full(error):
+        is_known = isinstance(error, OSError | SafetensorError)
+        if not is_known and not _is_one_of(error, _FULL | _REFUSED):
             raise
         raise StoreError(_describe(path, action, error)) from error
 
 
-def _is_full(error: Exception) -> bool:
-    number = getattr(error, "errno", None)
-    return number in _FULL or os.strerror(errno.ENOSPC).lower() in str(error).lower()
+def is_full_disk(error: Exception) -> bool:
+    """True for a full disk, quota or file, also where a library has wrapped it."""
+    return _is_one_of(error, _FULL)
+
+
+def _is_one_of(error: Exception, numbers: Collection[int]) -> bool:
+    text = str(error).lower()
+    return getattr(error, "errno", None) in numbers or any(
+        os.strerror(number).lower() in text for number in numbers
+    )
 
 
 def _describe(path: Path, action: str, error: Exception) -> str:
-    if _is_full(error):
+    if is_full_disk(error):
         return (
             f"{path}: cannot be {action}: {error}. The disk (or your quota) is full. "
             "Everything written before is intact. Free some space, then type the same command "
             "again: the run goes on from its last checkpoint. (A lower "
             "train.keep_last_checkpoints, or output_dir=FOLDER on a larger disk, needs less.)"
         )
-    if isinstance(error, PermissionError) or getattr(error, "errno", None) == errno.EROFS:
+    if _is_one_of(error, _REFUSED):
         return (
             f"{path}: cannot be {action}: {error.__class__.__name__}: {error}. Allowed: a folder "
             "that you may write to. Type output_dir=FOLDER, or correct its permissions"

@@ -9,8 +9,14 @@ CONFIG = "config.yaml"
 MANIFEST = "manifest.json"
 METRICS = "metrics.jsonl"
 TRAJECTORIES = "trajectories"
+#: Finished trajectories of steps that are not whole yet.
+WAITING = "waiting"
 CHECKPOINTS = "checkpoints"
+#: Of the run, and of each checkpoint in its own folder: what the rows are known by.
+DATA_CURSOR = "data_cursor.json"
 LOGS = "logs"
+#: Micro-batches whose loss or gradient was not finite.
+MICRO_BATCHES = "micro-batches"
 LOCK = ".lock"
 #: Held by a trainer that is a process of its own, while its command holds ``LOCK``.
 TRAINER_LOCK = ".lock-trainer"
@@ -18,7 +24,9 @@ TRAINER_LOCK = ".lock-trainer"
 OVERWRITING = ".overwriting"
 
 #: What belongs to agentrl in a run folder, and nothing else may be deleted from it.
-OWNED = (METRICS, TRAJECTORIES, CHECKPOINTS, LOGS, MANIFEST, CONFIG)
+OWNED = (
+    METRICS, TRAJECTORIES, WAITING, CHECKPOINTS, MICRO_BATCHES, LOGS, DATA_CURSOR, MANIFEST, CONFIG,
+)  # fmt: skip
 
 #: Names that end so are unfinished, or on their way out: never read, removed at the next start.
 TEMPORARY = (".tmp", ".deleted")

@@ -11,6 +11,18 @@ from pathlib import Path
 
 from agentrl_cli.store.files import store_errors, write_text
 
+#: What the metrics of alarms begin with: ``alarm_<name>`` is 1 in the steps in which it rings.
+ALARM_PREFIX = "alarm_"
+
+
+def list_alarms(metrics: Mapping[str, float]) -> list[str]:
+    """The alarms that ring in a step, by its metrics."""
+    return [
+        name.removeprefix(ALARM_PREFIX)
+        for name, value in metrics.items()
+        if name.startswith(ALARM_PREFIX) and value == 1.0
+    ]
+
 
 def append_line(path: Path, metrics: Mapping[str, float]) -> None:
     """Adds one line, on disk when this returns; a line that did not fit is taken back.

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
+
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.records import Trajectory
-from agentrl_cli.store import checkpoints, layout, metrics_file
+from agentrl_cli.store import checkpoints, layout, metrics_file, micro_batch_file
 from agentrl_cli.store.config_check import check_same_config, save_config
 from agentrl_cli.store.files import atomic_file, store_errors, write_text
 from agentrl_cli.store.finding import find_run_folder
@@ -24,6 +26,7 @@ from agentrl_cli.store.trajectory_file import (
     read_trajectory_file,
     write_trajectory_file,
 )
+from agentrl_cli.store.waiting import WaitingTrajectories
 
 #: How long the trainer of a command that was killed may take to end: it is killed too.
 _ORPHAN_SECONDS = 20.0
@@ -38,6 +41,7 @@ class RunFolder:
     def __init__(self, path: Path, lock: FolderLock | None = None) -> None:
         self.path = path
         self._lock = lock
+        self._waiting = WaitingTrajectories(path / layout.WAITING)
 
     @classmethod
     def create_or_resume(
@@ -139,6 +143,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Lets other processes train in this folder; may be called twice."""
+        self._waiting.close()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -172,7 +177,25 @@ class RunFolder:
         """Writes the trajectories that ``step`` trains on; replaces those written before."""
         path = self._step_path(step)
         write_trajectory_file(path, trajectories)
+        self._waiting.drop(step)
         return path
+
+    def add_waiting(self, trajectory: Trajectory) -> None:
+        """Keeps a trajectory on disk until its step is written whole. From any thread.
+
+        Raises:
+            StoreError: the disk is full, or the folder cannot be written to.
+        """
+        self._waiting.add(trajectory)
+
+    def read_waiting(self, first_step: int) -> list[Trajectory]:
+        """What an interrupted run had finished of the steps from ``first_step`` on, which are not
+        whole; without failures, which are made again."""
+        return self._waiting.read(first_step)
+
+    def discard_waiting(self) -> None:
+        """Deletes what an interrupted run had finished of steps that are not whole."""
+        self._waiting.discard()
 
     def read_trajectories(self, step: int) -> list[Trajectory]:
         """The trajectories of one step; no other file is read."""
@@ -272,9 +295,40 @@ class RunFolder:
         """The metrics of every step so far; a line being written at this moment is left out."""
         return metrics_file.read_lines(self.path / layout.METRICS)
 
+    def read_alarms(self) -> dict[int, list[str]]:
+        """The names of the alarms that rang in each step, where any did."""
+        lines = self.read_metrics()
+        ringing = {int(m["step"]): metrics_file.list_alarms(m) for m in lines if "step" in m}
+        return {step: names for step, names in ringing.items() if names}
+
     def truncate_metrics(self, last_step: int) -> None:
         """Drops the metrics of steps after ``last_step``: they will be done again."""
         metrics_file.truncate_lines(self.path / layout.METRICS, last_step)
+
+    # Micro-batches that could not be trained on
+
+    def write_micro_batch(
+        self,
+        step: int,
+        facts: Mapping[str, Any],
+        tensors: Mapping[str, np.ndarray[Any, Any]],
+    ) -> Path:
+        """Keeps a micro-batch of ``step`` that was not finite; replaces an earlier one."""
+        path = self.path / layout.MICRO_BATCHES / layout.step_name(step)
+        micro_batch_file.write_micro_batch(path, facts, tensors)
+        return path
+
+    def list_micro_batches(self) -> list[tuple[int, Path]]:
+        """Step and folder of every micro-batch that was kept, oldest first."""
+        found = checkpoints.list_checkpoints(self.path / layout.MICRO_BATCHES)
+        return [(step, path) for step, path in found if micro_batch_file.is_complete(path)]
+
+    def discard_micro_batches(self, last_step: int) -> None:
+        """Deletes those of steps after ``last_step``: they will be done again."""
+        for step, path in checkpoints.list_checkpoints(self.path / layout.MICRO_BATCHES):
+            if step > last_step:
+                with store_errors(path, "deleted"):
+                    checkpoints.discard(path)
 
     # Checkpoints
 
@@ -291,11 +345,13 @@ class RunFolder:
         found = self.list_checkpoints()
         return found[-1] if found else None
 
-    def prune_checkpoints(self, keep_last: int) -> None:
-        """Deletes all but the newest ``keep_last`` checkpoints."""
+    def prune_checkpoints(self, keep_last: int, keep: Collection[int] = ()) -> None:
+        """Deletes all but the newest ``keep_last`` checkpoints and those of the steps ``keep``."""
         if keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}: at least one checkpoint must stay")
-        for _, path in self.list_checkpoints()[:-keep_last]:
+        for step, path in self.list_checkpoints()[:-keep_last]:
+            if step in keep:
+                continue
             with store_errors(path, "deleted"):
                 checkpoints.discard(path)
 
@@ -319,7 +375,8 @@ def _empty(path: Path) -> None:
 
 
 def _remove_temporaries(path: Path) -> None:
-    for folder in (path, path / layout.TRAJECTORIES, path / layout.CHECKPOINTS):
+    names = ("", layout.TRAJECTORIES, layout.CHECKPOINTS, layout.MICRO_BATCHES)
+    for folder in (path / name for name in names):
         if not folder.is_dir():
             continue
         checkpoints.restore_replaced(folder)

@@ -24,6 +24,7 @@ from agentrl_cli.records import (
     StopReason,
     Trajectory,
 )
+from agentrl_cli.scores import compute_score
 
 FORMAT_VERSION = "1"
 
@@ -63,8 +64,10 @@ SUMMARY_COLUMNS = (
     "task_id",
     "sample_index",
     "step",
+    "replaced_by",
     "agent_name",
     "reward",
+    "score",
     "final_answer",
     "failure_boundary",
     "failure_kind",
@@ -84,8 +87,10 @@ SCHEMA = pa.schema(
         ("task_id", pa.string()),
         ("sample_index", pa.int64()),
         ("step", pa.int64()),
+        ("replaced_by", pa.string()),
         ("agent_name", pa.string()),
         ("reward", pa.float64()),
+        ("score", pa.float64()),
         ("reward_parts_json", pa.string()),
         ("final_answer", pa.string()),
         ("stop_reason", pa.string()),
@@ -116,8 +121,10 @@ def to_row(trajectory: Trajectory) -> dict[str, Any]:
         "task_id": _text(trajectory.task_id),
         "sample_index": trajectory.sample_index,
         "step": trajectory.step,
+        "replaced_by": _text(trajectory.replaced_by),
         "agent_name": _text(trajectory.agent_name),
         "reward": _number(trajectory.reward),
+        "score": _number(compute_score(trajectory)),
         "reward_parts_json": _to_json(dict(trajectory.reward_parts)),
         "final_answer": _text(trajectory.final_answer),
         "stop_reason": trajectory.stop_reason.value if trajectory.stop_reason else None,
@@ -153,13 +160,14 @@ def from_row(row: Mapping[str, Any]) -> Trajectory:
         task_id=row["task_id"],
         sample_index=row["sample_index"],
         step=row["step"],
+        # Files of the first versions have neither this column nor that of the stop reason.
+        replaced_by=row.get("replaced_by"),
         task=_from_json(row["task_json"]),
         agent_name=row["agent_name"],
         interactions=tuple(_from_struct(s) for s in row["interactions"]),
         reward=row["reward"],
         reward_parts=_from_json(row["reward_parts_json"]),
         final_answer=row["final_answer"],
-        # Files of the first versions have no such column.
         stop_reason=StopReason(row["stop_reason"]) if row.get("stop_reason") else None,
         failure=failure,
         seconds=row["seconds"],

@@ -29,8 +29,12 @@ class TrajectorySummary:
     task_id: str
     sample_index: int
     step: int
+    replaced_by: str | None = None
+    """The group that took its group's place; None also in files of versions without this."""
     agent_name: str | None
     reward: float | None
+    score: float | None = None
+    """What groups are compared by; None: unscored, or a file of a version without this."""
     final_answer: str | None
     failure_boundary: Boundary | None
     failure_kind: str | None
@@ -72,7 +76,9 @@ def read_trajectory_file(path: Path) -> list[Trajectory]:
 def read_summaries(path: Path) -> list[TrajectorySummary]:
     """As :func:`read_trajectory_file`, reading the scalar columns only."""
     with _reading(path):
-        table = pq.read_table(path, columns=list(schema.SUMMARY_COLUMNS), partitioning=None)
+        stored = set(pq.read_schema(path).names)
+        columns = [name for name in schema.SUMMARY_COLUMNS if name in stored]
+        table = pq.read_table(path, columns=columns, partitioning=None)
         rows = table.to_pylist()
         for row in rows:
             boundary = row["failure_boundary"]

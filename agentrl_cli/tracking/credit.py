@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from agentrl_cli.records import Interaction, InteractionStatus
@@ -44,37 +44,52 @@ def compute_turn_returns(
 ) -> dict[str, float]:
     """The return of every completed interaction: reward + turn_discount x successors' mean.
 
+    Whatever was sampled shares in the outcome: see :func:`find_successors`. Empty when no
+    interaction has a reward.
+    """
+    by_id = {i.id: i for i in interactions}
+    successors = find_successors(by_id.values())
+    if all(by_id[interaction_id].reward is None for interaction_id in successors):
+        return {}
+    returns: dict[str, float] = {}
+    for interaction_id, later in successors.items():
+        credit = sum(returns[s] for s in later) / len(later) if later else 0.0
+        returns[interaction_id] = (by_id[interaction_id].reward or 0.0) + turn_discount * credit
+    return returns
+
+
+def find_successors(interactions: Iterable[Interaction]) -> dict[str, tuple[str, ...]]:
+    """Whose credit every completed interaction shares in, by ids; successors come first.
+
     Successors are an interaction's children in the conversation tree. A leaf without a
     reward of its own hands over to the first interaction that started after it ended
     (a handoff, a sub-agent's end, a compacted history); where none did (calls made in
-    parallel at the end), to the trajectory's last interaction. So whatever was sampled
-    shares in the outcome. Empty when no interaction has a reward.
+    parallel at the end), to the trajectory's last interaction.
     """
     completed = sorted(
         (i for i in interactions if i.status is InteractionStatus.COMPLETED),
         key=lambda i: i.started,
     )
-    if all(i.reward is None for i in completed):
-        return {}
-    children: dict[str, list[Interaction]] = {}
+    children: dict[str, list[str]] = {}
     for interaction in completed:
         if interaction.parent_id is not None:
-            children.setdefault(interaction.parent_id, []).append(interaction)
-    last = max(completed, key=_end)
-    returns: dict[str, float] = {}
+            children.setdefault(interaction.parent_id, []).append(interaction.id)
+    last = max(completed, key=_end, default=None)
+    found: dict[str, tuple[str, ...]] = {}
+    if last is None:
+        return found
 
     # A successor starts after its predecessor ended, so walking backwards in order of
     # start meets it first. The last interaction to end has no successor of its own.
     for interaction in [last, *reversed(completed)]:
-        if interaction.id in returns:
+        if interaction.id in found:
             continue
-        successors: Sequence[Interaction] = children.get(interaction.id, ())
+        successors = tuple(children.get(interaction.id, ()))
         if not successors and interaction.reward is None and interaction is not last:
             later = (i for i in completed if i.started > _end(interaction))
-            successors = [next(later, last)]
-        credit = sum(returns[s.id] for s in successors) / len(successors) if successors else 0.0
-        returns[interaction.id] = (interaction.reward or 0.0) + turn_discount * credit
-    return returns
+            successors = (next(later, last).id,)
+        found[interaction.id] = successors
+    return found
 
 
 def _end(interaction: Interaction) -> int:

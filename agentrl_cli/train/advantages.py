@@ -1,4 +1,4 @@
-"""Group relative advantages, computed over trajectories and keyed by group id.
+"""Advantages of interactions, from statistics over trajectories that are keyed by group id.
 
 A trajectory's score is the mean of its interactions' returns; baselines and
 deviations are taken over the scores of a group, so that a trajectory of ten turns
@@ -7,87 +7,147 @@ weighs as much as one of a single turn (see docs/how-it-works.md).
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from agentrl_cli.config.advantage import (
+    AdvantageConfig,
+    DrGrpoAdvantageConfig,
+    GaeAdvantageConfig,
+    GrpoAdvantageConfig,
+    MaxRlAdvantageConfig,
+    ReinforcePlusPlusAdvantageConfig,
+    RlooAdvantageConfig,
+)
+from agentrl_cli.errors import RunError
 from agentrl_cli.records import Trajectory
+from agentrl_cli.scores import (
+    GroupStatistics,
+    compute_group_statistics,
+    compute_score,
+    compute_statistics,
+)
 
 #: Added to the deviation, so that nearly equal scores do not explode.
 DEVIATION_EPSILON = 1e-6
 
-#: Scores that differ by less than this share of their size are equal: sums of the same
-#: rewards in another order differ by about 1e-16 of it.
-EQUAL_SCORES_TOLERANCE = 1e-9
-
 
 @dataclass(frozen=True, slots=True)
-class GroupStatistics:
-    """Baseline and scale of one group's scores."""
+class Standing:
+    """What the returns of a trajectory are measured by."""
 
-    mean: float
-    deviation: float
-    """Unbiased (n - 1); exactly 0.0 for fewer than two scores and for equal ones."""
-    num_scored: int
-
-    @property
-    def has_signal(self) -> bool:
-        """False: every advantage of the group is exactly 0."""
-        return self.deviation > 0.0
+    score: float
+    group: GroupStatistics
+    """Of the trajectories that it is compared with, itself among them."""
+    batch_deviation: float
+    """Unbiased deviation of all scores of the batch, each less its group's mean."""
 
 
-def compute_score(trajectory: Trajectory) -> float | None:
-    """The trajectory's score: the mean of its interactions' returns; None: unscored.
-
-    A trajectory without any return (it made no model call) is scored by its reward.
-    One whose reward is missing or not finite is unscored, as is one with a return that
-    is not finite.
-    """
-    if trajectory.reward is None:
-        return None
-    returns = [i.turn_return for i in trajectory.interactions if i.turn_return is not None]
-    score = math.fsum(returns) / len(returns) if returns else trajectory.reward
-    return score if math.isfinite(score) and math.isfinite(trajectory.reward) else None
+#: An interaction's return, and its trajectory's standing -> the interaction's advantage.
+Estimator = Callable[[float, Standing], float]
 
 
-def compute_group_statistics(trajectories: Iterable[Trajectory]) -> dict[str, GroupStatistics]:
-    """Mean and unbiased deviation of the scores of every group, by group id."""
-    scores: defaultdict[str, list[float]] = defaultdict(list)
-    for trajectory in trajectories:
-        score = compute_score(trajectory)
-        scores[trajectory.group_id].extend(() if score is None else (score,))
-    return {group_id: _summarize(group) for group_id, group in scores.items()}
-
-
-def compute_advantages(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def compute_advantages(
+    trajectories: Sequence[Trajectory], config: AdvantageConfig
+) -> dict[str, float]:
     """The advantage of every interaction, by interaction id.
 
-    (return - group mean) / (group deviation + 1e-6), as in GRPO (arXiv 2402.03300,
-    section 4.1.2), with the deviation unbiased. Exactly 0.0 in a group of one or of equal
-    scores, in an unscored trajectory, and for an interaction without a return.
+    Exactly 0.0 in a group of one or of equal scores, in an unscored trajectory, and for an
+    interaction without a return.
+
+    Raises:
+        RunError: rewards that ``config`` cannot be used with.
+        ValueError: ``config`` is ``gae``, whose advantages are of tokens.
     """
-    groups = compute_group_statistics(trajectories)
+    estimate = _choose_estimator(config)
+    if isinstance(config, MaxRlAdvantageConfig):
+        _check_not_negative(trajectories)
     advantages: dict[str, float] = {}
-    for trajectory in trajectories:
-        group = groups[trajectory.group_id]
-        is_trained = compute_score(trajectory) is not None and group.has_signal
+    for trajectory, standing in zip(trajectories, _rank(trajectories, config), strict=True):
         for interaction in trajectory.interactions:
             turn_return = interaction.turn_return
             advantages[interaction.id] = (
-                (turn_return - group.mean) / (group.deviation + DEVIATION_EPSILON)
-                if is_trained and turn_return is not None
-                else 0.0
+                0.0 if standing is None or turn_return is None else estimate(turn_return, standing)
             )
     return advantages
 
 
-def _summarize(scores: list[float]) -> GroupStatistics:
-    if not scores:
-        return GroupStatistics(0.0, 0.0, 0)
-    mean = math.fsum(scores) / len(scores)
-    spread = max(scores) - min(scores)
-    if spread <= EQUAL_SCORES_TOLERANCE * max(map(abs, scores)):
-        return GroupStatistics(mean, 0.0, len(scores))
-    squares = math.fsum((score - mean) ** 2 for score in scores)
-    return GroupStatistics(mean, math.sqrt(squares / (len(scores) - 1)), len(scores))
+def estimate_grpo(turn_return: float, standing: Standing) -> float:
+    """(return - group mean) / (group deviation + 1e-6): GRPO (arXiv 2402.03300, section 4.1.2),
+    with the deviation unbiased."""
+    return (turn_return - standing.group.mean) / (standing.group.deviation + DEVIATION_EPSILON)
+
+
+def estimate_dr_grpo(turn_return: float, standing: Standing) -> float:
+    """return - group mean: Dr. GRPO (arXiv 2503.20783, section 3.2), in which easy and hard tasks
+    weigh no more than others."""
+    return turn_return - standing.group.mean
+
+
+def estimate_rloo(turn_return: float, standing: Standing) -> float:
+    """return - mean score of the group's others: the leave-one-out baseline of RLOO (Kool et al.
+    2019; arXiv 2402.14740), independent of the trajectory that it judges."""
+    group = standing.group
+    mean_of_others = (group.mean * group.num_scored - standing.score) / (group.num_scored - 1)
+    return turn_return - mean_of_others
+
+
+def estimate_reinforce_plus_plus(turn_return: float, standing: Standing) -> float:
+    """(return - mean) / (deviation over the batch + 1e-6): REINFORCE++ (arXiv 2501.03262), the mean
+    being the group's, or the batch's."""
+    return (turn_return - standing.group.mean) / (standing.batch_deviation + DEVIATION_EPSILON)
+
+
+def estimate_maxrl(turn_return: float, standing: Standing) -> float:
+    """(return - group mean) / group mean: MaxRL (arXiv 2602.02710).
+
+    With rewards of 0 and 1 the group's gradient is then the mean score function of its successes
+    less that of all: an estimate of the gradient of the logarithm of the success probability.
+    """
+    return (turn_return - standing.group.mean) / standing.group.mean
+
+
+def _choose_estimator(config: AdvantageConfig) -> Estimator:
+    if isinstance(config, GaeAdvantageConfig):
+        raise ValueError("advantages of kind gae are of tokens, from a critic's values")
+    if isinstance(config, GrpoAdvantageConfig):
+        return estimate_grpo
+    if isinstance(config, DrGrpoAdvantageConfig):
+        return estimate_dr_grpo
+    if isinstance(config, RlooAdvantageConfig):
+        return estimate_rloo
+    if isinstance(config, MaxRlAdvantageConfig):
+        return estimate_maxrl
+    return estimate_reinforce_plus_plus
+
+
+def _rank(trajectories: Sequence[Trajectory], config: AdvantageConfig) -> list[Standing | None]:
+    """The standing of each trajectory; None: it is unscored, or nothing differs from it."""
+    groups = compute_group_statistics(trajectories)
+    scores = [compute_score(trajectory) for trajectory in trajectories]
+    if isinstance(config, ReinforcePlusPlusAdvantageConfig) and config.baseline == "batch":
+        whole = compute_statistics([score for score in scores if score is not None])
+        groups = dict.fromkeys(groups, whole)
+    own_groups = [groups[trajectory.group_id] for trajectory in trajectories]
+    centered = [
+        score - group.mean
+        for score, group in zip(scores, own_groups, strict=True)
+        if score is not None
+    ]
+    deviation = compute_statistics(centered).deviation
+    return [
+        Standing(score, group, deviation) if score is not None and group.has_signal else None
+        for score, group in zip(scores, own_groups, strict=True)
+    ]
+
+
+def _check_not_negative(trajectories: Sequence[Trajectory]) -> None:
+    for trajectory in trajectories:
+        score = compute_score(trajectory)
+        if score is not None and score < 0.0:
+            raise RunError(
+                f"trajectory {trajectory.id} has the score {score:g}: "
+                "train.algorithm.advantage.kind maxrl divides by the mean score of a group. "
+                "Allowed: rewards of 0 and above. "
+                "Type train.algorithm.advantage.kind=grpo, or change the reward function"
+            )

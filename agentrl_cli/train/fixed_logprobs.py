@@ -13,7 +13,7 @@ from agentrl_cli.train.packing import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class FixedLogprobs:
-    """Logprobs [tokens] by ``id(sample)``, made once before the step's first update."""
+    """Logprobs [targets] by ``id(sample)``, made once before the step's first update."""
 
     proximal: Mapping[int, Tensor] | None
     """None: those of the update's own forward pass."""
@@ -21,7 +21,7 @@ class FixedLogprobs:
     """None: there is no KL term."""
 
     def join(self, batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
-        """Those of the micro-batch's tokens, on its device."""
+        """Those of the micro-batch's targets, on its device."""
         return _join(self.proximal, batch), _join(self.reference, batch)
 
 

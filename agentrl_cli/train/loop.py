@@ -14,13 +14,14 @@ from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background import BackgroundLoop
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.train.break_alarm import BreakAlarm
+from agentrl_cli.train.alarms import Alarms
 from agentrl_cli.train.engine_faults import EngineFaults
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.loggers import MetricsLogger
 from agentrl_cli.train.metrics import summarize_trajectories
 from agentrl_cli.train.progress import BatchProgress
 from agentrl_cli.train.publish import publish_and_verify, resolve_probe_tolerance
+from agentrl_cli.train.saving import CheckpointSaver
 from agentrl_cli.train.stop_flag import StopFlag
 
 
@@ -37,6 +38,7 @@ class TrainingLoop:
     config: ExperimentConfig
     folder: RunFolder
     learner: Learner
+    saver: CheckpointSaver
     engine: InferenceEngine
     scheduler: RolloutScheduler
     progress: BatchProgress
@@ -52,17 +54,23 @@ class TrainingLoop:
     stop: StopFlag
     _step_started: float = field(default=0.0, init=False)
     _faults: EngineFaults = field(init=False)
-    _break_alarm: BreakAlarm = field(init=False)
+    _alarms: Alarms = field(init=False)
 
     def __post_init__(self) -> None:
         self._faults = EngineFaults(self.engine)
-        self._break_alarm = BreakAlarm(self.observer, self.folder.path)
 
     def run(self) -> bool:
-        """Trains until the last step or a request to stop; True when the last step is done."""
+        """Trains until the last step or a request to stop; True when the last step is done.
+
+        Raises:
+            AlarmError: an alarm rang that ends the run; the step is saved.
+        """
         last_step = self.config.train.total_steps
         first_step = self.learner.step + 1
         self.folder.truncate_metrics(first_step - 1)
+        self.folder.discard_micro_batches(first_step - 1)
+        lines = self.folder.read_metrics()
+        self._alarms = Alarms(self.config, self.folder.path, self.observer, lines)
         self.publish(first_step - 1)
         self.evaluate_if_due(first_step - 1)
         for step in range(first_step, last_step + 1):
@@ -75,6 +83,7 @@ class TrainingLoop:
             metrics |= self.publish(step)
             metrics |= {"rollout_seconds": collected - self._step_started}
             self.record(step, batch, metrics)
+            self.stop_if_alarmed(step)
             self.evaluate_if_due(step)
             self.save_if_due(step)
         return True
@@ -86,25 +95,33 @@ class TrainingLoop:
             return self.folder.read_trajectories(step)
         num_trajectories = self.config.train_dataset.batch_size * self.config.gconfig.n_samples
         self.observer.on_stage("rollout", num_trajectories)
-        self.observer.on_progress(self.progress.begin(step))
-        num_steps_ahead = self.config.rollout.max_staleness + 1
+        self.progress.begin(step)
         try:
-            batch = self.background.run(
-                self.scheduler.next_batch(step),
-                self.config.rollout.compute_deadline(num_trajectories * num_steps_ahead),
-            )
+            batch = self.background.run(self.scheduler.next_batch(step), self.compute_deadline())
         except RolloutFailedError as error:
             self.folder.write_trajectories(step, error.trajectories)
             raise
         self.folder.write_trajectories(step, batch)
         return batch
 
+    def compute_deadline(self) -> float:
+        """Seconds after which the next batch is there, those that are made ahead of it too."""
+        config, num_spares = self.config, self.config.resolve_max_replaced_groups()
+        num_groups = config.train_dataset.batch_size + num_spares
+        num_steps_ahead = config.rollout.max_staleness + 1
+        # At worst every spare replaces the one before it.
+        return config.rollout.compute_deadline(
+            num_groups * config.gconfig.n_samples * num_steps_ahead, max_in_a_row=1 + num_spares
+        )
+
     def learn(self, step: int, batch: Sequence[Trajectory]) -> dict[str, float]:
         """Updates the learner; an engine on the same GPU makes room for it meanwhile."""
         self.observer.on_stage("train")
         engine = self.config.engine
         self.background.run(self.engine.release_memory(), engine.compute_release_deadline())
-        metrics = self.learner.update(batch, policy_version=step - 1)
+        metrics = self.learner.update(
+            batch, policy_version=step - 1, save_fault=self.folder.write_micro_batch
+        )
         self.background.run(self.engine.reclaim_memory(), engine.compute_release_deadline())
         return metrics
 
@@ -131,6 +148,7 @@ class TrainingLoop:
         line = {
             "step": float(step),
             **summarize_trajectories(batch, policy_version=step - 1),
+            "num_resting_tasks": float(self.scheduler.count_resting(step)),
             **metrics,
             **self._faults.take(),
             "reward_seconds": sum(t.reward_seconds for t in batch),
@@ -139,11 +157,19 @@ class TrainingLoop:
             "step_seconds": seconds,
             "policy_version": float(step),
         }
+        line |= self._alarms.check(line)
         self.folder.append_metrics(line)
         for logger in self.loggers:
             logger.log(step, line)
         self.observer.on_step(line)
-        self._break_alarm.check(step, batch)
+        self._alarms.tell()
+
+    def stop_if_alarmed(self, step: int) -> None:
+        """Saves and raises where an alarm ends the run; after the last step nothing is left to."""
+        error = self._alarms.find_stop()
+        if error is not None and step < self.config.train.total_steps:
+            self.save(step)
+            raise error
 
     def evaluate_if_due(self, step: int) -> None:
         """Evaluates before the first step, after the last, and every ``eval_every_steps``."""
@@ -153,11 +179,11 @@ class TrainingLoop:
             self.evaluate(step)
 
     def save_if_due(self, step: int) -> None:
-        """Saves every ``save_every_steps``, after the last step, and when asked to stop."""
-        every, last_step = self.config.train.save_every_steps, self.config.train.total_steps
-        due = step == last_step or (every is not None and step % every == 0)
-        if due or self.stop.is_set():
-            self.observer.on_stage("save")
-            with self.folder.new_checkpoint(step) as path:
-                self.learner.save(path)
-            self.folder.prune_checkpoints(self.config.train.keep_last_checkpoints)
+        """Saves when it is due, and when asked to stop."""
+        if self.stop.is_set() or self.saver.is_due(step):
+            self.save(step)
+
+    def save(self, step: int) -> None:
+        """Writes a checkpoint, and deletes those that are not kept."""
+        self.observer.on_stage("save")
+        self.saver.save(step)

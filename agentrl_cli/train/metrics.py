@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 
 from agentrl_cli.breaks import BreakTotals, summarize_breaks
 from agentrl_cli.records import Boundary, BreakCause, StopReason, Trajectory
-from agentrl_cli.train.advantages import compute_group_statistics, compute_score
+from agentrl_cli.scores import compute_group_statistics, compute_score
 
 
 def summarize_trajectories(
@@ -17,7 +16,9 @@ def summarize_trajectories(
 ) -> dict[str, float]:
     """The step's metrics of its trajectories; every value is finite.
 
-    ``reward_mean`` and ``reward_std`` (unbiased) are over the scored trajectories and
+    ``trajectories`` are all that were sampled for the step, those of replaced groups too: what
+    is left out of training is not left out of what is reported.
+    ``reward_*`` (``reward_std`` unbiased) are over the scored trajectories and
     missing when there are none, as 0 would be read as a reward. ``truncated_fraction`` is
     the share of trajectories with a reply cut by its length limit; ``staleness_*`` is
     ``policy_version`` minus the version of each sampled token. Lengths, turns and tool calls
@@ -35,16 +36,21 @@ def summarize_trajectories(
 
 
 def _summarize_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    rewards = [t.reward for t in trajectories if t.reward is not None and math.isfinite(t.reward)]
-    num_scored = sum(compute_score(t) is not None for t in trajectories)
+    scored = (t.reward for t in trajectories if compute_score(t) is not None)
+    rewards = [reward for reward in scored if reward is not None]
     groups = compute_group_statistics(trajectories).values()
+    replaced = {t.group_id for t in trajectories if t.replaced_by is not None}
     summary = {
+        "num_groups": float(len(groups)),
         "num_trajectories": float(len(trajectories)),
-        "num_unscored": float(len(trajectories) - num_scored),
+        "num_unscored": float(len(trajectories) - len(rewards)),
         "num_groups_without_signal": float(sum(not group.has_signal for group in groups)),
+        "num_replaced_groups": float(len(replaced)),
     }
     if rewards:
         summary["reward_mean"] = statistics.fmean(rewards)
+        summary["reward_min"] = min(rewards)
+        summary["reward_max"] = max(rewards)
         summary["reward_std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
     return summary
 

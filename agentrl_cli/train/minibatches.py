@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.records import Trajectory
-from agentrl_cli.train.advantages import compute_score
-from agentrl_cli.train.losses import compute_token_weights
-from agentrl_cli.train.samples import Sample, count_trained_tokens
+from agentrl_cli.scores import compute_score
+from agentrl_cli.train.aggregation import compute_token_weights
+from agentrl_cli.train.samples import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Minibatch:
 
     samples: tuple[Sample, ...]
     token_weights: dict[int, float]
-    """By trajectory index."""
+    """By ``id(sample)``."""
 
 
 def build_minibatches(
@@ -42,21 +42,20 @@ def build_minibatches(
     random.Random(f"{config.seed}/{shuffle_key}").shuffle(order)
     count = min(config.train.num_minibatches, len(order))
     return [
-        _build_minibatch(samples, set().union(*order[first::count]), len(trajectories), config)
+        _build_minibatch(samples, set().union(*order[first::count]), config)
         for first in range(count)
     ]
 
 
 def _build_minibatch(
-    samples: Sequence[Sample], indices: set[int], num_trajectories: int, config: ExperimentConfig
+    samples: Sequence[Sample], indices: set[int], config: ExperimentConfig
 ) -> Minibatch:
     chosen = tuple(s for s in samples if s.trajectory_index in indices)
-    counts = count_trained_tokens(chosen, num_trajectories)
-    order = sorted(indices)
     algorithm = config.train.algorithm
     weights = compute_token_weights(
         algorithm.aggregation,
-        [counts[index] for index in order],
+        chosen,
+        len(indices),
         algorithm.constant_denominator or config.gconfig.max_tokens,
     )
-    return Minibatch(chosen, dict(zip(order, weights, strict=True)))
+    return Minibatch(chosen, weights)

@@ -32,6 +32,16 @@ def compute_learning_rate(config: TrainConfig, step: int) -> float:
     return lowest + (peak - lowest) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Casts the parameters of ``model``, and leaves its buffers as they are.
+
+    Buffers hold the frequencies of rotary positions: rounded to bfloat16 they would turn two tokens
+    that are 4,000 apart by half a radian against each other, and against the engine's.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
 class MasterOptimizer:
     """AdamW whose weights, gradients and state are float32, whatever the model computes in.
 
@@ -42,7 +52,7 @@ class MasterOptimizer:
     """
 
     def __init__(self, model: nn.Module, config: TrainConfig, compute_dtype: torch.dtype) -> None:
-        """Casts ``model`` to ``compute_dtype``; the masters are of its weights before that."""
+        """Casts ``model``; the masters are of its weights before that."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if compute_dtype == torch.float32:
             model.to(torch.float32)
@@ -53,7 +63,7 @@ class MasterOptimizer:
                 name: nn.Parameter(weight.detach().to(torch.float32, copy=True))
                 for name, weight in trained.items()
             }
-            model.to(compute_dtype)
+            cast_weights(model, compute_dtype)
             self._model_weights = dict(trained)
             for name, weight in trained.items():
                 weight.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]

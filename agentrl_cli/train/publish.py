@@ -79,7 +79,9 @@ async def publish_and_verify(
     if not probes:
         raise ValueError("publish_and_verify needs at least one probe prompt")
     started = time.perf_counter()
-    await engine.publish_weights(version, learner.weights())
+    # Of several trainers the first waits here for the others' shards, and agents go on meanwhile.
+    weights = await asyncio.to_thread(learner.weights)
+    await engine.publish_weights(version, weights)
     published = time.perf_counter()
     answers = await _ask_replicas(engine, version, probes)
     sequences = await _score(learner, probes, answers)

@@ -6,6 +6,7 @@ receives its own interaction's advantage, temperature and top_p.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,36 +17,81 @@ from torch import Tensor
 from agentrl_cli.errors import RunError
 from agentrl_cli.log import get_logger
 from agentrl_cli.records import Interaction, Trajectory
-from agentrl_cli.tracking.sequences import ExportStyle, TokenSequence, build_sequences
-from agentrl_cli.train.advantages import compute_score
-from agentrl_cli.train.masks import FREE, MaskMaker, TokenMasks
+from agentrl_cli.scores import compute_score
+from agentrl_cli.tracking.sequences import ExportStyle, Span, TokenSequence, build_sequences
+from agentrl_cli.train.masks import FREE, MaskMaker, TokenMasks, join_masks
 
 _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """The tokens that are trained on, or scored; every tensor has shape [targets]."""
+
+    sources: Tensor
+    """int64: the position whose hidden state predicts the target: that of the token before."""
+    ids: Tensor
+    """int64."""
+    rollout_logprobs: Tensor
+    """float32 nats."""
+    versions: Tensor
+    """int64: the policy version that sampled it."""
+    advantages: Tensor
+    """float32."""
+    temperatures: Tensor
+    """float32."""
+    top_ps: Tensor
+    """float32."""
+    masks: TokenMasks | None = None
+    """What constrained targets were chosen from; None: none was constrained."""
+
+    def __len__(self) -> int:
+        return int(self.ids.numel())
+
+    def move(self, sources: Tensor, device: torch.device) -> Targets:
+        """The same targets on ``device``, predicted from ``sources``."""
+        moved = {
+            field.name: getattr(self, field.name).to(device)
+            for field in dataclasses.fields(self)
+            if field.name not in ("sources", "masks")
+        }
+        masks = self.masks and TokenMasks(self.masks.numbers.to(device), self.masks.table)
+        return Targets(sources=sources.to(device), masks=masks, **moved)
+
+
+def join_targets(parts: Sequence[Targets]) -> Targets:
+    """Targets one after the other; their sources stay as they are."""
+    joined = {
+        field.name: torch.cat([getattr(part, field.name) for part in parts])
+        for field in dataclasses.fields(Targets)
+        if field.name != "masks"
+    }
+    masks = join_masks([part.masks for part in parts], [len(part) for part in parts])
+    return Targets(masks=masks, **joined)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Which of a sample's targets one interaction's completion gave."""
+
+    interaction_id: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One flat token sequence to train on; every tensor has shape [tokens], on the CPU."""
+    """One flat token sequence and what is trained in it; tensors are on the CPU."""
 
     input_ids: Tensor
-    """int64."""
-    loss_mask: Tensor
-    """Bool, True = trained on; the first token never is."""
-    rollout_logprobs: Tensor
-    """float32 nats; 0 where not sampled."""
-    versions: Tensor
-    """int64; -1 where not sampled."""
-    advantages: Tensor
-    """float32; 0 where not trained on."""
-    temperatures: Tensor
-    """float32; 1 where not trained on."""
-    top_ps: Tensor
-    """float32; 1 where not trained on."""
+    """int64 [tokens]."""
+    targets: Targets
+    """In the order of their tokens."""
+    turns: tuple[Turn, ...] = ()
+    """In order; together they cover all targets."""
     trajectory_index: int
     """Position of the trajectory in the list that the samples were built from."""
     trajectory_id: str
-    masks: TokenMasks | None = None
-    """What constrained tokens were chosen from; None: none was constrained."""
 
     @property
     def num_tokens(self) -> int:
@@ -53,19 +99,19 @@ class Sample:
         return int(self.input_ids.numel())
 
     @property
-    def num_trained_tokens(self) -> int:
-        """Tokens that the mask lets through."""
-        return int(self.loss_mask.sum())
+    def num_targets(self) -> int:
+        """Tokens that are trained on."""
+        return len(self.targets)
 
     @property
     def has_advantage(self) -> bool:
         """False: without a KL term, its gradient is exactly 0 and no forward pass is needed."""
-        return bool(self.advantages.any())
+        return bool(self.targets.advantages.any())
 
 
 def build_samples(
     trajectories: Sequence[Trajectory],
-    advantages: Mapping[str, float],
+    advantages: Mapping[str, float] | None,
     export_style: ExportStyle,
     mask_maker: MaskMaker | None = None,
 ) -> list[Sample]:
@@ -74,8 +120,9 @@ def build_samples(
     Unscored trajectories give none: they count nowhere, neither in the loss nor in its
     denominators. Scored trajectories of advantage 0 do give samples, because their tokens
     stay in the denominators; the learner leaves them out of the forward pass unless a KL
-    term wants them. Spans whose interaction has no return are masked. Constrained tokens get
-    the masks that ``mask_maker`` makes.
+    term wants them. Turns whose interaction has no return are not trained. Constrained tokens get
+    the masks that ``mask_maker`` makes. Without ``advantages`` (by interaction id) they are 0
+    until :func:`assign_advantages`.
 
     Raises:
         RunError: a token to train on has a rollout logprob that is not finite.
@@ -88,32 +135,41 @@ def build_samples(
             continue
         for sequence in build_sequences(trajectory.interactions, export_style):
             sample = _build_sample(sequence, advantages, index, trajectory.id, mask_maker)
-            if sample.num_trained_tokens:
+            if sample is not None:
                 samples.append(sample)
     return samples
 
 
-def count_trained_tokens(samples: Sequence[Sample], num_trajectories: int) -> list[int]:
-    """Trained tokens of each trajectory, by trajectory index."""
-    counts = [0] * num_trajectories
+def assign_advantages(samples: Sequence[Sample], advantages: Mapping[str, float]) -> list[Sample]:
+    """The samples with their interactions' ``advantages``, by interaction id, on every token."""
+    assigned = []
     for sample in samples:
-        counts[sample.trajectory_index] += sample.num_trained_tokens
-    return counts
+        spread = torch.zeros(sample.num_targets)
+        for turn in sample.turns:
+            spread[turn.start : turn.end] = advantages[turn.interaction_id]
+        targets = dataclasses.replace(sample.targets, advantages=spread)
+        assigned.append(dataclasses.replace(sample, targets=targets))
+    return assigned
 
 
 def build_scoring_sample(
     token_ids: Sequence[int], start: int, *, temperature: float, top_p: float
 ) -> Sample:
     """A sample whose tokens from position ``start`` on are scored; for logprobs alone."""
-    num_tokens = len(token_ids)
+    input_ids = torch.tensor(token_ids, dtype=torch.long)
+    sources = torch.arange(max(start, 1) - 1, len(token_ids) - 1)
+    count = len(sources)
     return Sample(
-        input_ids=torch.tensor(token_ids, dtype=torch.long),
-        loss_mask=torch.arange(num_tokens) >= max(start, 1),
-        rollout_logprobs=torch.zeros(num_tokens),
-        versions=torch.full((num_tokens,), -1),
-        advantages=torch.zeros(num_tokens),
-        temperatures=torch.full((num_tokens,), temperature),
-        top_ps=torch.full((num_tokens,), top_p),
+        input_ids=input_ids,
+        targets=Targets(
+            sources=sources,
+            ids=input_ids[sources + 1],
+            rollout_logprobs=torch.zeros(count),
+            versions=torch.full((count,), -1),
+            advantages=torch.zeros(count),
+            temperatures=torch.full((count,), temperature),
+            top_ps=torch.full((count,), top_p),
+        ),
         trajectory_index=0,
         trajectory_id="",
     )
@@ -121,16 +177,14 @@ def build_scoring_sample(
 
 def _build_sample(
     sequence: TokenSequence,
-    advantages: Mapping[str, float],
+    advantages: Mapping[str, float] | None,
     index: int,
     trajectory_id: str,
     mask_maker: MaskMaker | None,
-) -> Sample:
-    num_tokens = len(sequence.input_ids)
-    loss_mask = torch.zeros(num_tokens, dtype=torch.bool)
-    token_advantages = torch.zeros(num_tokens)
-    temperatures, top_ps = torch.ones(num_tokens), torch.ones(num_tokens)
-    mask_numbers = torch.full((num_tokens,), FREE)
+) -> Sample | None:
+    """None: nothing of the sequence is trained."""
+    parts: list[Targets] = []
+    turns: list[Turn] = []
     for span in sequence.spans:
         interaction = span.interaction
         if not span.trained or interaction.turn_return is None:
@@ -138,27 +192,48 @@ def _build_sample(
         numbers = _number_masks(interaction, mask_maker, trajectory_id)
         if numbers is None:
             continue
-        mask_numbers[span.start : span.end] = torch.tensor(numbers)
-        # The first token of a sequence has nothing before it that could predict it.
-        place = slice(max(span.start, 1), span.end)
-        loss_mask[place] = True
-        token_advantages[place] = advantages[interaction.id]
-        temperatures[place] = interaction.temperature
-        top_ps[place] = interaction.top_p
         _check_logprobs(interaction.rollout_logprobs, interaction.id, trajectory_id)
+        # The first token of a sequence has nothing before it that could predict it.
+        skipped = 1 if span.start == 0 else 0
+        advantage = 0.0 if advantages is None else advantages[interaction.id]
+        part = _build_targets(span, skipped, advantage, numbers, mask_maker)
+        first = turns[-1].end if turns else 0
+        turns.append(Turn(interaction.id, first, first + len(part)))
+        parts.append(part)
+    if not any(len(part) for part in parts):
+        return None
     return Sample(
         input_ids=torch.tensor(sequence.input_ids, dtype=torch.long),
-        loss_mask=loss_mask,
-        rollout_logprobs=torch.tensor(sequence.rollout_logprobs, dtype=torch.float32),
-        versions=torch.tensor(sequence.versions, dtype=torch.long),
-        advantages=token_advantages,
-        temperatures=temperatures,
-        top_ps=top_ps,
+        targets=join_targets(parts),
+        turns=tuple(turns),
         trajectory_index=index,
         trajectory_id=trajectory_id,
-        masks=TokenMasks(mask_numbers, mask_maker.table)
-        if mask_maker is not None and mask_numbers.any()
-        else None,
+    )
+
+
+def _build_targets(
+    span: Span,
+    skipped: int,
+    advantage: float,
+    mask_numbers: Sequence[int],
+    mask_maker: MaskMaker | None,
+) -> Targets:
+    """The tokens of one completion, without the first ``skipped``."""
+    interaction = span.interaction
+    ids = torch.tensor(interaction.completion_ids[skipped:], dtype=torch.long)
+    numbers = torch.tensor(mask_numbers[skipped:], dtype=torch.long)
+    masks = None
+    if mask_maker is not None and bool((numbers != FREE).any()):
+        masks = TokenMasks(numbers, mask_maker.table)
+    return Targets(
+        sources=torch.arange(span.start + skipped, span.end) - 1,
+        ids=ids,
+        rollout_logprobs=torch.tensor(interaction.rollout_logprobs[skipped:], dtype=torch.float32),
+        versions=torch.tensor(interaction.versions[skipped:], dtype=torch.long),
+        advantages=torch.full(ids.shape, advantage),
+        temperatures=torch.full(ids.shape, interaction.temperature),
+        top_ps=torch.full(ids.shape, interaction.top_p),
+        masks=masks,
     )
 
 

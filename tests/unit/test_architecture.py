@@ -25,7 +25,7 @@ ORDER = (
     "launch",
 )
 #: Files beside the rooms that everybody may import.
-BASE_FILES = {"errors", "log", "records", "breaks", "guard"}
+BASE_FILES = {"errors", "log", "records", "breaks", "scores", "guard"}
 MAY_IMPORT: dict[str, set[str]] = {
     room: set(ORDER[: index + 1]) for index, room in enumerate(ORDER)
 }

@@ -60,6 +60,23 @@ def test_every_config_loads_and_says_what_to_expect(path: Path) -> None:
     assert first_line.startswith("# Hardware:")
 
 
+def test_rows_of_tables_have_as_many_cells_as_their_head() -> None:
+    """A bar inside a cell ends it, and what follows is not shown."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    wrong = []
+    for page in pages:
+        num_cells = 0
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if not line.startswith("|"):
+                num_cells = 0
+                continue
+            found = len(re.findall(r"(?<!\\)\|", line))
+            num_cells = num_cells or found
+            if found != num_cells:
+                wrong.append((page.name, line[:60]))
+    assert wrong == []
+
+
 def test_links_of_the_pages_lead_somewhere() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     links = [

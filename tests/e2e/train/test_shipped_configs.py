@@ -76,6 +76,28 @@ def test_quickstart_teaches_the_agent_to_use_its_tool(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.openai_agents
+@pytest.mark.timeout(1200)
+def test_the_quickstart_is_learned_with_a_critic_too(tmp_path: Path) -> None:
+    pytest.importorskip("agents")
+    command = ["-m", "agentrl_cli", "train", "--config", "configs/quickstart-ppo.yaml"]
+    run([*command, f"output_dir={tmp_path}"])
+    folder = RunFolder.open(tmp_path / "quickstart-ppo" / "t0")
+    steps = folder.eval_steps()
+    before, after = (folder.read_eval_report(step) for step in (steps[0], steps[-1]))
+    assert before["mean_reward"] <= 0.45
+    assert after["mean_reward"] >= 0.95
+    metrics = folder.read_metrics()
+    assert [line["num_updates"] for line in metrics[:3]] == [0, 0, 4]
+    # Later all rewards are equal, and nothing is left to explain.
+    assert max(line.get("explained_variance", 0.0) for line in metrics) > 0.2
+    assert metrics[-1]["value_mean"] == pytest.approx(metrics[-1]["return_mean"], abs=0.1)
+    checkpoint = folder.latest_checkpoint()
+    assert checkpoint is not None
+    assert (checkpoint[1] / "critic" / "optimizer.safetensors").is_file()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_python_example_of_the_readme_trains(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

@@ -60,12 +60,12 @@ def count_vowels(completions, **kwargs):
 class Command:
     """``agentrl train`` in a user's folder, and the processes below it."""
 
-    def __init__(self, project: Path) -> None:
+    def __init__(self, project: Path, *settings: str) -> None:
         self._project = project
         self._output = project / "output.txt"
         with self._output.open("ab") as output:
             self._command = subprocess.Popen(
-                [sys.executable, "-m", "agentrl_cli", "train", "--config", "c.yaml"],
+                [sys.executable, "-m", "agentrl_cli", "train", "--config", "c.yaml", *settings],
                 cwd=project,
                 env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
                 stdout=output,
@@ -96,7 +96,8 @@ class Command:
         return [p for p in found if is_alive(p)]
 
     def find(self, kind: str) -> list[psutil.Process]:
-        """Processes of a kind: ``trainer``, ``server``, ``core`` (of a server), ``guard``."""
+        """Processes of a kind: ``trainer``, ``rank`` (a further one), ``server``, ``core`` (of a
+        server), ``guard``."""
         return [p for p in self.processes() if classify(p) == kind]
 
     def count_steps(self) -> int:
@@ -157,6 +158,8 @@ def classify(process: psutil.Process) -> str:
         return "guard"
     if "agentrl_cli.launch.trainer_process" in command:
         return "trainer"
+    if "agentrl_cli.launch.rank_process" in command:
+        return "rank"
     if "vllm.entrypoints.openai.api_server" in command:
         return "server"
     # The engine's core has no command line of its own; beside it is a tracker of resources.
@@ -201,12 +204,12 @@ def project(tmp_path: Path, untied_folder: Path) -> Path:
 
 
 @pytest.fixture
-def start(project: Path) -> Iterator[Callable[[], Command]]:
+def start(project: Path) -> Iterator[Callable[..., Command]]:
     """Starts the command; nothing of it outlives the test."""
     commands: list[Command] = []
 
-    def start_command() -> Command:
-        commands.append(Command(project))
+    def start_command(*settings: str) -> Command:
+        commands.append(Command(project, *settings))
         return commands[-1]
 
     yield start_command
@@ -214,10 +217,10 @@ def start(project: Path) -> Iterator[Callable[[], Command]]:
         command.kill()
 
 
-def check_nothing_is_lost(run_dir: Path) -> None:
+def check_nothing_is_lost(run_dir: Path, num_steps: int = NUM_STEPS) -> None:
     """One line a step, every task of every step once, no failure, no version out of place."""
     folder = RunFolder.open(run_dir)
-    steps = list(range(1, NUM_STEPS + 1))
+    steps = list(range(1, num_steps + 1))
     assert [line["step"] for line in folder.read_metrics()] == steps
     assert folder.trajectory_steps() == steps
     project = run_dir.parents[2]
@@ -241,7 +244,7 @@ def check_nothing_is_lost(run_dir: Path) -> None:
         assert versions <= {step - 1, step - 2}
     latest = folder.latest_checkpoint()
     assert latest is not None
-    assert latest[0] == NUM_STEPS
+    assert latest[0] == num_steps
 
 
 def kill_a_trainer_and_then_a_server_with_calls(command: Command) -> None:
@@ -306,3 +309,28 @@ def test_the_command_is_killed_and_then_twenty_of_its_processes_and_nothing_is_l
     assert command.finish(1800) == 0, command.output
     assert [p for p in everything if is_alive(p)] == []
     check_nothing_is_lost(command.run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_either_of_two_trainers_is_killed_and_nothing_is_lost(
+    start: Callable[..., Command],
+) -> None:
+    command = start("train.num_processes=2", "engine.num_servers=1", "train.total_steps=12")
+    for kind, num_steps in (("rank", 2), ("trainer", 5), ("rank", 8)):
+        command.wait_until(lambda n=num_steps: command.count_steps() >= n)
+        servers = {p.pid for p in command.find("server")}
+        command.wait_until(lambda: command.find("rank") and command.find("trainer"))
+        both = {p.pid for kind in ("rank", "trainer") for p in command.find(kind)}
+        strike(command.find(kind)[0])
+        command.wait_until(
+            lambda both=both: not both & {p.pid for p in command.processes()}, seconds=60.0
+        )
+        assert {p.pid for p in command.find("server")} == servers
+    everything = command.processes()
+    command.set_pause(0.0)
+    assert command.finish(600) == 0, command.output
+    assert [p for p in everything if is_alive(p)] == []
+    assert "SIGKILL in rank 1 of 2 (trainer-1); it is started again (restart 1" in command.output
+    assert "the trainer was killed by SIGKILL; it is started again (restart 2" in command.output
+    check_nothing_is_lost(command.run_dir, num_steps=12)

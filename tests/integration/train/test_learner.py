@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ def test_a_rewarded_token_becomes_probable(build_model, build_config, build_traj
     assert after > 0.9
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "trajectory_mean", "constant"])
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "sequence_mean", "trajectory_mean", "constant"]
+)
 @pytest.mark.parametrize("num_minibatches", [1, 2])
 def test_micro_batches_change_nothing(
     build_model, build_config, ragged_batch, aggregation, num_minibatches
@@ -57,7 +60,7 @@ def test_micro_batches_change_nothing(
     results = []
     for budget in (1, 64, 100_000):
         config = build_config(
-            algorithm={"aggregation": aggregation, "kl_coef": 0.1},
+            algorithm={"aggregation": aggregation, "kl": {"coef": 0.1}},
             micro_batch_tokens=budget,
             num_minibatches=num_minibatches,
         )
@@ -75,7 +78,8 @@ def test_turns_merged_or_apart_give_the_same_gradient(build_model, build_config,
     apart = Learner(build_model(), build_config(export_style="individual"))
     merged_metrics, apart_metrics = merged.update(ragged_batch, 0), apart.update(ragged_batch, 0)
     assert merged_metrics["num_samples"] < apart_metrics["num_samples"]
-    assert merged_metrics["train_tokens"] < apart_metrics["train_tokens"]
+    # What the parted turns repeat is computed once.
+    assert merged_metrics["train_tokens"] == apart_metrics["train_tokens"]
     assert merged_metrics["grad_norm"] == pytest.approx(apart_metrics["grad_norm"], rel=1e-4)
     assert_close(weights_of(merged), weights_of(apart), 2e-4)
 
@@ -163,13 +167,28 @@ def test_gradient_checkpointing_changes_nothing(build_model, build_config, ragge
     assert_close(weights_of(plain), weights_of(thrifty), 2e-4)
 
 
+def test_positions_in_bfloat16_are_as_exact_as_an_engine_has_them(build_model, build_config):
+    """An engine loads the weights in bfloat16, and has the frequencies of positions in float32."""
+    config = build_config(
+        dtype="bfloat16", algorithm={"kind": "ppo", "kl": {"coef": 0.1}}, critic={}
+    )
+    models = [build_model(seed) for seed in range(3)]
+    expected = dict(models[0].named_buffers())["model.rotary_emb.inv_freq"].clone()
+    policy, reference, critic = models
+    Learner(policy, config, reference_model=reference, critic_model=critic)
+    for model in models:
+        assert {p.dtype for p in model.model.parameters()} == {torch.bfloat16}
+        found = dict(model.named_buffers())["model.rotary_emb.inv_freq"]
+        torch.testing.assert_close(found, expected, atol=0.0, rtol=0.0)
+
+
 def test_bfloat16_keeps_float32_masters(build_model, build_config, ragged_batch):
     """A step of 1e-5 is far below bfloat16's resolution at 0.3 (about 1e-3): without
     masters a hundred of them would still be nothing."""
     learner = Learner(build_model(), build_config(dtype="bfloat16", learning_rate=1e-5))
-    before = learner._optimizer.master_weights()["model.layers.0.mlp.up_proj.weight"].clone()
+    before = learner._policy.optimizer.master_weights()["model.layers.0.mlp.up_proj.weight"].clone()
     metrics = learner.update(ragged_batch, 0)
-    after = learner._optimizer.master_weights()["model.layers.0.mlp.up_proj.weight"]
+    after = learner._policy.optimizer.master_weights()["model.layers.0.mlp.up_proj.weight"]
     assert learner.model.dtype == torch.bfloat16
     assert after.dtype == torch.float32
     assert 0 < float((after - before).abs().max()) < 2e-5
@@ -226,10 +245,41 @@ def test_loading_says_what_is_wrong(build_model, build_config, tmp_path: Path):
     other = Learner(build_model(), build_config(dtype="bfloat16"))
     with pytest.raises(RunFolderError, match=r"dtype 'float32', this run has 'bfloat16'"):
         other.load(tmp_path)
-    path = tmp_path / "learner" / "optimizer.safetensors"
-    path.write_bytes(path.read_bytes()[:4])
-    with pytest.raises(StoreError, match="is damaged"):
+    for name in ("optimizer", "random_states"):
+        path = tmp_path / "learner" / f"{name}.safetensors"
+        content = path.read_bytes()
+        path.write_bytes(content[:4])
+        with pytest.raises(StoreError, match=rf"{tmp_path} is damaged.*Delete that folder"):
+            learner.load(tmp_path)
+        path.write_bytes(content)
+    learner.load(tmp_path)
+
+
+def test_a_checkpoint_of_another_format_is_refused_by_name(
+    build_model, build_config, tmp_path: Path
+):
+    learner = Learner(build_model(), build_config())
+    learner.save(tmp_path)
+    path = tmp_path / "learner" / "state.json"
+    for version in ("99", "null"):
+        path.write_text(re.sub(r"\d+", version, path.read_text(), count=1))
+        with pytest.raises(RunFolderError, match=r"format (99|None), and this .* reads format 1"):
+            learner.load(tmp_path)
+    path.write_text("[1]")
+    with pytest.raises(RunFolderError, match="format None"):
         learner.load(tmp_path)
+
+
+def test_a_load_that_fails_leaves_the_step(build_model, build_config, ragged_batch, tmp_path):
+    """A learner that says step 1 with the weights of step 0 would train the wrong batch."""
+    learner = Learner(build_model(), build_config())
+    learner.update(ragged_batch, 0)
+    learner.save(tmp_path)
+    (tmp_path / "learner" / "optimizer.safetensors").write_bytes(b"")
+    other = Learner(build_model(), build_config())
+    with pytest.raises(StoreError):
+        other.load(tmp_path)
+    assert other.step == 0
 
 
 def test_a_loss_that_is_not_finite_stops_and_names_the_trajectories(
@@ -260,7 +310,7 @@ def test_a_gradient_that_is_not_finite_stops(build_model, build_config, ragged_b
 
 def test_kl_pulls_towards_the_reference(build_model, build_config, build_trajectory):
     """Equal rewards leave the KL term alone: it must fall."""
-    config = build_config(algorithm={"kl_coef": 1.0}, learning_rate=3e-3)
+    config = build_config(algorithm={"kl": {"coef": 1.0}}, learning_rate=3e-3)
     learner = Learner(build_model(), config, reference_model=build_model(3))
     batch = [build_trajectory("g", i, 1.0, [([1, 2], [3, 4, 5])]) for i in range(2)]
     history = [learner.update(batch, step)["kl"] for step in range(40)]
@@ -270,7 +320,7 @@ def test_kl_pulls_towards_the_reference(build_model, build_config, build_traject
 
 def test_kl_without_a_reference_is_refused(build_model, build_config):
     with pytest.raises(ValueError, match="reference_model"):
-        Learner(build_model(), build_config(algorithm={"kl_coef": 0.1}))
+        Learner(build_model(), build_config(algorithm={"kl": {"coef": 0.1}}))
 
 
 def test_logits_that_are_changed_after_the_head_are_refused(build_model, build_config):

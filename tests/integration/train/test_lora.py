@@ -142,6 +142,20 @@ def test_servers_get_a_checkpoint_as_a_whole_model(
         assert folder == str(base)
 
 
+def test_generation_flags_that_contradict_each_other_keep_no_server_from_starting(
+    make_learner, tmp_path, base, tiny_tokenizer
+):
+    """transformers loads them with a warning, and refuses to save them."""
+    learner = make_learner()
+    flags = {"do_sample": False, "temperature": 0.7, "eos_token_id": 3}
+    (base / "generation_config.json").write_text(json.dumps(flags))
+    learner.save(tmp_path / "c")
+    tiny_tokenizer.save_pretrained(tmp_path / "c")
+    with open_whole_model(str(tmp_path / "c"), "float32") as folder:
+        saved = json.loads((Path(folder) / "generation_config.json").read_text())
+    assert (saved["temperature"], saved["eos_token_id"]) == (0.7, 3)
+
+
 def test_what_a_transfer_writes_is_what_peft_reads(make_learner, ragged_batch, tmp_path, base):
     """The engine's room writes peft's format without peft."""
     from safetensors.torch import save_file
@@ -159,7 +173,7 @@ def test_what_a_transfer_writes_is_what_peft_reads(make_learner, ragged_batch, t
 
 
 def test_the_reference_is_the_model_without_its_adapter(make_learner, ragged_batch):
-    learner = make_learner(algorithm={"kind": "grpo", "kl_coef": 0.1})
+    learner = make_learner(algorithm={"kl": {"coef": 0.1}})
     first = learner.update(ragged_batch, 0)
     second = learner.update(ragged_batch, 1)
     assert first["kl"] == pytest.approx(0.0, abs=1e-9)
@@ -181,6 +195,46 @@ def test_replaced_weights_are_computed_with(make_learner, ragged_batch, publishe
     assert mixed[0] != pytest.approx(changed[0], abs=1e-4)
     assert mixed[0] != pytest.approx(expected[0], abs=1e-4)
     assert learner.compute_logprobs(SEQUENCES) == changed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradient_checkpointing_changes_nothing(make_learner, ragged_batch, dtype):
+    """The layers' inputs have no gradient below the first adapter."""
+    plain, thrifty = (make_learner(dtype=dtype, gradient_checkpointing=on) for on in (False, True))
+    plain_norm, thrifty_norm = (
+        one.update(ragged_batch, 0)["grad_norm"] for one in (plain, thrifty)
+    )
+    assert thrifty.model.is_gradient_checkpointing
+    assert thrifty_norm == pytest.approx(plain_norm, rel=1e-5)
+    assert thrifty_norm > 0
+    expected = plain.weights()
+    for name, tensor in thrifty.weights().items():
+        torch.testing.assert_close(tensor, expected[name], atol=2e-4, rtol=0.0)
+
+
+def test_an_adapter_on_the_output_head_is_trained_and_merged(
+    build_model, build_config, ragged_batch
+):
+    """A head that is more than a matrix."""
+    config = build_config(learning_rate=5e-2)
+    lora = LoraConfig.model_validate({"rank": 4, "target_modules": ["lm_head", "q_proj"]})
+    model = config.model.model_copy(update={"lora": lora})
+    learner = Learner(build_model(), config.model_copy(update={"model": model}))
+    before = parameters_of(learner)
+    for version in range(2):
+        learner.update(ragged_batch, version)
+    moved = {name for name, p in parameters_of(learner).items() if not torch.equal(p, before[name])}
+    assert {"lm_head.lora_A.default.weight", "lm_head.lora_B.default.weight"} <= moved
+    assert all(".lora_" in name for name in moved)
+    plain = build_model()
+    plain.load_state_dict(learner.weights())
+    check_same_logprobs(plain, learner)
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens", "model.embed_tokens"])
+def test_an_adapter_on_tied_embeddings_is_refused(make_learner, target):
+    with pytest.raises(ModelError, match=f"{target} is the embeddings.*its output head shares"):
+        make_learner(lora={"target_modules": ["q_proj", target]})
 
 
 def test_unknown_target_modules_name_those_there_are(make_learner):

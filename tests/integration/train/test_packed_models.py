@@ -7,12 +7,22 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agentrl_cli.errors import ModelError
-from agentrl_cli.train.attention import packing_arguments, use_packed_attention
+from agentrl_cli.train.attention import AttentionLayout, use_packed_attention
 from agentrl_cli.train.logprobs import compute_micro_batch_logprobs
-from agentrl_cli.train.packing import build_micro_batch
+from agentrl_cli.train.packing import Packing, build_micro_batch
+from agentrl_cli.train.prefix_tree import build_prefix_tree, keep_apart, sort_sequences
 from agentrl_cli.train.samples import build_scoring_sample
 
-SEQUENCES = [[3, 4, 5, 6, 7, 8, 9], [10], [11, 12, 13], list(range(20, 60))]
+SEQUENCES = [
+    [3, 4, 5, 6, 7, 8, 9],
+    [10],
+    [11, 12, 13],
+    list(range(20, 60)),
+    [*range(20, 50), *range(5)],
+    [3, 4, 5, 9, 9],
+    [11, 12, 13],
+    [3, 4, 5, 9, 8, 7],
+]
 
 SMALL = {
     "vocab_size": 97,
@@ -33,6 +43,7 @@ def build(kind: str, **changes: object) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
 
 
+@pytest.mark.parametrize("packing", ["plain", "prefix_tree"])
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -44,7 +55,7 @@ def build(kind: str, **changes: object) -> PreTrainedModel:
         ("mistral", {"sliding_window": 6}),
     ],
 )
-def test_hidden_states_and_gradients_equal(kind: str, changes: dict[str, object]):
+def test_hidden_states_and_gradients_equal(kind: str, changes: dict[str, object], packing: Packing):
     model = build(kind, **changes)
     separate = torch.cat(
         [model.base_model(torch.tensor([ids])).last_hidden_state[0] for ids in SEQUENCES]
@@ -55,13 +66,17 @@ def test_hidden_states_and_gradients_equal(kind: str, changes: dict[str, object]
     model.zero_grad()
 
     use_packed_attention(model)
-    lengths = [len(ids) for ids in SEQUENCES]
-    packed = model.base_model(
-        input_ids=torch.tensor([[token for ids in SEQUENCES for token in ids]]),
-        position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
+    sequences = [torch.tensor(ids) for ids in SEQUENCES]
+    is_shared = packing == "prefix_tree"
+    found = sort_sequences(sequences) if is_shared else keep_apart(len(sequences))
+    tree = build_prefix_tree(sequences, found)
+    nodes = model.base_model(
+        input_ids=tree.input_ids[None],
+        position_ids=tree.position_ids[None],
         use_cache=False,
-        **packing_arguments(lengths, torch.device("cpu")),
+        layout=AttentionLayout(tree.segments),
     ).last_hidden_state[0]
+    packed = nodes[torch.cat(tree.paths)]
     (packed * target).sum().backward()
     torch.testing.assert_close(packed, separate, atol=1e-5, rtol=1e-5)
     assert expected
@@ -85,8 +100,9 @@ def test_a_sequence_does_not_see_its_neighbours():
         batch = build_micro_batch(samples, torch.device("cpu"))
         return compute_micro_batch_logprobs(model, batch).logprobs
 
-    assert torch.equal(score([1, 2, 3, 4])[4:], score([50, 60, 70, 80])[4:])
-    assert score([1, 2, 3, 4])[0] == score([1, 2, 3, 4])[4] == 0.0
+    # Three targets of the first, two of the second.
+    assert len(score([1, 2, 3, 4])) == 5
+    assert torch.equal(score([1, 2, 3, 4])[3:], score([50, 60, 70, 80])[3:])
 
 
 def test_capped_attention_scores_are_refused():

@@ -81,6 +81,16 @@ def test_summary_of_a_run_that_was_stopped_at_once(folder: RunFolder) -> None:
     assert "->" not in text
 
 
+def test_summary_names_the_alarms_that_rang(folder: RunFolder) -> None:
+    for step in range(1, 7):
+        alarms = {"alarm_truncated": float(step in (2, 3, 6)), "alarm_kl_of_update": 0.0}
+        folder.append_metrics({"step": step, "reward_mean": 0.5} | alarms)
+    text = summarize(folder)
+    assert "alarm truncated rang in steps 2-3, 6" in text
+    assert "logs/trainer.log" in text
+    assert "kl_of_update" not in text
+
+
 def test_summary_of_a_report_of_another_version(folder: RunFolder) -> None:
     for step, reward in ((0, 0.0), (1, 1.0)):
         folder.write_eval(step, [attempt(0, reward), attempt(1, reward)], {"old": 1})

@@ -76,6 +76,22 @@ def test_missing_names_offer_the_nearest(folder: Path) -> None:
     assert "user_names.py has no 'build_agnet'; did you mean 'build_agent'?" in text
 
 
+def test_names_that_a_module_only_imports_are_not_offered(folder: Path) -> None:
+    (folder / "user_own.py").write_text(
+        "from __future__ import annotations\nimport json\nfrom collections import Counter\n"
+        "from functools import partial\nfrom pathlib import Path\nLIMIT = 3\n"
+        "class Solver: ...\ndef make(n): ...\nmake_three = partial(make, 3)\n"
+    )
+    allowed = "allowed: Solver, make, make_three"
+    assert refusal("user_own.xyzzy").endswith(f"user_own has no 'xyzzy'; {allowed}")
+    assert refusal("user_own.py:xyzzy").endswith(f"user_own.py has no 'xyzzy'; {allowed}")
+    # A package may pass on what its modules define, and define nothing itself.
+    (folder / "user_front.py").write_text("from user_own import Solver, make\n")
+    assert refusal("user_front.xyzzy").endswith("allowed: Solver, make")
+    (folder / "user_bare.py").write_text("import json\nLIMIT = 3\n")
+    assert refusal("user_bare.xyzzy").endswith("no 'xyzzy'; it has no function and no class")
+
+
 def test_a_module_in_place_of_a_name(folder: Path) -> None:
     (folder / "user_pack2").mkdir()
     (folder / "user_pack2" / "__init__.py").write_text("")

@@ -189,7 +189,7 @@ def test_overrides_change_keys_at_any_depth(load) -> None:
     config = load(
         "gconfig: {n_samples: 2}\n",
         "gconfig.n_samples=8",
-        "train.algorithm.clip_high=0.28",
+        "train.algorithm.loss.clip_high=0.28",
         "valid_dataset={path: v.jsonl, limit: 3}",
         "valid_dataset.limit=5",
         "loggers=[{kind: wandb}]",
@@ -201,7 +201,7 @@ def test_overrides_change_keys_at_any_depth(load) -> None:
         "seed=4",
     )
     assert config.gconfig.n_samples == 8
-    assert config.train.algorithm.clip_high == 0.28
+    assert config.train.algorithm.loss.clip_high == 0.28
     assert config.valid_dataset is not None
     assert config.valid_dataset.limit == 5
     assert config.loggers[0].project == "mine"
@@ -301,6 +301,12 @@ def test_allowed_keys_are_found_through_lists_and_mappings() -> None:
     assert "agent_builder_path" in allowed_keys(ExperimentConfig, ("agents", "any"))
     assert "limit" in allowed_keys(ExperimentConfig, ("valid_dataset",))
     assert allowed_keys(ExperimentConfig, ("no", "such")) == []
+
+
+def test_allowed_keys_are_those_of_the_kind() -> None:
+    loss = ("train", "algorithm", "loss")
+    assert allowed_keys(ExperimentConfig, (*loss, "reinforce")) == ["kind"]
+    assert "positive_temperature" in allowed_keys(ExperimentConfig, (*loss, "sapo"))
 
 
 def test_the_dump_is_plain_yaml_and_keeps_numbers(load) -> None:

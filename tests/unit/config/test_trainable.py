@@ -36,6 +36,29 @@ def build(**changes: Any) -> ExperimentConfig:
         ),
         ({"gconfig": {"n_samples": 1}}, "a group of one"),
         ({"gconfig": {"temperature": 0.0}}, "no gradient"),
+        (
+            {
+                "gconfig": {"n_samples": 1},
+                "train": {"algorithm": {"kind": "ppo"}},
+                "rollout": {"filter": {"kind": "replace_groups_without_signal"}},
+            },
+            r"n_samples is 1\. .* Type gconfig\.n_samples=8, or rollout\.filter=null",
+        ),
+        (
+            {
+                "gconfig": {"n_samples": 1},
+                "train": {"algorithm": {"kind": "ppo"}},
+                "rollout": {"curriculum": {"kind": "rest_tasks_without_signal"}},
+            },
+            r"n_samples is 1\. .* or rollout\.curriculum=null",
+        ),
+        (
+            {
+                "train": {"algorithm": {"kind": "ppo"}},
+                "rollout": {"filter": {"kind": "replace_groups_without_signal"}},
+            },
+            r"kind gae learns from them as from others\. Type rollout\.filter=null",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused(changes, message):

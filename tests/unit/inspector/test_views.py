@@ -45,6 +45,24 @@ def show_json(folder: RunFolder, capsys):
     return do
 
 
+def test_replaced_groups_are_shown(folder: RunFolder, show, show_json) -> None:
+    assert "replaced groups" not in show()
+    step = show_json()["steps"][-1]["step"]
+    kept = Trajectory(id="g2/0", group_id="g2", task_id="7", step=step + 1, reward=1.0)
+    replaced = dataclasses.replace(kept, id="g1/0", group_id="g1", replaced_by="g2")
+    folder.write_trajectories(step + 1, [replaced, kept])
+    assert "replaced groups" in show()
+    assert [s["num_replaced_groups"] for s in show_json()["steps"]][-2:] == [0, 1]
+    assert show(replaced="any").count(f"step {step + 1} (replaced)") == 1
+    assert [t["id"] for t in show_json(replaced="any")["trajectories"]] == ["g1/0"]
+    of_step = show_json(steps=str(step + 1), replaced="none")["trajectories"]
+    assert [(t["id"], t["replaced_by"]) for t in of_step] == [("g2/0", None)]
+    text = "not trained on: its group scored alike, and g2 replaced it"
+    assert text in show("g1/0")
+    assert text not in show("g2/0")
+    assert show_json("g1/0")["replaced_by"] == "g2"
+
+
 def test_a_tree_shows_each_message_once_and_its_branches(forked: Trajectory) -> None:
     text = render(build_tree(forked, "step 1"))
     assert text.count("user: What is 17 x 23?") == 1

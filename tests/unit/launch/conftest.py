@@ -26,9 +26,16 @@ if sys.argv[1] == "-c":
 name = next(a for a in sys.argv if a.isdigit() and len(a) > 3)
 lives = here / "lives"
 lives.mkdir(exist_ok=True)
-life = len(list(lives.iterdir()))
+life = 0
+while True:
+    # Others may begin at the same moment: a number belongs to who makes its file.
+    try:
+        with (here / f"env-{{life}}.json").open("x") as file:
+            json.dump(dict(os.environ), file)
+        break
+    except FileExistsError:
+        life += 1
 (lives / f"{{life}}-{{os.getpid()}}").write_text(json.dumps(sys.argv))
-(here / f"env-{{life}}.json").write_text(json.dumps(dict(os.environ)))
 behaviour = settings["lives"][min(life, len(settings["lives"]) - 1)]
 print("life", life, behaviour, flush=True)
 if behaviour.startswith("say "):

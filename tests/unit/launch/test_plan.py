@@ -17,7 +17,6 @@ from agentrl_cli.launch.plan import (
     build_plan,
     check_supported,
     format_plan,
-    plan_trainer_environment,
     resolve_engine_kind,
 )
 
@@ -124,11 +123,46 @@ def test_gpus_are_disjoint_while_there_are_enough(
     assert {gpu for own in given_out for gpu in own} <= set(names)
     if purpose == "eval":
         return
-    trainer = plan[-1].env["CUDA_VISIBLE_DEVICES"].split(",")
-    assert plan_trainer_environment(config, machine) == plan[-1].env
+    trainers = [p.env["CUDA_VISIBLE_DEVICES"].split(",") for p in plan if p.role == "trainer"]
+    assert len(trainers) == max(1, len(names) - needed)
+    assert all(len(own) == 1 for own in trainers)
+    trainer = [gpu for own in trainers for gpu in own]
+    assert len(set(trainer)) == len(trainer), "trainers never share"
     shared = [bool(set(own) & set(trainer)) for own in given_out]
     assert sum(shared) == (1 if needed == len(names) else 0)
     assert shared == ["--enable-sleep-mode" in s.argv for s in servers_of(plan)]
+
+
+def test_ranks_are_planned_beside_the_engine_that_is_in_the_first() -> None:
+    config = make_config(engine={"kind": "embedded"}, train={"num_processes": 3})
+    plan = build_plan(config, NO_GPU, run_dir="runs/exp/t0")
+    assert [p.name for p in plan] == ["command", "trainer", "trainer-1", "trainer-2"]
+    assert [p.argv[2].rpartition(".")[2] for p in plan[1:]] == [
+        "trainer_process",
+        "rank_process",
+        "rank_process",
+    ]
+    assert all(p.devices == "cpu" and p.argv[-1] == "runs/exp/t0" for p in plan[1:])
+    on_gpus = build_plan(config, with_gpus("0", "1", "2", "3"))
+    assert [p.devices for p in on_gpus[1:]] == ["cuda:0", "cuda:1", "cuda:2"]
+
+
+def test_an_evaluation_or_a_plain_run_has_no_ranks() -> None:
+    config = make_config(engine={"kind": "embedded"}, train={"num_processes": 3})
+    assert len(build_plan(config, NO_GPU, purpose="eval")) == 1
+    assert len(build_plan(make_config(engine={"kind": "embedded"}), with_gpus("0", "1"))) == 1
+
+
+def test_the_trainer_may_take_fewer_gpus_than_are_left() -> None:
+    config = make_config(engine={"kind": "vllm"}, train={"num_processes": 2})
+    plan = build_plan(config, with_gpus("0", "1", "2", "3"))
+    assert [p.devices for p in plan[1:]] == ["cuda:0", "cuda:1", "cuda:2"]
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    config = make_config(engine={"kind": "vllm"}, train={"num_processes": 3})
+    with pytest.raises(UserInputError, match=r"Type train\.num_processes=2"):
+        build_plan(config, with_gpus("0", "1", "2"))
 
 
 def test_a_server_on_cpu_gets_what_vllm_needs_there() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import subprocess
@@ -10,6 +11,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from agentrl_cli.errors import StoreError
 from agentrl_cli.records import Interaction, Trajectory
@@ -131,16 +133,26 @@ def test_a_file_size_limit_is_reported_alike(tmp_path) -> None:
     assert "is full" in done.stdout
 
 
-def test_a_library_s_own_exception_for_a_full_disk_is_recognised() -> None:
-    """safetensors wraps the system's error in a class that is no OSError."""
-
-    class SafetensorError(Exception):
-        pass
-
-    with pytest.raises(StoreError, match="is full"), store_errors(Path("model.safetensors")):
-        raise SafetensorError("Error while serializing: No space left on device (os error 28)")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_library_s_own_exception_for_a_full_disk_is_recognised(number: int) -> None:
+    """safetensors and tokenizers wrap the system's error in classes that are no OSError."""
+    text = f"{os.strerror(number)} (os error {number})"
+    for kind in (SafetensorError, Exception):
+        with pytest.raises(StoreError, match="is full"), store_errors(Path("model.safetensors")):
+            raise kind(f"Error while serializing: I/O error: {text}")
     with pytest.raises(ValueError, match="mine"), store_errors(Path("x")):
         raise ValueError("mine")
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_library_s_own_exception_for_a_refusal_is_recognised(number: int) -> None:
+    text = f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})"
+    for kind in (SafetensorError, Exception):
+        with (
+            pytest.raises(StoreError, match=r"x: cannot be written.*output_dir=FOLDER"),
+            store_errors(Path("x")),
+        ):
+            raise kind(text)
 
 
 def test_a_folder_that_may_not_be_written_to(tmp_path, monkeypatch) -> None:

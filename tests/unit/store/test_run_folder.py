@@ -171,6 +171,24 @@ def test_a_replacement_cut_short_brings_the_old_one_back(folder: RunFolder, make
         assert names(root) == ["step-000005"]
 
 
+def test_a_replacement_that_fails_brings_the_old_one_back(folder: RunFolder, monkeypatch) -> None:
+    """The system may refuse the second of two renames, or an interrupt may come before it."""
+    with folder.new_checkpoint(5) as path:
+        (path / "old").write_text("old")
+    rename = Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.name.endswith(".tmp"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(KeyboardInterrupt), folder.new_checkpoint(5):
+        pass
+    assert names(folder.path / "checkpoints") == ["step-000005"]
+    assert names(folder.path / "checkpoints" / "step-000005") == ["old"]
+
+
 def test_prune_keeps_the_newest(folder: RunFolder) -> None:
     for step in (5, 10, 15):
         with folder.new_checkpoint(step):
@@ -189,10 +207,11 @@ def test_stale_temporaries_go_at_the_next_start_only(folder: RunFolder, make_con
         folder.path / "trajectories" / ".step-000003.parquet.tmp",
         folder.path / "checkpoints" / ".step-000003.tmp",
         folder.path / "checkpoints" / ".step-000002.deleted",
+        folder.path / "micro-batches" / ".step-000002.deleted",
     ]
     for path in stale:
-        if path.parent.name == "checkpoints":
-            path.mkdir()
+        if path.suffix == ".deleted" or path.parent.name == "checkpoints":
+            path.mkdir(parents=True)
         else:
             path.write_text("half")
     # An inspector must not remove what a live run is writing.

@@ -36,6 +36,7 @@ FULL = Trajectory(
     task_id="41",
     sample_index=3,
     step=12,
+    replaced_by="g9",
     task={"question": "wie viel? 何", "answer": 4, "nested": {"x": [1, 2.5, None]}},
     agent_name="solver",
     interactions=(
@@ -181,7 +182,22 @@ def test_summaries_count_and_read_no_tokens(tmp_path, monkeypatch) -> None:
     assert summary.num_prompt_tokens == 3
     assert summary.num_tool_calls == 1
     assert summary.reward == FULL.reward
+    assert summary.replaced_by == "g9"
+    # The mean return of its turns, of which the second has none.
+    assert summary.score == 1.0
     assert summary.failure_boundary is Boundary.TOOL
+
+
+def test_files_of_versions_without_scores_are_read(tmp_path) -> None:
+    path = tmp_path / "step-000012.parquet"
+    write_trajectory_file(path, [FULL])
+    table = pq.read_table(path, partitioning=None)
+    pq.write_table(table.drop_columns(["replaced_by", "score", "stop_reason"]), path)
+    (summary,) = read_summaries(path)
+    assert (summary.id, summary.reward) == (FULL.id, FULL.reward)
+    assert summary.replaced_by is summary.score is None
+    (trajectory,) = read_trajectory_file(path)
+    assert trajectory == dataclasses.replace(FULL, replaced_by=None, stop_reason=None)
 
 
 def test_more_rows_than_a_row_group_keep_their_order(tmp_path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agentrl_cli.records import Interaction, InteractionStatus
-from agentrl_cli.tracking.credit import compute_turn_returns, parse_reward
+from agentrl_cli.tracking.credit import compute_turn_returns, find_successors, parse_reward
 
 
 def turn(
@@ -105,6 +105,25 @@ def test_reward_on_an_inner_turn_adds_to_what_follows() -> None:
 def test_no_reward_at_all_is_no_return() -> None:
     assert compute_turn_returns([turn("a", 1, 2)], 1.0) == {}
     assert compute_turn_returns([], 1.0) == {}
+
+
+def test_successors_come_before_those_who_share_in_their_credit() -> None:
+    turns = [
+        turn("outer1", 1, 2),
+        turn("inner1", 3, 4),
+        turn("broken", 4, 5, "inner1", status=InteractionStatus.FAILED),
+        turn("inner2", 5, 6, "inner1"),
+        turn("outer2", 7, 8, "outer1", 1.0),
+        turn("outer3", 9, 10, "outer1", 0.0),
+    ]
+    found = find_successors(turns)
+    assert found == {
+        "outer3": (), "outer2": (), "inner2": ("outer2",), "inner1": ("inner2",),
+        "outer1": ("outer2", "outer3"),
+    }  # fmt: skip
+    order = list(found)
+    assert all(order.index(s) < order.index(name) for name in found for s in found[name])
+    assert find_successors([]) == {}
 
 
 @pytest.mark.parametrize(

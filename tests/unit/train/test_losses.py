@@ -1,4 +1,4 @@
-"""Losses and their gradients against numbers worked by hand."""
+"""The loss of some targets: its terms put together, weighted, and counted, by hand."""
 
 from __future__ import annotations
 
@@ -9,17 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl_cli.config.algorithm import GrpoConfig
-from agentrl_cli.train.losses import (
-    LossInputs,
-    LossOutput,
-    compute_clipped_objective,
-    compute_importance_weights,
-    compute_k3,
-    compute_log_ratio,
-    compute_loss,
-    compute_token_weights,
-)
+from agentrl_cli.config.algorithm import AlgorithmConfig
+from agentrl_cli.train.losses import LossInputs, LossOutput, compute_loss
 
 LOG_2 = math.log(2.0)
 
@@ -34,9 +25,10 @@ def loss_of(
     proximal: list[float] | None = None,
     rollout: list[float] | None = None,
     advantages: list[float],
-    mask: list[bool] | None = None,
     weights: list[float] | None = None,
+    sequences: list[int] | None = None,
     ref: list[float] | None = None,
+    entropies: Tensor | None = None,
     **algorithm: Any,
 ) -> LossOutput:
     """compute_loss with defaults: on policy, everything trained, weight 1 per token."""
@@ -47,11 +39,12 @@ def loss_of(
             proximal_logprobs=proximal_logprobs,
             rollout_logprobs=proximal_logprobs if rollout is None else tensor(rollout),
             advantages=tensor(advantages),
-            loss_mask=torch.tensor([True] * len(new) if mask is None else mask),
+            sequence_numbers=torch.tensor(sequences or [0] * len(new), dtype=torch.long),
             token_weights=tensor([1.0] * len(new) if weights is None else weights),
             ref_logprobs=None if ref is None else tensor(ref),
+            entropies=entropies,
         ),
-        GrpoConfig.model_validate(algorithm),
+        AlgorithmConfig.model_validate(algorithm),
     )
 
 
@@ -68,58 +61,18 @@ def test_on_policy_loss_is_minus_the_advantages():
     output = loss_of(new, advantages=[2.0, -3.0])
     assert output.loss.item() == pytest.approx(1.0)
     assert gradient_of(new, advantages=[2.0, -3.0]) == pytest.approx([-2.0, 3.0])
-    assert output.sums["approx_kl"].item() == 0.0
-    assert output.sums["clipfrac"].item() == 0.0
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "objective", "slope"),
-    [
-        # Range [0.8, 1.28]. Outside it on the side that the advantage pushes to: clipped, flat.
-        (2.0, 1.0, 1.28, 0.0),
-        (0.5, -1.0, -0.8, 0.0),
-        # Outside on the other side: the minimum takes the unclipped term, slope r A.
-        (0.5, 1.0, 0.5, 0.5),
-        (2.0, -1.0, -2.0, -2.0),
-        # Inside.
-        (1.1, 3.0, 3.3, 3.3),
-        (0.9, -2.0, -1.8, -1.8),
-        # No advantage, no objective.
-        (2.0, 0.0, 0.0, 0.0),
-    ],
-)
-def test_clipped_objective(ratio: float, advantage: float, objective: float, slope: float):
-    log_ratio = tensor([math.log(ratio)], requires_grad=True)
-    found = compute_clipped_objective(log_ratio, tensor([advantage]), clip_low=0.2, clip_high=0.28)
-    found.sum().backward()
-    assert found.item() == pytest.approx(objective)
-    assert log_ratio.grad is not None
-    assert log_ratio.grad.item() == pytest.approx(slope)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "objective", "slope"),
-    [
-        # c = 3: min(r A, clip A) = -5 x 1, bounded below by 3 x -1 = -3, flat.
-        (5.0, -1.0, -3.0, 0.0),
-        # -2 is above the bound: as without it.
-        (2.0, -1.0, -2.0, -2.0),
-        # For positive advantages max(.., c A) would be 3: it must not apply.
-        (1.0, 1.0, 1.0, 1.0),
-        (5.0, 1.0, 1.2, 0.0),
-    ],
-)
-def test_dual_clip_is_for_negative_advantages(
-    ratio: float, advantage: float, objective: float, slope: float
-):
-    log_ratio = tensor([math.log(ratio)], requires_grad=True)
-    found = compute_clipped_objective(
-        log_ratio, tensor([advantage]), clip_low=0.2, clip_high=0.2, dual_clip=3.0
-    )
-    found.sum().backward()
-    assert found.item() == pytest.approx(objective)
-    assert log_ratio.grad is not None
-    assert log_ratio.grad.item() == pytest.approx(slope)
+    assert {name: value.item() for name, value in output.sums.items()} == {
+        "approx_kl": 0.0,
+        "clipfrac": 0.0,
+        "kl": 0.0,
+        "logprob_gap": 0.0,
+        "rollout_correction": 2.0,
+        "rollout_correction_dropped": 0.0,
+    }
+    assert {name: value.item() for name, value in output.maxima.items()} == {
+        "logprob_gap": 0.0,
+        "rollout_correction": 1.0,
+    }
 
 
 def test_decoupled_loss_clips_on_proximal_and_weighs_by_rollout():
@@ -138,99 +91,179 @@ def test_decoupled_loss_clips_on_proximal_and_weighs_by_rollout():
     assert output.loss.item() == pytest.approx(-3.3 - 2.4 + 0.5)
     assert gradient_of(new, **options) == pytest.approx([-3.3, 0.0, 0.5])
     # Statistics: one of three is clipped; gaps ln 1.5, 2 ln 2, ln 2; k3 of r = 1.1 and 2:
-    # (0.1 - 0.0953) + (1 - 0.6931).
+    # (0.1 - 0.0953) + (1 - 0.6931); weights 1.5, 2, 0.5, the second 4 before its cap.
     assert output.sums["clipfrac"].item() == 1.0
     assert output.sums["logprob_gap"].item() == pytest.approx(math.log(1.5) + 3 * LOG_2)
-    assert output.logprob_gap_max.item() == pytest.approx(2 * LOG_2)
+    assert output.maxima["logprob_gap"].item() == pytest.approx(2 * LOG_2)
     assert output.sums["approx_kl"].item() == pytest.approx(0.1 - math.log(1.1) + 1 - LOG_2)
-    assert output.num_tokens.item() == 3
+    assert output.sums["rollout_correction"].item() == pytest.approx(4.0)
+    assert output.maxima["rollout_correction"].item() == pytest.approx(4.0)
 
 
-def test_importance_weights_have_no_gradient_and_a_cap():
-    proximal = tensor([-1.0, -1.0, -1.0], requires_grad=True)
-    rollout = tensor([-1.0 - LOG_2, -50.0, 0.0])
-    weights = compute_importance_weights(proximal, rollout, torch.tensor([True] * 3), 5.0)
-    # exp(ln 2) = 2; exp(49) capped at 5; exp(-1).
-    assert weights.tolist() == pytest.approx([2.0, 5.0, math.exp(-1.0)])
-    assert not weights.requires_grad
+def test_a_masked_token_gives_no_gradient_and_stays_in_the_denominator():
+    # Raw weights 4 (dropped) and 1; weights of 1/2 each, as if nothing were dropped.
+    options: dict[str, Any] = {
+        "rollout": [-1.0 - 2 * LOG_2, -1.0],
+        "advantages": [1.0, 1.0],
+        "weights": [0.5, 0.5],
+        "rollout_correction": {"mode": "mask"},
+    }
+    output = loss_of(tensor([-1.0, -1.0]), **options)
+    assert output.loss.item() == pytest.approx(-0.5)
+    assert gradient_of(tensor([-1.0, -1.0]), **options) == pytest.approx([0.0, -0.5])
+    assert output.sums["rollout_correction_dropped"].item() == 1.0
+    assert output.sums["rollout_correction"].item() == pytest.approx(1.0)
 
 
-def test_k3_by_hand():
-    # ref - new = ln 2: 2 - ln 2 - 1 = 0.30685, d/d new = -(2 - 1) = -1 (1 - ref/new ratio).
-    # ref - new = -ln 2: 1/2 + ln 2 - 1 = 0.19315, d/d new = 1 - 1/2 = 1/2. Equal: 0 and 0.
-    new = tensor([-1.0, -1.0, -1.0], requires_grad=True)
-    ref = tensor([-1.0 + LOG_2, -1.0 - LOG_2, -1.0])
-    kl = compute_k3(new, ref, torch.tensor([True] * 3))
-    kl.sum().backward()
-    assert kl.tolist() == pytest.approx([1 - LOG_2, LOG_2 - 0.5, 0.0])
-    assert new.grad is not None
-    assert new.grad.tolist() == pytest.approx([-1.0, 0.5, 0.0])
+def test_the_correction_of_a_sequence_weighs_all_its_tokens():
+    # Sequence 0: 1.5 x 0.5 = 0.75, sequence 1: 3 capped at 2.
+    rollout = [-1.0 - math.log(1.5), -1.0 - math.log(3.0), -1.0 + LOG_2]
+    gradient = gradient_of(
+        tensor([-1.0, -1.0, -1.0]),
+        rollout=rollout,
+        advantages=[1.0, 1.0, 1.0],
+        sequences=[0, 1, 0],
+        rollout_correction={"level": "sequence"},
+    )
+    assert gradient == pytest.approx([-0.75, -2.0, -0.75])
 
 
-def test_kl_is_added_per_token_before_aggregation():
-    # Token 1: -1 x 1 + 0.5 x (1 - ln 2); token 2: 0.5 x 0. Weights 1/4 and 3/4.
-    new = tensor([-1.0, -1.0])
+def test_the_sequence_ratio_of_gspo_reaches_the_loss():
+    # Ratios 1.21 and 1 of one sequence: s = 1.1 within the range; alone, 1.21 would be held.
+    gradient = gradient_of(
+        tensor([-1.0, -1.0]),
+        proximal=[-1.0 - math.log(1.21), -1.0],
+        advantages=[1.0, 1.0],
+        kind="gspo",
+        loss={"clip_high": 0.2},
+    )
+    assert gradient == pytest.approx([-1.1, -1.1])
+
+
+def test_the_ratio_of_ppo_clip_is_against_what_sampled():
+    # new / rollout = 1.1 with A = 2: gradient -1.1 x 2.
+    options: dict[str, Any] = {"rollout": [-1.0 - math.log(1.1)], "loss": {"kind": "ppo_clip"}}
+    assert gradient_of(tensor([-1.0]), advantages=[2.0], **options) == pytest.approx([-2.2])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [
+        # d = new - ref = -ln 2.
+        ("k1", -LOG_2, 1.0),
+        ("k2", LOG_2**2 / 2, -LOG_2),
+        ("k3", 1.0 - LOG_2, -1.0),
+    ],
+)
+def test_kl_is_added_per_token_before_aggregation(estimator: str, value: float, slope: float):
+    # Token 1: -1 x 1 + 0.5 x value; token 2: 0.5 x 0. Weights 1/4 and 3/4. The rollout
+    # correction (1/2 here) is the policy loss's alone.
+    options: dict[str, Any] = {
+        "rollout": [-1.0 + LOG_2, -1.0],
+        "advantages": [1.0, 0.0],
+        "weights": [0.25, 0.75],
+        "ref": [-1.0 + LOG_2, -1.0],
+        "kl": {"coef": 0.5, "estimator": estimator},
+    }
+    output = loss_of(tensor([-1.0, -1.0]), **options)
+    assert output.loss.item() == pytest.approx(0.25 * (-0.5 + 0.5 * value))
+    assert output.sums["kl"].item() == pytest.approx(value)
+    gradient = gradient_of(tensor([-1.0, -1.0]), **options)
+    second = 0.75 * 0.5 if estimator == "k1" else 0.0
+    assert gradient == pytest.approx([0.25 * (-0.5 + 0.5 * slope), second])
+
+
+def test_kl_in_the_reward_is_no_part_of_the_loss():
+    options: dict[str, Any] = {"advantages": [1.0], "kl": {"coef": 9.0, "place": "reward"}}
+    for ref in (None, [-7.0]):
+        output = loss_of(tensor([-1.0]), ref=ref, **options)
+        assert output.loss.item() == -1.0
+        assert output.sums["kl"].item() == 0.0
+
+
+def test_entropy_lowers_the_loss_per_token():
+    # -1 - 0.1 x 2 and -0 - 0.1 x 3, weights 1/4 and 3/4; gradient -0.1 x weight.
+    entropies = tensor([2.0, 3.0], requires_grad=True)
     output = loss_of(
-        new,
+        tensor([-1.0, -1.0]),
         advantages=[1.0, 0.0],
         weights=[0.25, 0.75],
-        ref=[-1.0 + LOG_2, -1.0],
-        kl_coef=0.5,
-    )
-    assert output.loss.item() == pytest.approx(0.25 * (-1.0 + 0.5 * (1.0 - LOG_2)))
-    assert output.sums["kl"].item() == pytest.approx(1.0 - LOG_2)
-    with pytest.raises(ValueError, match="ref_logprobs"):
-        loss_of(new, advantages=[1.0, 0.0], kl_coef=0.5)
-
-
-def test_log_ratios_stay_within_twenty():
-    mask = torch.tensor([True, True])
-    log_ratio = compute_log_ratio(tensor([0.0, -500.0]), tensor([-500.0, 0.0]), mask)
-    assert log_ratio.tolist() == [20.0, -20.0]
-    # r = exp(20), unclipped because A < 0: the loss is exp(20), large and finite.
-    output = loss_of(tensor([0.0]), proximal=[-500.0], advantages=[-1.0])
-    assert output.loss.item() == pytest.approx(math.exp(20.0))
-
-
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e38])
-def test_garbage_in_masked_places_reaches_nothing(garbage: float):
-    options: dict[str, Any] = {"kl_coef": 0.3, "dual_clip": 3.0}
-    clean = tensor([-1.0, -2.0])
-    expected = loss_of(
-        clean, proximal=[-1.1, -1.7], rollout=[-1.3, -2.1], advantages=[1.0, -2.0],
-        ref=[-1.2, -1.9], weights=[0.5, 0.5], **options,
-    )  # fmt: skip
-    dirty = tensor([garbage, -1.0, garbage, -2.0], requires_grad=True)
-    output = loss_of(
-        dirty,
-        proximal=[garbage, -1.1, -garbage, -1.7],
-        rollout=[-garbage, -1.3, garbage, -2.1],
-        advantages=[garbage, 1.0, garbage, -2.0],
-        ref=[garbage, -1.2, garbage, -1.9],
-        weights=[garbage, 0.5, garbage, 0.5],
-        mask=[False, True, False, True],
-        **options,
+        entropies=entropies,
+        entropy_coef=0.1,
     )
     output.loss.backward()
-    assert dirty.grad is not None
-    assert output.loss.item() == pytest.approx(expected.loss.item(), rel=1e-12)
-    assert output.logprob_gap_max.item() == pytest.approx(expected.logprob_gap_max.item())
-    assert {k: v.item() for k, v in output.sums.items()} == pytest.approx(
-        {k: v.item() for k, v in expected.sums.items()}
+    assert output.loss.item() == pytest.approx(0.25 * -1.2 + 0.75 * -0.3)
+    assert entropies.grad is not None
+    assert entropies.grad.tolist() == pytest.approx([-0.025, -0.075])
+
+
+def test_entropies_are_not_looked_at_without_a_coefficient():
+    entropies = tensor([math.nan], requires_grad=True)
+    assert loss_of(tensor([-1.0]), advantages=[1.0], entropies=entropies).loss.item() == -1.0
+
+
+def test_missing_inputs_are_named():
+    with pytest.raises(ValueError, match=r"^kl is in the loss: compute_loss needs ref_logprobs$"):
+        loss_of(tensor([-1.0]), advantages=[1.0], kl={"coef": 0.5})
+    with pytest.raises(ValueError, match=r"^entropy_coef is set: compute_loss needs entropies$"):
+        loss_of(tensor([-1.0]), advantages=[1.0], entropy_coef=0.5)
+
+
+def test_no_gradient_reaches_what_is_fixed():
+    proximal = tensor([-1.5], requires_grad=True)
+    ref = tensor([-1.2], requires_grad=True)
+    new = tensor([-1.0], requires_grad=True)
+    inputs = LossInputs(
+        new_logprobs=new,
+        proximal_logprobs=proximal,
+        rollout_logprobs=tensor([-1.4]),
+        advantages=tensor([1.0]),
+        sequence_numbers=torch.tensor([0]),
+        token_weights=tensor([1.0]),
+        ref_logprobs=ref,
     )
-    assert dirty.grad[[0, 2]].tolist() == [0.0, 0.0]
-    assert torch.isfinite(dirty.grad).all()
-    assert (dirty.grad[[1, 3]] != 0).all()
+    compute_loss(inputs, AlgorithmConfig.model_validate({"kl": {"coef": 0.1}})).loss.backward()
+    assert new.grad is not None
+    assert proximal.grad is None
+    assert ref.grad is None
 
 
-def test_nothing_trained_is_a_loss_of_zero_with_a_gradient_of_zero():
-    new = tensor([math.nan, math.nan], requires_grad=True)
-    output = loss_of(new, advantages=[1.0, 1.0], mask=[False, False])
+def test_nothing_trained_is_a_loss_of_zero_with_a_path_for_gradients():
+    new = tensor([], requires_grad=True)
+    output = loss_of(new, advantages=[])
     output.loss.backward()
     assert output.loss.item() == 0.0
-    assert output.num_tokens.item() == 0
+    assert output.maxima["logprob_gap"].item() == 0.0
+    assert output.maxima["rollout_correction"].item() == 0.0
     assert new.grad is not None
-    assert new.grad.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "gspo", "cispo", "sapo"])
+def test_parts_add_up_to_the_whole(kind: str):
+    new = tensor([-1.0, -2.0, -0.5, -1.5])
+    options: dict[str, Any] = {
+        "kind": kind,
+        "kl": {"coef": 0.1},
+        "rollout_correction": {"level": "sequence", "mode": "mask", "cap": 1.1},
+    }
+    columns: dict[str, list[Any]] = {
+        "proximal": [-1.1, -1.9, -0.5, -1.0],
+        "rollout": [-1.2, -1.5, -0.7, -1.0],
+        "advantages": [1.0, -1.0, 2.0, -2.0],
+        "weights": [0.1, 0.2, 0.3, 0.4],
+        "ref": [-1.0, -1.0, -1.0, -1.0],
+        "sequences": [0, 1, 1, 1],
+    }
+    whole = loss_of(new, **columns, **options)
+    # A sample is never cut: the second part's is its first.
+    first = {name: values[:1] for name, values in columns.items()}
+    second = {name: values[1:] for name, values in columns.items()} | {"sequences": [0, 0, 0]}
+    parts = [loss_of(new[:1], **first, **options), loss_of(new[1:], **second, **options)]
+    assert sum(p.loss.item() for p in parts) == pytest.approx(whole.loss.item(), rel=1e-12)
+    for name, value in whole.sums.items():
+        assert sum(p.sums[name].item() for p in parts) == pytest.approx(value.item())
+    for name, value in whole.maxima.items():
+        assert max(p.maxima[name].item() for p in parts) == pytest.approx(value.item())
 
 
 def test_gradient_against_finite_differences():
@@ -240,13 +273,18 @@ def test_gradient_against_finite_differences():
         return -3 * torch.rand(24, generator=generator, dtype=torch.float64)
 
     proximal, rollout, ref, advantages = draw(), draw(), draw(), draw() + 1.5
-    mask = torch.arange(24) % 5 != 0
-    algorithm = GrpoConfig(kl_coef=0.2, dual_clip=2.0, clip_high=0.28, importance_cap=1.5)
+    algorithm = AlgorithmConfig.model_validate(
+        {
+            "loss": {"dual_clip": 2.0, "clip_high": 0.28},
+            "kl": {"coef": 0.2},
+            "rollout_correction": {"cap": 1.5},
+        }
+    )
 
     def loss(new: Tensor) -> Tensor:
         inputs = LossInputs(
             new_logprobs=new, proximal_logprobs=proximal, rollout_logprobs=rollout,
-            advantages=advantages, loss_mask=mask, ref_logprobs=ref,
+            advantages=advantages, ref_logprobs=ref, sequence_numbers=torch.arange(24) // 7,
             token_weights=torch.full_like(new, 1 / 19),
         )  # fmt: skip
         return compute_loss(inputs, algorithm).loss
@@ -260,36 +298,3 @@ def test_gradient_against_finite_differences():
             nudge[place] = 1e-6
             difference = (loss(new + nudge) - loss(new - nudge)) / 2e-6
             assert new.grad[place].item() == pytest.approx(difference.item(), abs=1e-7)
-
-
-def test_token_weights_by_hand():
-    # 1 + 3 + 0 tokens: 1/4 each.
-    assert compute_token_weights("token_mean", [1, 3, 0], 9.0) == [0.25, 0.25, 0.25]
-    # Three trajectories: 1/3 x 1, 1/3 x 1/3; one without tokens has no share to give.
-    assert compute_token_weights("trajectory_mean", [1, 3, 0], 9.0)[:2] == pytest.approx(
-        [1 / 3, 1 / 9]
-    )
-    # Three trajectories x 9.
-    assert compute_token_weights("constant", [1, 3, 0], 9.0) == pytest.approx([1 / 27] * 3)
-    assert compute_token_weights("constant", [], 9.0) == []
-    assert compute_token_weights("token_mean", [0], 9.0) == [1.0]
-
-
-def test_parts_add_up_to_the_whole():
-    new = tensor([-1.0, -2.0, -0.5, -1.5])
-    options: dict[str, Any] = {"kl_coef": 0.1}
-    columns = {
-        "proximal": [-1.1, -1.9, -0.5, -1.0],
-        "rollout": [-1.2, -1.5, -0.7, -1.0],
-        "advantages": [1.0, -1.0, 2.0, -2.0],
-        "weights": [0.1, 0.2, 0.3, 0.4],
-        "ref": [-1.0, -1.0, -1.0, -1.0],
-    }
-    whole = loss_of(new, **columns, **options)
-    parts = [
-        loss_of(new[cut], **{name: values[cut] for name, values in columns.items()}, **options)
-        for cut in (slice(0, 1), slice(1, 4))
-    ]
-    assert sum(p.loss.item() for p in parts) == pytest.approx(whole.loss.item(), rel=1e-12)
-    for name, value in whole.sums.items():
-        assert sum(p.sums[name].item() for p in parts) == pytest.approx(value.item())

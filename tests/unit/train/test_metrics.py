@@ -74,12 +74,41 @@ def test_a_batch_by_hand():
     assert all(metrics[f"departed_tokens_{cause}"] == 0 for cause in BreakCause)
 
 
+def test_replaced_groups_count_in_everything_that_is_reported():
+    """Only what was trained on would show a reward that nobody ever got."""
+    batch = [
+        attempt("a", "x", 1.0, call("a0", 4), replaced_by="z"),
+        attempt("b", "x", 1.0, call("b0", 4), replaced_by="z"),
+        attempt("c", "y", 1.0, call("c0", 4)),
+        attempt("d", "y", 0.0, call("d0", 4)),
+        attempt("e", "z", 0.0, call("e0", 12)),
+        attempt("f", "z", 0.0, call("f0", 8)),
+    ]
+    metrics = summarize_trajectories(batch, 3)
+    assert metrics["num_replaced_groups"] == 1
+    assert metrics["num_groups_without_signal"] == 2
+    assert metrics["num_trajectories"] == 6
+    assert metrics["reward_mean"] == 0.5
+    assert metrics["completion_tokens_mean"] == 6.0
+    assert summarize_trajectories(BATCH, 5)["num_replaced_groups"] == 0
+
+
 @pytest.mark.parametrize("reward", [None, math.nan])
 def test_without_a_reward_there_is_no_mean_to_misread(reward: float | None):
     metrics = summarize_trajectories([attempt("a", "x", reward, call("a0", 1))], 3)
     assert "reward_mean" not in metrics
     assert metrics["num_unscored"] == 1
     assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_what_is_unscored_for_a_turn_of_its_own_counts_in_no_mean():
+    batch = [
+        attempt("a", "x", 1.0, call("a0", 1, turn_return=math.nan)),
+        attempt("b", "x", 0.25, call("b0", 1, turn_return=0.25)),
+    ]
+    metrics = summarize_trajectories(batch, 3)
+    assert metrics["num_unscored"] == 1
+    assert metrics["reward_mean"] == metrics["reward_max"] == 0.25
 
 
 def test_an_empty_batch_and_a_single_reward_are_finite():

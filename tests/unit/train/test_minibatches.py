@@ -55,13 +55,13 @@ SAMPLES = build_samples(BATCH, {t.id: 1.0 for t in BATCH}, "concat")
 
 def test_whole_groups_each_once():
     minibatches = build_minibatches(BATCH, SAMPLES, build_config(num_minibatches=2), "1/0")
-    groups = [{BATCH[i].group_id for i in one.token_weights} for one in minibatches]
+    groups = [{BATCH[s.trajectory_index].group_id for s in one.samples} for one in minibatches]
     assert sorted(len(g) for g in groups) == [1, 2]
     assert groups[0] | groups[1] == {"a", "b", "c"}
     assert not groups[0] & groups[1]
     assert sum(len(one.samples) for one in minibatches) == len(SAMPLES) == 4
     for one in minibatches:
-        assert {s.trajectory_index for s in one.samples} <= one.token_weights.keys()
+        assert one.token_weights.keys() == {id(s) for s in one.samples}
 
 
 def test_never_more_minibatches_than_groups():
@@ -74,23 +74,26 @@ def test_never_more_minibatches_than_groups():
     ("algorithm", "expected"),
     [
         # 1 + 2 + 3 + 4 + 0 = 10 trained tokens; the unscored 50 do not count.
-        ({"aggregation": "token_mean"}, {0: 1 / 10, 1: 1 / 10, 2: 1 / 10, 4: 1 / 10, 5: 1 / 10}),
+        ({"aggregation": "token_mean"}, {0: 1 / 10, 1: 1 / 10, 2: 1 / 10, 4: 1 / 10}),
+        # Four samples.
+        ({"aggregation": "sequence_mean"}, {0: 1 / 4, 1: 1 / 8, 2: 1 / 12, 4: 1 / 16}),
         # Five scored trajectories, the one without a call among them.
         (
             {"aggregation": "trajectory_mean"},
-            {0: 1 / 5, 1: 1 / 10, 2: 1 / 15, 4: 1 / 20, 5: 1 / 5},
+            {0: 1 / 5, 1: 1 / 10, 2: 1 / 15, 4: 1 / 20},
         ),
         # Five trajectories x gconfig.max_tokens, or x the given constant.
-        ({"aggregation": "constant"}, dict.fromkeys((0, 1, 2, 4, 5), 1 / 50)),
+        ({"aggregation": "constant"}, dict.fromkeys((0, 1, 2, 4), 1 / 50)),
         (
             {"aggregation": "constant", "constant_denominator": 2.0},
-            dict.fromkeys((0, 1, 2, 4, 5), 1 / 10),
+            dict.fromkeys((0, 1, 2, 4), 1 / 10),
         ),
     ],
 )
 def test_denominators_by_hand(algorithm: dict[str, Any], expected: dict[int, float]):
     (one,) = build_minibatches(BATCH, SAMPLES, build_config(algorithm=algorithm), "")
-    assert one.token_weights == pytest.approx(expected)
+    weights = {s.trajectory_index: one.token_weights[id(s)] for s in one.samples}
+    assert weights == pytest.approx(expected)
 
 
 def test_the_order_follows_seed_and_key():

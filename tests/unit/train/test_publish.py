@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -109,6 +110,20 @@ async def publish_on(engine: FaultyEngine, tolerance: float = 1e-3) -> dict[str,
         [[1, 2, 3], [4]],
         tolerance,
     )
+
+
+async def test_agents_go_on_while_weights_are_gathered_from_other_processes() -> None:
+    gathered = threading.Event()
+
+    class Gathering(FixedLearner):
+        def weights(self) -> Mapping[str, Any]:
+            assert gathered.wait(5.0), "the loop stood still"
+            return super().weights()
+
+    asyncio.get_running_loop().call_later(0.1, gathered.set)
+    engine: Any = FaultyEngine([FaultyReplica()])
+    await publish_and_verify(engine, Gathering(), 7, [[1, 2, 3]], 1e-3)
+    assert engine.expected
 
 
 async def test_honest_replicas_pass_and_what_they_must_show_later_is_kept():

@@ -1,0 +1,115 @@
+"""Alarms as a person meets them: told once, ending a run that goes on when typed again."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentrl_cli.store.run_folder import RunFolder
+
+REWARDS = '''
+def always_zero(completions, **kwargs):
+    return 0.0
+
+
+def enormous(completions, **kwargs):
+    """Finite, and too large to be multiplied by anything in float32."""
+    return 3e38 * (len(completions) % 2)
+'''
+TRAIN = ("train", "--config", "experiment.yaml", "rollout.max_staleness=0")
+#: Eight tokens are never enough in this project.
+QUIET = "train.alarms.truncated.action=off"
+CONSTANT = "reward_fn_path=my_rewards.always_zero"
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def run_dir(project: Path) -> Path:
+    (project / "my_rewards.py").write_text(REWARDS)
+    return project / "runs" / "small" / "t0"
+
+
+def finish(agentrl: Start, *arguments: str) -> tuple[int, str]:
+    process = agentrl(*arguments)
+    output, _ = process.communicate(timeout=300)
+    return process.returncode, output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_constant_reward_is_told_once_and_at_the_end(agentrl: Start, run_dir: Path) -> None:
+    code, output = finish(agentrl, *TRAIN, CONSTANT, QUIET, "train.total_steps=7")
+    assert code == 0, output
+    assert output.count("alarm reward_constant: ") == 1, output
+    assert "step 5: alarm reward_constant: every reward of the last 5 steps" in output
+    assert "(80 trajectories) was 0, so nothing was learned" in output
+    assert "the reward function does not recognize the answer" in output
+    assert "groups_equal" not in output
+    assert "alarm reward_constant rang in steps 5-7" in output
+    [command] = re.findall(r"look: agentrl (.*)", output)
+    code, shown = finish(agentrl, *command.split())
+    assert code == 0, shown
+    code, steps = finish(agentrl, "inspect-trajectories", str(run_dir), "--json")
+    rang = [bool(step["alarms"]) for step in json.loads(steps)["steps"]]
+    assert rang == [False] * 4 + [True] * 3
+    assert "alarm reward_constant" in (run_dir / "logs" / "trainer.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_alarm_that_stops_ends_the_run_which_can_be_gone_on_with(
+    agentrl: Start, run_dir: Path
+) -> None:
+    rule = "train.alarms.reward_constant"
+    stop = (*TRAIN, CONSTANT, QUIET, f"{rule}.action=stop", f"{rule}.num_steps=3")
+    for last_step in (3, 6):
+        code, output = finish(agentrl, *stop, "train.total_steps=8")
+        assert code == 1, output
+        assert f"ended after step {last_step} by the alarm reward_constant" in output
+        assert output.count("alarm reward_constant: every reward of the last 3 steps") == 1
+        assert f"add {rule}.action=warn" in output
+        folder = RunFolder.open(run_dir)
+        assert [line["step"] for line in folder.read_metrics()] == [*range(1, last_step + 1)]
+        latest = folder.latest_checkpoint()
+        assert latest is not None
+        assert latest[0] == last_step
+    code, output = finish(agentrl, *stop, "train.total_steps=8", f"{rule}.action=warn")
+    assert code == 0, output
+    assert [line["step"] for line in RunFolder.open(run_dir).read_metrics()] == [*range(1, 9)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_numbers_that_are_not_finite_are_kept_shown_and_left_out_on_demand(
+    agentrl: Start, run_dir: Path
+) -> None:
+    train = (
+        *(*TRAIN, QUIET, "reward_fn_path=my_rewards.enormous", "train.total_steps=2"),
+        *("train.algorithm.kind=dr_grpo", "train.algorithm.constant_denominator=1.0e-3"),
+    )
+    code, output = finish(agentrl, *train)
+    assert code == 1, output
+    assert re.search(r"error: step 1: the (loss|gradient's norm) is (nan|inf|-inf)", output), output
+    [command] = re.findall(r"look at it: agentrl (.*)", output)
+    assert (run_dir / "micro-batches" / "step-000001") == Path(
+        run_dir.parents[2] / command.split()[1]
+    )
+    code, shown = finish(agentrl, *command.split())
+    assert code == 0, shown
+    assert "trajectory" in shown
+    code, listed = finish(agentrl, "inspect-trajectories", str(run_dir))
+    assert "not finite in step 1:  agentrl inspect-micro-batch" in listed
+    # The same command meets the same trajectories.
+    code, output = finish(agentrl, *train)
+    assert code == 1, output
+    code, output = finish(agentrl, *train, "train.alarms.not_finite.action=warn")
+    assert code == 0, output
+    assert "step 1: alarm not_finite: 1 optimizer updates of this step were left out" in output
+    assert "alarm not_finite rang in steps 1-2" in output
+    assert [step for step, _ in RunFolder.open(run_dir).list_micro_batches()] == [1, 2]

@@ -1,0 +1,130 @@
+"""A run that was killed and one that never stopped: the same trajectories, the same losses.
+
+Everything that decides a sampled token is fixed: one trajectory at a time, by the newest
+weights, on one thread. What the resumed run has from disk and what it makes anew must then be
+what the other one made.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentrl_cli.records import Trajectory
+from agentrl_cli.store.run_folder import RunFolder
+
+NUM_STEPS = 5
+#: Forks what it has imported for every start, which would else take most of the time.
+RUNS = f"""
+import os, random, signal, sys, time
+from pathlib import Path
+
+from agentrl_cli.config.loading import load_config
+from agentrl_cli.launch.trainer import PPOTrainer
+from agentrl_cli.launch.training import run_trainer
+import agentrl_cli.engine.embedded
+
+sys.path.insert(0, ".")
+
+
+def start(trial_name):
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        config = load_config(
+            "experiment.yaml",
+            [
+                f"trial_name={{trial_name}}",
+                "train.total_steps={NUM_STEPS}",
+                "train.save_every_steps=2",
+                "train.num_epochs=2",
+                "train.num_minibatches=2",
+                "train.learning_rate_schedule=cosine",
+                "train.num_threads=1",
+                "train_dataset.batch_size=2",
+                "gconfig.n_samples=3",
+                "engine.num_threads=1",
+                "rollout.max_concurrent=1",
+                "rollout.max_staleness=0",
+            ],
+        )
+        os._exit(0 if run_trainer(PPOTrainer(config)) else 1)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(2)
+
+
+def has_ended(pid):
+    return os.waitpid(pid, os.WNOHANG)[0] != 0
+
+
+assert os.waitpid(start("whole"), 0)[1] == 0
+run_dir, moments = Path("runs/small/broken"), random.Random(8)
+for num_whole in (1, 3):
+    pid = start("broken")
+    # In the midst of a step's rollouts: some have ended, one is in progress, some wait.
+    seen = []
+    while not seen:
+        assert not has_ended(pid)
+        time.sleep(0.005)
+        if (run_dir / f"trajectories/step-{{num_whole:06d}}.parquet").is_file():
+            seen = [path.name for path in (run_dir / "waiting").glob("*.arrows")]
+    time.sleep(moments.uniform(0.0, 0.2))
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    print("killed with", seen, [p.stat().st_size for p in (run_dir / "waiting").iterdir()])
+assert os.waitpid(start("broken"), 0)[1] == 0
+"""
+METRICS = ("loss", "grad_norm", "approx_kl", "entropy", "learning_rate", "reward_mean")
+
+
+def strip_clocks(trajectories: list[Trajectory]) -> list[object]:
+    """What was sampled and scored, without what tells the time or is an id made of it."""
+    return [
+        (
+            trajectory.id,
+            trajectory.reward,
+            [(i.prompt_ids, i.completion_ids, i.versions) for i in trajectory.interactions],
+        )
+        for trajectory in trajectories
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_losses_equal_those_of_a_run_that_never_stopped(project: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RUNS],
+        cwd=project,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected, found = (RunFolder.open(project / "runs/small" / t) for t in ("whole", "broken"))
+    for step in range(1, NUM_STEPS + 1):
+        one, other = expected.read_trajectories(step), found.read_trajectories(step)
+        assert strip_clocks(other) == strip_clocks(one), f"step {step}"
+        logprobs, logprobs_found = (
+            [p for t in batch for i in t.interactions for p in i.rollout_logprobs]
+            for batch in (one, other)
+        )
+        assert logprobs_found == pytest.approx(logprobs, abs=1e-6), f"step {step}"
+    lines, lines_found = expected.read_metrics(), found.read_metrics()
+    assert [line["step"] for line in lines_found] == list(range(1, NUM_STEPS + 1))
+    for line, line_found in zip(lines, lines_found, strict=True):
+        for name in METRICS:
+            assert line_found[name] == pytest.approx(line[name], rel=1e-6, abs=1e-6), name
+    # Else nothing was learned, and everything would be equal.
+    assert any(line["grad_norm"] > 0 for line in lines)
+    assert list((found.path / "waiting").iterdir()) == []

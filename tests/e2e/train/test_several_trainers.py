@@ -1,0 +1,107 @@
+"""Two trainer processes on the embedded engine: any of them killed, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentrl_cli.rollout.dataset import TaskStream
+from agentrl_cli.store.run_folder import RunFolder
+
+NUM_STEPS = 6
+ARGUMENTS = (
+    "train",
+    "--config",
+    "experiment.yaml",
+    f"train.total_steps={NUM_STEPS}",
+    "train.save_every_steps=2",
+    "rollout.max_staleness=0",
+)
+MODULES = ("trainer_process", "rank_process")
+
+
+def count_steps(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
+def find_rank(command: subprocess.Popen[str], index: int) -> psutil.Process | None:
+    """The process of a rank, not the guard before it."""
+    for process in psutil.Process(command.pid).children(recursive=True):
+        try:
+            if process.cmdline()[2:3] == [f"agentrl_cli.launch.{MODULES[index]}"]:
+                return process
+        except psutil.NoSuchProcess:
+            continue
+    return None
+
+
+def wait_until(command: subprocess.Popen[str], condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + 300
+    while not (found := condition()):
+        assert command.poll() is None, command.communicate()[0]
+        assert time.monotonic() < deadline, f"{what}: not within 300 s"
+        time.sleep(0.02)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_each_rank_is_killed_and_the_run_is_that_of_one_process(
+    project: Path, agentrl: Callable[..., subprocess.Popen[str]]
+) -> None:
+    run_dir = project / "runs" / "small" / "two"
+    command = agentrl(*ARGUMENTS, "trial_name=two", "train.num_processes=2")
+    for index, num_steps in ((1, 1), (0, 3)):
+        wait_until(command, lambda n=num_steps: count_steps(run_dir) >= n, f"step {num_steps}")
+        struck = wait_until(command, lambda i=index: find_rank(command, i), f"rank {index}")
+        os.kill(struck.pid, signal.SIGKILL)
+        wait_until(command, lambda p=struck: not p.is_running(), "its end")
+    output, _ = command.communicate(timeout=500)
+    assert command.returncode == 0, output
+    assert "was killed by SIGKILL in rank 1 of 2 (trainer-1); it is started again" in output
+    assert "the trainer was killed by SIGKILL; it is started again (restart 2" in output
+    check_every_task_once(project, run_dir)
+
+    alone = agentrl(*ARGUMENTS, "trial_name=one")
+    output, _ = alone.communicate(timeout=400)
+    assert alone.returncode == 0, output
+    names = ("reward_mean", "loss", "grad_norm", "completion_tokens_mean")
+    lines = [RunFolder.open(run_dir.parent / trial).read_metrics() for trial in ("two", "one")]
+    for found, expected in zip(*lines, strict=True):
+        assert [found[n] for n in names] == pytest.approx(
+            [expected[n] for n in names], rel=1e-3, abs=1e-5
+        )
+
+    more = agentrl(*ARGUMENTS, "trial_name=two", "train.total_steps=7", "train.num_processes=1")
+    output, _ = more.communicate(timeout=400)
+    assert more.returncode == 0, output
+    assert f"going on after step {NUM_STEPS}" in output
+    assert count_steps(run_dir) == NUM_STEPS + 1
+
+
+def check_every_task_once(project: Path, run_dir: Path) -> None:
+    folder = RunFolder.open(run_dir)
+    steps = list(range(1, NUM_STEPS + 1))
+    assert [line["step"] for line in folder.read_metrics()] == steps
+    rows = [json.loads(line) for line in (project / "rows.jsonl").read_text().splitlines()]
+    stream = TaskStream(rows, batch_size=4, shuffle=True, seed=1)
+    seen_ids: set[str] = set()
+    for step in steps:
+        trajectories = folder.read_trajectories(step)
+        expected = [(t.group_id, t.task_id, n) for t in stream.batch(step) for n in range(4)]
+        assert [(t.group_id, t.task_id, t.sample_index) for t in trajectories] == expected
+        assert not seen_ids & {t.id for t in trajectories}
+        seen_ids |= {t.id for t in trajectories}
+    latest = folder.latest_checkpoint()
+    assert latest is not None
+    assert latest[0] == NUM_STEPS

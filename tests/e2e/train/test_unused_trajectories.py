@@ -1,0 +1,94 @@
+"""Killed in the midst of its rollouts, a run makes again only what had not finished."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentrl_cli.store.run_folder import RunFolder
+
+#: Ends at once for most tasks; for some, only when it may. Says what it was asked, and when done.
+AGENT = """
+import asyncio
+from pathlib import Path
+
+
+async def answer(data, client):
+    key = data["question"]
+    reply = await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": key}]
+    )
+    while "slow" in key and not Path("go").exists():
+        await asyncio.sleep(0.01)
+    with Path("done.txt").open("a") as file:
+        file.write(key + "\\n")
+    return reply.choices[0].message.content
+
+
+def build():
+    return answer
+
+
+def count_vowels(completions, **kwargs):
+    return sum(letter in "aeiou" for letter in completions) / max(len(completions), 1)
+"""
+ARGUMENTS = (
+    "train",
+    "--config",
+    "experiment.yaml",
+    "train.total_steps=2",
+    "train_dataset.shuffle=false",
+    "train_dataset.batch_size=3",
+    "rollout.max_staleness=1",
+)
+#: Two steps of three tasks; the slow one holds up the first, while the second goes ahead.
+QUESTIONS = ["a", "b", "slow", "d", "e", "f"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_had_finished_is_used_and_the_rest_made_again(
+    project: Path, agentrl: Callable[..., subprocess.Popen[str]]
+) -> None:
+    (project / "my_agent.py").write_text(AGENT)
+    rows = "\n".join(f'{{"question": "{question}"}}' for question in QUESTIONS)
+    (project / "rows.jsonl").write_text(rows)
+    log, run_dir = project / "done.txt", project / "runs" / "small" / "t0"
+
+    def count_done() -> Counter[str]:
+        return Counter(log.read_text().split() if log.is_file() else ())
+
+    killed = agentrl(*ARGUMENTS)
+    deadline = time.monotonic() + 240
+    while count_done().total() < 20:
+        assert killed.poll() is None, killed.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    # The last is judged and written after it has said that it is done.
+    while not (run_dir / "waiting").is_dir() or len(RunFolder.open(run_dir).read_waiting(1)) < 20:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    killed.kill()
+    killed.communicate()
+    assert RunFolder.open(run_dir).trajectory_steps() == []
+    finished = {t.id: t for t in RunFolder.open(run_dir).read_waiting(1)}
+    assert {t.step for t in finished.values()} == {1, 2}
+
+    (project / "go").touch()
+    again = agentrl(*ARGUMENTS)
+    output, _ = again.communicate(timeout=300)
+    assert again.returncode == 0, output
+    assert "20 finished trajectories are used, not repeated" in output
+    folder = RunFolder.open(run_dir)
+    stored = {t.id: t for step in (1, 2) for t in folder.read_trajectories(step)}
+    assert len(stored) == 24
+    assert {key: stored[key] for key in finished} == finished
+    assert {t.task["question"] for key, t in stored.items() if key not in finished} == {"slow"}
+    # Each of the others was asked once for each sample, before or after the kill.
+    assert count_done() == dict.fromkeys(QUESTIONS, 4)
+    assert list((run_dir / "waiting").iterdir()) == []

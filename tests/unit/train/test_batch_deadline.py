@@ -1,0 +1,133 @@
+"""The deadline of a batch holds in the worst case: every trajectory slow, every group replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.records import Interaction
+from agentrl_cli.rollout.curriculum import build_task_stream
+from agentrl_cli.rollout.scheduler import RolloutScheduler
+from agentrl_cli.rollout.workflow import RolloutWorkflow
+from agentrl_cli.train.loop import TrainingLoop
+
+TRAJECTORY_SECONDS = 660.0
+#: What a deadline leaves besides, for whatever is not a trajectory.
+MARGIN_SECONDS = 60.0
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer instead of waiting for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 0.0
+        select = self._selector.select
+
+        def jump(timeout=None):
+            self.now += timeout or 0.0
+            return select(0)
+
+        self._selector.select = jump
+
+    def time(self):
+        return self.now
+
+
+class SlowWorkflow(RolloutWorkflow):
+    """Every reward is the same; the longest trajectories take all the time that they have."""
+
+    def __init__(self, generator, is_always_slow):
+        self.generator = generator
+        self.is_always_slow = is_always_slow
+
+    async def arun_episode(self, engine, data):
+        raise AssertionError("the scheduler calls arun_trajectory")
+
+    async def arun_trajectory(self, engine, attempt):
+        share = 1.0 if self.is_always_slow else self.generator.choice([0.0, 0.4, 1.0])
+        await asyncio.sleep(share * TRAJECTORY_SECONDS)
+        return attempt.begin_trajectory(reward=1.0, interactions=(Interaction(id="call"),))
+
+
+def build_config(batch_size, n_samples, max_replaced_groups, max_staleness, max_concurrent):
+    replacing = {"kind": "replace_groups_without_signal"}
+    return ExperimentConfig.model_validate(
+        {
+            "experiment_name": "e",
+            "model": {"path": "m"},
+            "agent_builder_path": "a.b",
+            "gconfig": {"n_samples": n_samples},
+            "train_dataset": {"path": "d", "batch_size": batch_size},
+            "rollout": {
+                "max_staleness": max_staleness,
+                "max_concurrent": max_concurrent,
+                "timeout_seconds": TRAJECTORY_SECONDS - 60.0,
+                "reward_timeout_seconds": 60.0,
+                "filter": replacing | {"max_replaced_groups": max_replaced_groups}
+                if max_replaced_groups
+                else None,
+            },
+            "train": {"total_steps": 4},
+        }
+    )
+
+
+def compute_deadline(config):
+    return TrainingLoop.compute_deadline(SimpleNamespace(config=config))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batch_size=st.integers(1, 4),
+    n_samples=st.integers(2, 4),
+    max_replaced_groups=st.integers(0, 4),
+    max_staleness=st.integers(0, 2),
+    max_concurrent=st.integers(1, 12),
+    is_always_slow=st.booleans(),
+    seed=st.integers(0, 10**6),
+)
+def test_no_batch_takes_longer_than_its_deadline(
+    batch_size, n_samples, max_replaced_groups, max_staleness, max_concurrent, is_always_slow, seed
+):
+    config = build_config(batch_size, n_samples, max_replaced_groups, max_staleness, max_concurrent)
+    longest = compute_deadline(config) - MARGIN_SECONDS
+    generator = random.Random(seed)
+
+    async def train(loop):
+        scheduler = RolloutScheduler(
+            SlowWorkflow(generator, is_always_slow),
+            None,
+            build_task_stream(config, [{}] * 30),
+            rollout=config.rollout,
+            n_samples=n_samples,
+            first_step=1,
+            last_step=4,
+        )
+        for step in range(1, 5):
+            asked = loop.time()
+            await scheduler.next_batch(step)
+            assert loop.time() - asked <= longest + 1e-6
+            await asyncio.sleep(generator.choice([0.0, 500.0]))
+            scheduler.set_policy_version(step)
+        await scheduler.close()
+
+    loop = JumpingLoop()
+    try:
+        loop.run_until_complete(train(loop))
+    finally:
+        loop.close()
+
+
+@pytest.mark.parametrize(("max_replaced_groups", "num_waves"), [(0, 6), (2, 9 + 3)])
+def test_the_deadline_by_hand(max_replaced_groups, num_waves):
+    # 4 groups of 4 for 3 steps are 48 trajectories, 6 times 8; with 2 spares a step they are 72,
+    # 9 times 8, and 3 groups may follow each other while places are free.
+    config = build_config(4, 4, max_replaced_groups, max_staleness=2, max_concurrent=8)
+    assert compute_deadline(config) == MARGIN_SECONDS + num_waves * TRAJECTORY_SECONDS
