@@ -233,7 +233,15 @@ class TrainConfig(StrictConfig):
             # What is wrong with it is said there.
             return critic
         if algorithm.uses_critic:
-            return critic or CriticConfig()
+            critic = critic or CriticConfig()
+            total_steps = info.data.get("total_steps")
+            if total_steps is not None and critic.warmup_steps >= total_steps:
+                raise ValueError(
+                    f"warmup_steps is {critic.warmup_steps} and train.total_steps {total_steps}: "
+                    "the critic would learn alone until the end. Type "
+                    f"train.critic.warmup_steps={total_steps - 1}, or a smaller number"
+                )
+            return critic
         if critic is not None:
             raise ValueError(
                 f"advantages of kind {algorithm.advantage.kind} need no critic. Type "

@@ -50,3 +50,10 @@ def test_what_is_wrong_with_the_algorithm_is_said_alone():
 def test_values_out_of_range_are_refused(wrong: dict[str, float]):
     with pytest.raises(ValidationError):
         CriticConfig.model_validate(wrong)
+
+
+def test_a_critic_does_not_learn_alone_until_the_end():
+    config = {"total_steps": 3, "algorithm": {"kind": "ppo"}}
+    assert TrainConfig.model_validate({**config, "critic": {"warmup_steps": 2}})
+    with pytest.raises(ValidationError, match=r"alone until the end.*critic\.warmup_steps=2"):
+        TrainConfig.model_validate({**config, "critic": {"warmup_steps": 3}})
