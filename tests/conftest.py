@@ -215,3 +215,27 @@ def make_tool_call(name: str, arguments: str) -> str:
 def tool_call() -> Callable[[str, str], str]:
     """Writes a tool call as the model does: ``tool_call("calculate", '{"x": 1}')``."""
     return make_tool_call
+
+
+@pytest.fixture
+def watch_largest() -> Callable[[], Any]:
+    """``with watch_largest() as largest`` keeps ``largest.num_values``, the size of the largest
+    float tensor that any operation makes."""
+    from torch import Tensor
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_values = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            made = func(*args, **(kwargs or {}))
+            for tensor in made if isinstance(made, (tuple, list)) else [made]:
+                if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                    self.num_values = max(self.num_values, tensor.numel())
+            return made
+
+    return Largest

@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agentrl_cli.records import Trajectory
+from agentrl_cli.rollout.dataset import TaskStream
+from agentrl_cli.store.run_folder import RunFolder
+
 AGENT = '''
 async def answer(data, client):
     """Asks once, and then once more with the reply in the history."""
@@ -68,3 +72,29 @@ def agentrl(project: Path) -> Callable[..., subprocess.Popen[str]]:
         )
 
     return start
+
+
+@pytest.fixture
+def read_every_task_once(project: Path) -> Callable[[Path, int], list[list[Trajectory]]]:
+    """The trajectories of each step of a run folder, which has so many steps: of every step those
+    of its tasks, once each, and a checkpoint of the last."""
+
+    def read(run_dir: Path, num_steps: int) -> list[list[Trajectory]]:
+        folder = RunFolder.open(run_dir)
+        steps = list(range(1, num_steps + 1))
+        assert [line["step"] for line in folder.read_metrics()] == steps
+        assert folder.trajectory_steps() == steps
+        rows = [json.loads(line) for line in (project / "rows.jsonl").read_text().splitlines()]
+        stream = TaskStream(rows, batch_size=4, shuffle=True, seed=1)
+        read_steps = [folder.read_trajectories(step) for step in steps]
+        for step, trajectories in zip(steps, read_steps, strict=True):
+            expected = [(t.group_id, t.task_id, n) for t in stream.batch(step) for n in range(4)]
+            assert [(t.group_id, t.task_id, t.sample_index) for t in trajectories] == expected
+        ids = [t.id for trajectories in read_steps for t in trajectories]
+        assert len(ids) == len(set(ids))
+        latest = folder.latest_checkpoint()
+        assert latest is not None
+        assert latest[0] == num_steps
+        return read_steps
+
+    return read

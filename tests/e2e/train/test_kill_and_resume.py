@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl_cli.rollout.dataset import TaskStream
+from agentrl_cli.records import Trajectory
 from agentrl_cli.store.run_folder import RunFolder
 
 NUM_STEPS = 10
@@ -32,7 +31,9 @@ def count_lines(path: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_three_times_the_run_finishes_with_every_task_once(
-    project: Path, agentrl: Callable[..., subprocess.Popen[str]]
+    project: Path,
+    agentrl: Callable[..., subprocess.Popen[str]],
+    read_every_task_once: Callable[[Path, int], list[list[Trajectory]]],
 ) -> None:
     run_dir = project / "runs" / "small" / "t0"
     moments = random.Random(20)
@@ -56,24 +57,9 @@ def test_killed_three_times_the_run_finishes_with_every_task_once(
     output, _ = finishing.communicate(timeout=400)
     assert finishing.returncode == 0, output
 
-    folder = RunFolder.open(run_dir)
-    steps = list(range(1, NUM_STEPS + 1))
-    assert [line["step"] for line in folder.read_metrics()] == steps
-    assert folder.trajectory_steps() == steps
-    rows = [json.loads(line) for line in (project / "rows.jsonl").read_text().splitlines()]
-    stream = TaskStream(rows, batch_size=4, shuffle=True, seed=1)
-    seen_ids: set[str] = set()
-    for step in steps:
-        trajectories = folder.read_trajectories(step)
-        expected = [(t.group_id, t.task_id, n) for t in stream.batch(step) for n in range(4)]
-        assert [(t.group_id, t.task_id, t.sample_index) for t in trajectories] == expected
-        assert not seen_ids & {t.id for t in trajectories}
-        seen_ids |= {t.id for t in trajectories}
+    for step, trajectories in enumerate(read_every_task_once(run_dir, NUM_STEPS), start=1):
         versions = {v for t in trajectories for i in t.interactions for v in i.versions}
         assert versions <= {step - 1, step - 2}
-    latest = folder.latest_checkpoint()
-    assert latest is not None
-    assert latest[0] == NUM_STEPS
     assert max(last_steps) > 0, "no kill came after a step: the test shows nothing"
 
 

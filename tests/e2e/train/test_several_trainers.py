@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,6 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl_cli.rollout.dataset import TaskStream
 from agentrl_cli.store.run_folder import RunFolder
 
 NUM_STEPS = 6
@@ -57,7 +55,9 @@ def wait_until(command: subprocess.Popen[str], condition: Callable[[], Any], wha
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_each_rank_is_killed_and_the_run_is_that_of_one_process(
-    project: Path, agentrl: Callable[..., subprocess.Popen[str]]
+    project: Path,
+    agentrl: Callable[..., subprocess.Popen[str]],
+    read_every_task_once: Callable[[Path, int], object],
 ) -> None:
     run_dir = project / "runs" / "small" / "two"
     command = agentrl(*ARGUMENTS, "trial_name=two", "train.num_processes=2")
@@ -70,7 +70,7 @@ def test_each_rank_is_killed_and_the_run_is_that_of_one_process(
     assert command.returncode == 0, output
     assert "was killed by SIGKILL in rank 1 of 2 (trainer-1); it is started again" in output
     assert "the trainer was killed by SIGKILL; it is started again (restart 2" in output
-    check_every_task_once(project, run_dir)
+    read_every_task_once(run_dir, NUM_STEPS)
 
     alone = agentrl(*ARGUMENTS, "trial_name=one")
     output, _ = alone.communicate(timeout=400)
@@ -87,21 +87,3 @@ def test_each_rank_is_killed_and_the_run_is_that_of_one_process(
     assert more.returncode == 0, output
     assert f"going on after step {NUM_STEPS}" in output
     assert count_steps(run_dir) == NUM_STEPS + 1
-
-
-def check_every_task_once(project: Path, run_dir: Path) -> None:
-    folder = RunFolder.open(run_dir)
-    steps = list(range(1, NUM_STEPS + 1))
-    assert [line["step"] for line in folder.read_metrics()] == steps
-    rows = [json.loads(line) for line in (project / "rows.jsonl").read_text().splitlines()]
-    stream = TaskStream(rows, batch_size=4, shuffle=True, seed=1)
-    seen_ids: set[str] = set()
-    for step in steps:
-        trajectories = folder.read_trajectories(step)
-        expected = [(t.group_id, t.task_id, n) for t in stream.batch(step) for n in range(4)]
-        assert [(t.group_id, t.task_id, t.sample_index) for t in trajectories] == expected
-        assert not seen_ids & {t.id for t in trajectories}
-        seen_ids |= {t.id for t in trajectories}
-    latest = folder.latest_checkpoint()
-    assert latest is not None
-    assert latest[0] == NUM_STEPS

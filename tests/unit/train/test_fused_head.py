@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from agentrl_cli.train.fused_head import is_linear, score_with_any, score_with_linear
 from agentrl_cli.train.masks import FREE, MaskTable, TokenMasks
@@ -241,42 +241,25 @@ def test_the_gradient_of_a_near_certain_token_keeps_its_digits() -> None:
     assert gradient[1, 0].item() == pytest.approx(-expected, rel=1e-4)
 
 
-class _Largest(TorchDispatchMode):
-    """Sees every tensor that an operation makes, and keeps the size of the largest float one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_values = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, (tuple, list)) else [made]:
-            if isinstance(tensor, Tensor) and tensor.is_floating_point():
-                self.num_values = max(self.num_values, tensor.numel())
-        return made
-
-
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("is_trained", [False, True])
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_no_float_tensor_is_larger_than_a_tile_forward_or_backward(
-    top_p: float, is_trained: bool, entropy: bool
+    watch_largest: Callable[[], Any], top_p: float, is_trained: bool, entropy: bool
 ) -> None:
     num_targets, vocabulary_size, max_logits = 60, 3000, 30_000
     head = build_head(vocabulary_size=vocabulary_size).requires_grad_(is_trained)
     states, ids = build_states(num_targets), torch.arange(num_targets)
     ones = torch.ones(num_targets)
     choices = build_choices(ids, 0.9 * ones, top_p * ones, None)
-    with _Largest() as largest:
+    with watch_largest() as largest:
         scores = score_with_linear(head, states, choices, max_logits)
         forward = largest.num_values
         differentiate(scores, states, head, entropy=entropy)
     # The head itself has 24,000 values, all logits would be 180,000.
     assert forward <= max_logits
     assert largest.num_values <= max_logits
-    with _Largest() as whole:
+    with watch_largest() as whole:
         differentiate(compute_in_one_piece(head, states, ids), states, head, entropy=entropy)
     assert whole.num_values == num_targets * vocabulary_size
 
