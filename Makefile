@@ -41,6 +41,7 @@ bench: $(VENV)/.installed-test  ## Every benchmark, one after the other.
 	$(BIN)/python -m benchmarks.gateway
 	$(BIN)/python -m benchmarks.embedded_engine
 	$(BIN)/python -m benchmarks.train
+	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.frameworks
 	$(BIN)/python -m benchmarks.agent_workers
 
