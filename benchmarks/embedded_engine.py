@@ -14,29 +14,12 @@ import statistics
 import time
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2Tokenizer
+from transformers import PreTrainedModel, Qwen2Tokenizer
 
 from agentrl_cli.config.engine import EngineConfig
 from agentrl_cli.engine.embedded import EmbeddedEngine
 from agentrl_cli.engine.protocol import Sampling
-
-
-def build_model(hidden_size: int, num_layers: int) -> PreTrainedModel:
-    """A random Qwen2 with 512 tokens of vocabulary and no end token."""
-    config = Qwen2Config(
-        vocab_size=512,
-        hidden_size=hidden_size,
-        intermediate_size=hidden_size * 3,
-        num_hidden_layers=num_layers,
-        num_attention_heads=hidden_size // 32,
-        num_key_value_heads=hidden_size // 64,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+from benchmarks.small_model import build_model
 
 
 def build_prompts(num_prompts: int, num_shared: int, num_own: int) -> list[list[int]]:

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.router import EngineRouter
@@ -18,6 +18,7 @@ from agentrl_cli.engine.weight_transfer import build_weight_transfer
 from agentrl_cli.launch.servers import ServerFleet
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.models.tokenizer import train_tokenizer
+from benchmarks.small_model import build_model
 
 QUESTION = {"role": "user", "content": "What is the sum of the numbers from one to ten?"}
 _MAX_MODEL_LEN = 768
@@ -50,20 +51,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def save_model(folder: Path, hidden_size: int, num_layers: int) -> PreTrainedModel:
     """A random Qwen2 without an end token, saved with its tokenizer."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=512,
-        hidden_size=hidden_size,
-        intermediate_size=hidden_size * 3,
-        num_hidden_layers=num_layers,
-        num_attention_heads=hidden_size // 32,
-        num_key_value_heads=hidden_size // 64,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = build_model(hidden_size, num_layers, tied=False)
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return model
@@ -88,7 +76,7 @@ class TimedTransfer:
         self._transfer = transfer
         self.prepare_seconds = 0.0
 
-    async def prepare(self, version: int, weights: Mapping[str, torch.Tensor]) -> WeightUpdate:
+    async def prepare(self, version: int, weights: Mapping[str, Tensor]) -> WeightUpdate:
         """As the transfer's."""
         started = time.perf_counter()
         update = await self._transfer.prepare(version, weights)
