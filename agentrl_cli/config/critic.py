@@ -13,8 +13,8 @@ class CriticConfig(StrictConfig):
     policy; with ``model.lora`` it is an adapter of its own."""
 
     path: str | None = None
-    """Hub id or folder of the model that it starts from, with the policy's tokenizer; null:
-    ``model.path``. Its value head starts at 0."""
+    """Hub id, folder or ``builtin:`` name of the model that it starts from, with the policy's
+    tokenizer; null: ``model.path``. Its value head starts at 0."""
     learning_rate: float = Field(1.0e-5, gt=0.0)
     """Peak; warm-up and decay are those of ``train.learning_rate``."""
     warmup_steps: int = Field(0, ge=0)
