@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from agentrl_cli.config.experiment import LoraConfig
-from agentrl_cli.errors import MissingExtraError, ModelError, StoreError
+from agentrl_cli.errors import MissingExtraError, ModelError
 from agentrl_cli.models.generation_flags import make_savable
 
 if TYPE_CHECKING:
@@ -141,13 +141,9 @@ def load_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The adapter's tensors in ``folder``, on the CPU, by parameter names of the model.
 
     Raises:
-        StoreError: the file cannot be read.
+        OSError, SafetensorError: the file cannot be read.
     """
-    path = folder / ADAPTER_FILE_NAME
-    try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise StoreError(f"the adapter {path} cannot be loaded: {error}") from error
+    tensors = load_file(folder / ADAPTER_FILE_NAME)
     return {to_parameter_name(name): tensor for name, tensor in tensors.items()}
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentrl_cli.errors import RunFolderError, StoreError
+from agentrl_cli.models.lora import is_adapter_folder, load_adapter_weights
 from agentrl_cli.models.pretrained import without_progress_bars
 from agentrl_cli.store.files import store_errors
 from agentrl_cli.train.random_states import collect_random_states, restore_random_states
@@ -111,11 +112,15 @@ def load_optimizer_state(folder: Path) -> tuple[dict[str, Tensor], dict[str, Ten
 def load_weights(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
     """The weights in ``folder`` by the parameter names of ``model``, float32, on the CPU.
 
+    Of a model with an adapter, the adapter's.
+
     Raises:
         KeyError, RuntimeError: they are of another model.
         StoreError: they are damaged.
     """
     try:
+        if is_adapter_folder(folder):
+            return load_adapter_weights(folder)
         with without_progress_bars():
             loaded, report = type(model).from_pretrained(
                 folder, dtype=torch.float32, local_files_only=True, output_loading_info=True

@@ -15,7 +15,7 @@ from agentrl_cli.engine.end_tokens import find_end_ids
 from agentrl_cli.engine.grammar import TokenGrammars
 from agentrl_cli.errors import StoreError
 from agentrl_cli.models.frozen import freeze_weights
-from agentrl_cli.models.lora import add_adapter, load_adapter_weights
+from agentrl_cli.models.lora import add_adapter
 from agentrl_cli.models.pretrained import without_progress_bars
 from agentrl_cli.store.files import store_errors
 from agentrl_cli.train.attention import use_packed_attention
@@ -180,16 +180,11 @@ class Policy:
         """Takes over what :meth:`save` wrote."""
         optimizer_state, masters = load_optimizer_state(folder / STATE_DIR)
         try:
-            weights = masters or self._load_saved_weights(folder)
+            weights = masters or load_weights(self.model, folder)
             self.optimizer.load_master_weights(weights)
             self.optimizer.load_state_tensors(optimizer_state)
         except (KeyError, RuntimeError) as error:
             raise StoreError(f"the checkpoint {folder} is of another model: {error}") from error
-
-    def _load_saved_weights(self, folder: Path) -> dict[str, Tensor]:
-        if self._config.model.lora is not None:
-            return load_adapter_weights(folder)
-        return load_weights(self.model, folder)
 
     def describe(self) -> dict[str, Any]:
         """What must be equal where a checkpoint is loaded."""

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl_cli.config.experiment import LoraConfig
 from agentrl_cli.engine.weight_transfer_lora import build_adapter_config
-from agentrl_cli.errors import ModelError, RunFolderError
+from agentrl_cli.errors import ModelError, RunFolderError, StoreError
 from agentrl_cli.models.lora import load_merged_model, open_whole_model
 from agentrl_cli.models.pretrained import load_model
 from agentrl_cli.train.learner import Learner
@@ -105,6 +105,17 @@ def test_a_saved_adapter_goes_on_bit_for_bit(make_learner, ragged_batch, tmp_pat
         expected = learner.weights()
         for name, tensor in other.weights().items():
             assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_spoilt_adapter_says_what_to_do(make_learner, tmp_path):
+    learner = make_learner()
+    learner.save(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    content = path.read_bytes()
+    for spoilt in (b"", content[:100], content[: len(content) // 2], None):
+        path.unlink() if spoilt is None else path.write_bytes(spoilt)
+        with pytest.raises(StoreError, match=f"{tmp_path} is damaged.*Delete that folder"):
+            learner.load(tmp_path)
 
 
 def test_a_checkpoint_is_a_peft_folder_that_others_load(make_learner, ragged_batch, tmp_path, base):
