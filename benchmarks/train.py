@@ -1,6 +1,6 @@
 """What one update of the trainer costs: against other trainers, by turns, and by what is shared.
 
-    python -m benchmarks.train [--part rates turns groups] [--dtype bfloat16] [--threads 1]
+    python -m benchmarks.train [--part rates turns groups compiled] [--dtype bfloat16] [--threads 1]
 
 Each part is one table, made in one run. All ways of a part train the same model on the same
 trajectories with the same loss (their first gradients' norms stand beside them), and take turns
@@ -15,6 +15,8 @@ machine that others use too, look at the CPU seconds.
 * ``turns``: the same number of tokens in 1 to 16 turns, against one sample of a single turn, and
   with a row for each turn.
 * ``groups``: 8 replies of 256 tokens to a prompt of 2,048, computed once and computed 8 times.
+* ``compiled``: the batch of ``rates`` with layers compiled by torch.compile and as they are, and
+  what the first update takes, in which they are compiled.
 
 Memory is measured by ``benchmarks/memory.py``.
 """
@@ -229,10 +231,30 @@ def show_groups(arguments: argparse.Namespace) -> None:
     print(f"sharing the prompt is {wall_ratio:.2f}x as fast, {cpu_ratio:.2f}x by CPU seconds")
 
 
+def show_compiled(arguments: argparse.Namespace) -> None:
+    """Layers that are compiled, on the ragged batch."""
+    batch = build_ragged_batch(arguments.groups, arguments.group_size, is_prompt_shared=True)
+    updates = {
+        name: build_update(build_learner(arguments, compile=value), batch)
+        for name, value in (("as they are", None), ("compiled", "layers"))
+    }
+    print("\ncompiled: layers by torch.compile, on the ragged batch with prompts shared by groups")
+    for name, update in updates.items():
+        started = time.perf_counter()
+        norm = update()
+        print(f"{name:12}{time.perf_counter() - started:>8.1f} s first update{norm:>11.5f} norm")
+    measured = measure(updates, arguments.rounds)
+    for name, one in measured.items():
+        seconds, cpu_seconds = one.median()
+        print(f"{name:12}{seconds:>8.2f} s{cpu_seconds:>8.2f} CPU s")
+    wall_ratio, cpu_ratio = measured["compiled"].compare(measured["as they are"])
+    print(f"compiling is {wall_ratio:.2f}x as fast, {cpu_ratio:.2f}x by CPU seconds")
+
+
 def main() -> None:
     """Runs the parts and prints their tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parts = ("rates", "turns", "groups")
+    parts = ("rates", "turns", "groups", "compiled")
     parser.add_argument("--part", nargs="+", choices=parts, default=parts)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--rounds", type=int, default=3)
@@ -255,6 +277,8 @@ def main() -> None:
         show_turns(arguments)
     if "groups" in arguments.part:
         show_groups(arguments)
+    if "compiled" in arguments.part:
+        show_compiled(arguments)
 
 
 def _compare(own: Sequence[float], other: Sequence[float]) -> float:

@@ -31,6 +31,7 @@ MAY_CHANGE_ON_RESUME: dict[str, str] = {
     "train.micro_batch_tokens": "memory: gradients are the same",
     "train.packing": "speed: gradients are the same",
     "train.gradient_checkpointing": "memory: gradients are the same",
+    "train.compile": "speed: gradients are the same",
     "train.num_processes": "speed and memory: updates are the same",
     "train.num_threads": "speed",
     "train.alarms.": "what is watched, and what happens then",

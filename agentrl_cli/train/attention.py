@@ -97,6 +97,7 @@ def _find_layer_types(model: PreTrainedModel) -> set[str]:
     return set()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def packed_attention(
     _module: nn.Module,
     query: Tensor,
@@ -116,6 +117,9 @@ def packed_attention(
     ``query`` is [1, heads, tokens, width]; ``key`` and ``value`` may have fewer heads
     (grouped queries). Dropout is never applied: the engine sampled without it. Without
     ``layout`` every row is one sequence.
+
+    Where layers are compiled, this is not: it depends on the layout, which is another one in every
+    micro-batch. (Flex attention is compiled by itself.)
 
     Raises:
         ModelError: the architecture changes the attention's scores (Gemma 2, gpt-oss).

@@ -21,10 +21,10 @@ from agentrl_cli.train.checkpoint import (
     save_optimizer_state,
 )
 from agentrl_cli.train.faults import ComputePart, Part
+from agentrl_cli.train.layers import compile_layers, prepare_layers, set_checkpointing
 from agentrl_cli.train.logprobs import compute_target_states
 from agentrl_cli.train.optimizer import MasterOptimizer, compute_learning_rate
 from agentrl_cli.train.packing import MicroBatch, pack_samples
-from agentrl_cli.train.policy import prepare_layers, set_checkpointing
 from agentrl_cli.train.ranks import Ranks
 from agentrl_cli.train.samples import Sample
 from agentrl_cli.train.update_metrics import UpdateMetrics
@@ -93,6 +93,8 @@ class Critic:
         self.value_model = ValueModel(model)
         layers = self.value_model.model
         prepare_layers(layers, device)
+        if self._train.compile == "layers":
+            compile_layers(layers)
         self.value_model.to(device)
         if config.model.lora is not None:
             add_adapter(layers, config.model.lora, seed=config.seed)

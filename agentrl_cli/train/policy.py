@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentrl_cli.config.experiment import ExperimentConfig
@@ -18,13 +18,13 @@ from agentrl_cli.models.frozen import freeze_weights
 from agentrl_cli.models.lora import add_adapter
 from agentrl_cli.models.pretrained import without_progress_bars
 from agentrl_cli.store.files import store_errors
-from agentrl_cli.train.attention import use_packed_attention
 from agentrl_cli.train.checkpoint import (
     STATE_DIR,
     load_optimizer_state,
     load_weights,
     save_optimizer_state,
 )
+from agentrl_cli.train.layers import compile_layers, prepare_layers, set_checkpointing
 from agentrl_cli.train.logprobs import (
     TokenLogprobs,
     check_head,
@@ -93,6 +93,8 @@ class Policy:
             if one is not None:
                 check_head(one)
                 prepare_layers(one, device)
+                if config.train.compile == "layers":
+                    compile_layers(one)
         if lora is not None:
             add_adapter(model, lora, seed=config.seed)
         freeze_weights(model, config.model.frozen)
@@ -225,26 +227,3 @@ def open_policy(
 
     assert isinstance(ranks, ProcessRanks)
     return ShardedPolicy(model, config, ranks=ranks, **arguments)
-
-
-def prepare_layers(model: PreTrainedModel, device: torch.device) -> None:
-    """Makes ``model`` compute packed samples on ``device``, as the engine does: without dropout.
-
-    With it the trainer's logprobs would be of another policy. (Dropout of the attention is never
-    applied, see ``attention.py``.)
-
-    Raises:
-        ModelError: the architecture has its attention built in.
-    """
-    use_packed_attention(model)
-    model.to(device)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-
-
-def set_checkpointing(model: PreTrainedModel, *, enabled: bool) -> None:
-    """Lets layers recompute their activations, which they do in training mode only."""
-    model.train(enabled)
-    if enabled:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from agentrl_cli.train.layers import find_layers
+
 
 def shard_module(
     root: nn.Module, model: PreTrainedModel, mesh: DeviceMesh, dtype: torch.dtype
@@ -28,10 +30,8 @@ def shard_module(
         # Temperatures and positions, for example, stay as they are.
         cast_forward_inputs=False,
     )
-    layers = set(model._no_split_modules or ())
-    for module in model.modules():
-        if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+    for layer in find_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
     sharded = fully_shard(root, mesh=mesh, mp_policy=policy)
     for module in root.modules():
         if isinstance(module, FSDPModule):

@@ -29,7 +29,6 @@ _forward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_on_cpu(
     query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], scaling: float | None
 ) -> Tensor:

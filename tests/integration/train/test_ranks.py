@@ -6,6 +6,7 @@ import dataclasses
 import json
 import multiprocessing
 import runpy
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,7 +42,7 @@ def run_ranks(server: Any, tmp_path: Path) -> Iterator[Callable[..., list[Any]]]
     of one that lost another."""
     processes = []
 
-    def run(count: int, part: Any) -> list[Any]:
+    def run(count: int, part: Any, seconds: float = _DEADLINE_SECONDS) -> list[Any]:
         folder = tmp_path / f"ranks-{len(processes)}"
         folder.mkdir()
         paths = [folder / f"{index}.pt" for index in range(count)]
@@ -55,7 +56,7 @@ def run_ranks(server: Any, tmp_path: Path) -> Iterator[Callable[..., list[Any]]]
             )
             process.start()
             processes.append(process)
-        deadline = time.monotonic() + _DEADLINE_SECONDS
+        deadline = time.monotonic() + seconds
         for process in processes[-count:]:
             process.join(max(0.0, deadline - time.monotonic()))
             assert process.exitcode is not None, "a rank has not ended in time"
@@ -139,6 +140,27 @@ def test_updates_are_those_of_one_process(run_ranks, save_model, build_config, r
         assert_same_metrics(found[2], second)
     assert_same(results[0][4], weights, 2e-5)
     assert [found[4] for found in results[1:]] == [{}] * (count - 1)
+
+
+@pytest.mark.skipif(
+    shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler"
+)
+def test_compiled_layers_in_shards_are_those_of_one_process(
+    run_ranks, save_model, build_config, ragged_batch
+):
+    """Against layers that are not compiled, on one process; with whole copies on the first rank."""
+    folder, ids = save_model(tied=True), [[1, 2, 3, 4], [5, 6]]
+    steps = [("update", ragged_batch), ("weights",), ("update", ragged_batch), ("logprobs", ids)]
+    plain = Play(model_folder=folder, config=build_config(learning_rate=1e-3), steps=steps)
+    expected = acts["play"](plain)
+    config = build_config(learning_rate=1e-3, compile="layers")
+    part = Play(model_folder=folder, config=config, steps=steps, exchange_seconds=240.0)
+    found, _ = run_ranks(2, part, 280.0)
+    assert_same(found[1], expected[1])
+    for which in (0, 2):
+        assert_same_metrics(found[which], expected[which])
+    for mine, theirs in zip(found[3], expected[3], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

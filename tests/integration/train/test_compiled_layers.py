@@ -1,0 +1,115 @@
+"""Layers compiled by torch.compile: the same updates, for all lengths by the same code."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from agentrl_cli.config.experiment import ExperimentConfig, LoraConfig
+from agentrl_cli.errors import ModelError
+from agentrl_cli.train.learner import Learner
+
+pytestmark = [
+    pytest.mark.skipif(
+        shutil.which("g++") is None and shutil.which("clang++") is None,
+        reason="needs a C++ compiler",
+    ),
+    # torch's compiler imports parts of torch that are deprecated, and hides another warning of its
+    # own where it would be shown, which is too late where warnings are errors.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def count_compilations() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.fixture
+def make_learner(build_model: Any, build_config: Any) -> Any:
+    def make(*, lora: LoraConfig | None = None, **train: Any) -> Learner:
+        config: ExperimentConfig = build_config(**train)
+        if lora is not None:
+            model = config.model.model_copy(update={"lora": lora})
+            config = config.model_copy(update={"model": model})
+        return Learner(
+            build_model(),
+            config,
+            reference_model=build_model(3),
+            critic_model=build_model(4) if config.train.critic else None,
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"algorithm": {"kl": {"coef": 0.1}}, "num_epochs": 2}, id="reference"),
+        pytest.param({"gradient_checkpointing": True, "num_epochs": 2}, id="checkpointing"),
+        pytest.param({"algorithm": {"kind": "ppo"}, "packing": "plain"}, id="critic"),
+        # Every further one is compiled, for seconds.
+        pytest.param({"lora": LoraConfig(target_modules=("q_proj",))}, id="adapter"),
+    ],
+)
+def test_updates_are_those_of_layers_as_they_are(make_learner, ragged_batch, settings):
+    if settings.get("lora"):
+        pytest.importorskip("peft", reason="needs peft (extra lora)")
+    plain, compiled = make_learner(**settings), make_learner(**settings, compile="layers")
+    for version in range(2):
+        expected = plain.update(ragged_batch, version)
+        assert version or count_compilations() == 0
+        metrics = compiled.update(ragged_batch, version)
+        assert metrics.keys() == expected.keys()
+        for name in metrics.keys() - {"train_seconds"}:
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    assert count_compilations() > 0
+    for name, tensor in plain.weights().items():
+        found = compiled.weights()[name]
+        torch.testing.assert_close(found, tensor, atol=5e-6, rtol=0.0, msg=name)
+    # Other weights for a while, as the diagnosis of a publication asks.
+    changed = {name: tensor + 0.01 for name, tensor in plain.weights().items()}
+    for replaced in (None, changed):
+        [expected_logprobs] = plain.compute_logprobs([[1, 2, 3, 4]], replaced=replaced)
+        [logprobs] = compiled.compute_logprobs([[1, 2, 3, 4]], replaced=replaced)
+        assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
+
+
+def test_no_length_is_compiled_by_itself(make_learner, build_trajectory):
+    learner = make_learner(compile="layers", micro_batch_tokens=100_000)
+
+    def update(length: int) -> None:
+        sampled = [[(5 * number + i) % 97 for i in range(length)] for number in range(2)]
+        batch = [
+            build_trajectory("g", i, float(i), [([7, 8], ids)]) for i, ids in enumerate(sampled)
+        ]
+        learner.update(batch, 0)
+        learner.compute_logprobs(sampled)
+
+    update(10)
+    after_one = count_compilations()
+    assert after_one > 0
+    for length in (3, 11, 64, 150):
+        update(length)
+    assert count_compilations() == after_one
+
+
+def test_without_a_compiler_it_is_said_before_anything_runs(make_learner):
+    with (
+        torch._inductor.config.patch({"cpp.cxx": (None, "no-such-compiler")}),
+        pytest.raises(ModelError, match=r"no C\+\+ compiler.*Install one.*train\.compile=null"),
+    ):
+        make_learner(compile="layers")
