@@ -26,8 +26,9 @@ quickstart-vllm: $(VENV)/.installed-vllm  ## The same on two vLLM servers.
 
 vllm: $(VENV)/.installed-vllm  ## Install vLLM: its build for GPUs where there is one, else for CPUs.
 
+# A file's tests share what they set up. Each worker takes one or two GB of memory.
 test: $(VENV)/.installed-test  ## All tests that need no GPU and no vLLM.
-	$(BIN)/python -m pytest -m "not vllm" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not vllm" -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 test-vllm: $(VENV)/.installed-test-vllm  ## The tests on real vLLM servers.
 	$(BIN)/python -m pytest -m vllm $(PYTEST_ARGS)

@@ -12,6 +12,10 @@ from hypothesis import settings
 
 # Read when the hub's library is imported: nothing is downloaded in a test.
 os.environ["HF_HUB_OFFLINE"] = "1"
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    # Workers, and the commands that they start, share the cores.
+    num_workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_workers)))
 if "PYTHONPATH" in os.environ:
     # A relative one would lead commands that tests start elsewhere to another agentrl.
     paths = os.environ["PYTHONPATH"].split(os.pathsep)

@@ -169,7 +169,7 @@ async def test_an_endpoint_may_give_every_reply_the_same_id(connect_to: Any) -> 
             )
         ],
     ],
-    ids=str,
+    ids=lambda reply: reply.body.decode() if isinstance(reply, Response) else str(reply),
 )
 async def test_what_is_no_completion_is_an_engine_error(connect_to: Any, reply: Any) -> None:
     client, _ = await connect_to(reply)
