@@ -204,7 +204,7 @@ class TrainConfig(StrictConfig):
     gradient_checkpointing: bool = False
     """Trade compute for memory."""
     compile: Literal["layers"] | None = None
-    """``layers``: torch.compile for the model's layers. Faster updates, after about a minute of
+    """``layers``: torch.compile for the model's layers. Faster updates, after half a minute of
     compiling in the first step; needs a C++ compiler. null: nothing is compiled."""
     num_processes: int | None = Field(None, ge=1)
     """Processes that train together, the model in shards over them (FSDP2), each on a GPU of its

@@ -21,7 +21,7 @@ from agentrl_cli.train.checkpoint import (
     save_optimizer_state,
 )
 from agentrl_cli.train.faults import ComputePart, Part
-from agentrl_cli.train.layers import compile_layers, prepare_layers, set_checkpointing
+from agentrl_cli.train.layers import prepare_layers, set_checkpointing
 from agentrl_cli.train.logprobs import compute_target_states
 from agentrl_cli.train.optimizer import MasterOptimizer, compute_learning_rate
 from agentrl_cli.train.packing import MicroBatch, pack_samples
@@ -92,9 +92,7 @@ class Critic:
         freeze_weights(model, config.model.frozen)
         self.value_model = ValueModel(model)
         layers = self.value_model.model
-        prepare_layers(layers, device)
-        if self._train.compile == "layers":
-            compile_layers(layers)
+        prepare_layers(layers, device, self._train)
         self.value_model.to(device)
         if config.model.lora is not None:
             add_adapter(layers, config.model.lora, seed=config.seed)

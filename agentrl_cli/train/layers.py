@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from agentrl_cli.config.experiment import TrainConfig
 from agentrl_cli.errors import ModelError
 from agentrl_cli.train.attention import use_packed_attention
 
@@ -16,20 +17,23 @@ def find_layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def prepare_layers(model: PreTrainedModel, device: torch.device) -> None:
+def prepare_layers(model: PreTrainedModel, device: torch.device, train: TrainConfig) -> None:
     """Makes ``model`` compute packed samples on ``device``, as the engine does: without dropout.
 
     With it the trainer's logprobs would be of another policy. (Dropout of the attention is never
     applied, see ``attention.py``.)
 
     Raises:
-        ModelError: the architecture has its attention built in.
+        ModelError: the architecture has its attention built in, or ``train.compile`` asks for
+            what cannot be had.
     """
     use_packed_attention(model)
     model.to(device)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+    if train.compile == "layers":
+        _compile_layers(model)
 
 
 def set_checkpointing(model: PreTrainedModel, *, enabled: bool) -> None:
@@ -39,7 +43,7 @@ def set_checkpointing(model: PreTrainedModel, *, enabled: bool) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def compile_layers(model: PreTrainedModel) -> None:
+def _compile_layers(model: PreTrainedModel) -> None:
     """Makes each layer run as compiled code from its first call on, in place.
 
     All layers share the code, which serves every length: one compilation with gradients, one

@@ -24,7 +24,7 @@ from agentrl_cli.train.checkpoint import (
     load_weights,
     save_optimizer_state,
 )
-from agentrl_cli.train.layers import compile_layers, prepare_layers, set_checkpointing
+from agentrl_cli.train.layers import prepare_layers, set_checkpointing
 from agentrl_cli.train.logprobs import (
     TokenLogprobs,
     check_head,
@@ -92,9 +92,7 @@ class Policy:
         for one in (model, self._reference):
             if one is not None:
                 check_head(one)
-                prepare_layers(one, device)
-                if config.train.compile == "layers":
-                    compile_layers(one)
+                prepare_layers(one, device, config.train)
         if lora is not None:
             add_adapter(model, lora, seed=config.seed)
         freeze_weights(model, config.model.frozen)
