@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -52,10 +54,6 @@ def _compile_layers(model: PreTrainedModel) -> None:
     Raises:
         ModelError: there is nothing to compile, or nothing to compile it with.
     """
-    # Seconds to import.
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
     layers = find_layers(model)
     if not layers:
         raise ModelError(
@@ -63,11 +61,21 @@ def _compile_layers(model: PreTrainedModel) -> None:
             "Type train.compile=null"
         )
     try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler as error:
+        _try_compiler(next(model.parameters()).device)
+    except RuntimeError as error:
+        # With a compiler's own words there is its whole command line before them.
+        found = str(error).rpartition("Output:")[2].partition("Set TORCHDYNAMO_VERBOSE")[0]
         raise ModelError(
-            "train.compile is 'layers', and torch.compile finds no C++ compiler. Install one (g++, "
-            "on macOS clang++), name it in the environment variable CXX, or type train.compile=null"
+            "train.compile is 'layers', and torch.compile does not work here: "
+            f"{' '.join(found.split())[:300]}. It needs a C++ compiler: install one (g++, on macOS "
+            "clang++), or name it in the environment variable CXX; or type train.compile=null"
         ) from error
     for layer in layers:
         layer.compile(dynamic=True)
+
+
+def _try_compiler(device: torch.device) -> None:
+    """Compiles next to nothing, so that what is missing is found out before anything runs."""
+    # What was compiled before would come from torch's cache on disk.
+    never_before = float(time.time_ns())
+    torch.compile(lambda tensor: tensor + never_before)(torch.ones(4, device=device))
