@@ -217,7 +217,12 @@ def _run_on_daemon_thread(function: Callable[[], None]) -> asyncio.Future[None]:
             function()
         except BaseException as caught:
             error = caught
-        loop.call_soon_threadsafe(finish, error)
+        try:
+            loop.call_soon_threadsafe(finish, error)
+        except RuntimeError:
+            # An aborted call may end after the loop: nobody waits for it any more.
+            if not loop.is_closed():
+                raise
 
     threading.Thread(target=run, name="agentrl-nccl", daemon=True).start()
     return future

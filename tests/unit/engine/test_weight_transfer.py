@@ -418,3 +418,17 @@ async def test_a_new_group_that_fails_too_means_files(tmp_path, groups):
     assert len(server.folders) == 1
     assert groups[0].aborted
     await transfer.close()
+
+
+def test_a_call_that_ends_after_its_event_loop_disturbs_nobody():
+    """Without it, the thread's exception is an error of this test."""
+    released = threading.Event()
+
+    async def leave() -> None:
+        weight_transfer_nccl._run_on_daemon_thread(released.wait)
+
+    asyncio.run(leave())
+    [thread] = [one for one in threading.enumerate() if one.name == "agentrl-nccl"]
+    released.set()
+    thread.join(5.0)
+    assert not thread.is_alive()
