@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 
 import torch
 from torch import nn
@@ -74,8 +75,12 @@ def _compile_layers(model: PreTrainedModel) -> None:
         layer.compile(dynamic=True)
 
 
+@cache
 def _try_compiler(device: torch.device) -> None:
-    """Compiles next to nothing, so that what is missing is found out before anything runs."""
+    """Compiles next to nothing, so that what is missing is found out before anything runs.
+
+    Once, however many models (a reference, a critic) are compiled.
+    """
     # What was compiled before would come from torch's cache on disk.
     never_before = float(time.time_ns())
     torch.compile(lambda tensor: tensor + never_before)(torch.ones(4, device=device))
