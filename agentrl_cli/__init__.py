@@ -18,12 +18,12 @@ _PUBLIC = {
     "AgentRun": "agentrl_cli.agents.openai_agents",
     "GraphRun": "agentrl_cli.agents.langgraph",
     "RolloutWorkflow": "agentrl_cli.rollout.workflow",
-    "TrackedCamelModel": "agentrl_cli.agents.camel",
+    "TrackedCamelModel": "agentrl_cli.agents.camel_model",
     "TrackingClient": "agentrl_cli.tracking.client",
     "build_anthropic_client": "agentrl_cli.agents.anthropic_sdk",
     "build_chat_model": "agentrl_cli.agents.langgraph",
-    "build_run_config": "agentrl_cli.agents.openai_provider",
-    "load_config": "agentrl_cli.config.loading",
+    "build_run_config": "agentrl_cli.agents.openai_agents",
+    "load_config": "agentrl_cli.config.config_file",
 }
 __all__ = [
     "AgentRun",
@@ -42,11 +42,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from agentrl_cli.agents.anthropic_sdk import build_anthropic_client
-    from agentrl_cli.agents.camel import TrackedCamelModel
+    from agentrl_cli.agents.camel_model import TrackedCamelModel
     from agentrl_cli.agents.langgraph import GraphRun, build_chat_model
-    from agentrl_cli.agents.openai_agents import AgentRun
-    from agentrl_cli.agents.openai_provider import build_run_config
-    from agentrl_cli.config.loading import load_config
+    from agentrl_cli.agents.openai_agents import AgentRun, build_run_config
+    from agentrl_cli.config.config_file import load_config
     from agentrl_cli.launch.trainer import PPOTrainer
     from agentrl_cli.rollout.rewards import AsyncRewardWrapper
     from agentrl_cli.rollout.workflow import AgentWorkflow, RolloutWorkflow

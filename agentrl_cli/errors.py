@@ -60,7 +60,7 @@ class StoppedError(AgentrlError):
 
 
 class RunError(AgentrlError):
-    """The run could not go on: exit code 1."""
+    """The run could not continue: exit code 1."""
 
 
 class StoreError(RunError):
@@ -68,7 +68,7 @@ class StoreError(RunError):
 
 
 class AlarmError(RunError):
-    """An alarm rang that ``train.alarms`` says ends the run."""
+    """An alarm triggered whose action in ``train.alarms`` is to stop the run."""
 
 
 class NotFiniteError(RunError):
@@ -140,7 +140,7 @@ def format_nearest(name: str, allowed: Iterable[str], *, max_listed: int = 12) -
 def build_error(class_name: str, message: str, exit_code: int) -> AgentrlError:
     """The error of that name in this module, with this message and exit code.
 
-    One that asks for more than a message is stood for by the nearest class above it.
+    The nearest base class stands for one that takes more than a message.
     """
     found = globals().get(class_name)
     fallback = UserInputError if exit_code == UserInputError.exit_code else RunError

@@ -29,6 +29,11 @@ class SecretFilter(logging.Filter):
         return True
 
 
+def format_count(count: float, noun: str) -> str:
+    """``1 turn``, ``2 turns``, ``1,024 turns``."""
+    return f"{count:,.0f} {noun}{'' if count == 1 else 's'}"
+
+
 def get_logger(name: str) -> logging.Logger:
     """The logger of one module; pass ``__name__``."""
     return logging.getLogger(name)

@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
 #: One chat message in OpenAI's form: ``{"role": ..., "content": ..., ...}``.
 Message = dict[str, Any]
 
+#: ``concat``: turns that extend each other are one sample; ``individual``: every turn is one.
+ExportStyle = Literal["concat", "individual"]
 
-class BreakCause(StrEnum):
+
+class MismatchCause(StrEnum):
     """Why the tokens of an interaction do not simply continue an earlier one."""
 
     HISTORY_EDITED = "history_edited"
@@ -69,8 +72,8 @@ class Interaction:
     """The interaction whose reply the request replays; None: a conversation begins here."""
     extends_parent: bool = False
     """True: ``prompt_ids`` begins with the parent's prompt and completion ids."""
-    break_cause: BreakCause | None = None
-    """Why an earlier turn could not be continued as it was; None: nothing broke."""
+    mismatch_cause: MismatchCause | None = None
+    """Why an earlier turn could not be continued as it was; None: no prefix mismatch."""
     messages: tuple[Message, ...] = ()
     """The request's messages, as received."""
     tools: tuple[dict[str, Any], ...] = ()
@@ -149,6 +152,8 @@ class Trajectory:
     reward: float | None = None
     """The trajectory's reward; None: unscored, kept but never trained on."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
+    export_style: ExportStyle | None = None
+    """How a workflow exported its interactions; None: as ``rollout.export_style`` says."""
     final_answer: str | None = None
     stop_reason: StopReason | None = None
     """The budget that it ran into; None: the agent ended by itself, or failed otherwise."""

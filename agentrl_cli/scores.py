@@ -1,7 +1,7 @@
 """What a trajectory scored, and whether the scores of a group differ.
 
-It stands beside the records because rollouts decide by it which groups are worth training
-on, the trainer takes its baselines from it, and the run folder keeps it.
+Rollouts decide by it which groups are worth training on, the trainer takes its baselines from it,
+and the run folder keeps it.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from typing import Any
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
-from agentrl_cli.models.tokenizer import train_tokenizer
-from agentrl_cli.rollout.building import build_workflow, open_workers
+from agentrl_cli.models.tokenizer_training import train_tokenizer
 from agentrl_cli.rollout.dataset import build_eval_tasks
 from agentrl_cli.rollout.scheduler import run_tasks
 from agentrl_cli.rollout.workflow import RolloutWorkflow
+from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.gateway import Gateway
 from agentrl_cli.tracking.session import Budget

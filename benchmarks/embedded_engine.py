@@ -16,8 +16,8 @@ import time
 import torch
 from transformers import PreTrainedModel, Qwen2Tokenizer
 
-from agentrl_cli.config.engine import EngineConfig
-from agentrl_cli.engine.embedded import EmbeddedEngine
+from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.engine.protocol import Sampling
 from benchmarks.small_model import build_model
 

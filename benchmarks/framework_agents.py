@@ -163,7 +163,7 @@ class _SharedAgent:
     def build_tracked(self, client: TrackingClient) -> Agent:
         import agents
 
-        from agentrl_cli.agents.openai_provider import build_run_config
+        from agentrl_cli.agents.openai_agents import build_run_config
 
         if self._agent is None:
             self._agent = agents.Agent(
@@ -198,7 +198,7 @@ def _build_camel_agent(backend: Any) -> Agent:
 def _build_camel_alone(http: httpx2.AsyncClient) -> Agent:
     from camel.models import OpenAICompatibleModel
 
-    from agentrl_cli.agents.camel import CharacterCounter
+    from agentrl_cli.agents.camel_model import CharacterCounter
 
     return _build_camel_agent(
         OpenAICompatibleModel(
@@ -214,7 +214,7 @@ def _build_camel_alone(http: httpx2.AsyncClient) -> Agent:
 
 
 def _build_camel_tracked(client: TrackingClient) -> Agent:
-    from agentrl_cli.agents.camel import TrackedCamelModel
+    from agentrl_cli.agents.camel_model import TrackedCamelModel
 
     return _build_camel_agent(TrackedCamelModel(client, MODEL))
 

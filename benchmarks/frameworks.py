@@ -36,7 +36,7 @@ from typing import Any
 import httpx2
 
 from agentrl_cli.engine.protocol import Generation, Sampling
-from agentrl_cli.models.tokenizer import train_tokenizer
+from agentrl_cli.models.tokenizer_training import train_tokenizer
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.gateway import Gateway
 from benchmarks.framework_agents import ANSWER, CALLS, FRAMEWORKS, MODEL, QUESTION, Framework
@@ -260,7 +260,7 @@ def build_tracked(framework: Framework, gateway: Gateway) -> Way:
         await client.close()
         interactions = client.interactions
         assert answer == ANSWER, answer
-        assert [i.break_cause for i in interactions] == [None] * len(_REPLIES)
+        assert [i.mismatch_cause for i in interactions] == [None] * len(_REPLIES)
         assert all(i.extends_parent for i in interactions[1:])
 
     return tracked

@@ -19,10 +19,10 @@ from typing import Any
 
 import openai
 
-from agentrl_cli.config.engine import EngineConfig
-from agentrl_cli.engine.embedded import EmbeddedEngine
+from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.engine.protocol import Generation, InferenceEngine, Sampling
-from agentrl_cli.models.tokenizer import train_tokenizer
+from agentrl_cli.models.tokenizer_training import train_tokenizer
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.gateway import Gateway
 from benchmarks.embedded_engine import build_model

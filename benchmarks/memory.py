@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from agentrl_cli.train.logprobs import MAX_LOGITS, compute_logprobs
+from agentrl_cli.train.model.output_head import MAX_LOGITS, compute_logprobs
 
 Way = Literal["whole", "checkpoints", "agentrl"]
 WAYS: tuple[Way, ...] = get_args(Way)

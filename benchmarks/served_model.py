@@ -11,13 +11,15 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.engine.router import EngineRouter
-from agentrl_cli.engine.server import ServerEndpoint, WeightTransfer, WeightUpdate
-from agentrl_cli.engine.vllm import VllmServer
-from agentrl_cli.engine.weight_transfer import build_weight_transfer
-from agentrl_cli.launch.servers import ServerFleet
+from agentrl_cli.config.machine import Machine
+from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.engine.protocol import ServerEndpoint, WeightTransfer, WeightUpdate
+from agentrl_cli.engine.router.engine_router import EngineRouter
+from agentrl_cli.engine.vllm.vllm_server import VllmServer
+from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
+from agentrl_cli.launch.servers.server_group import ServerGroup
 from agentrl_cli.log import SilentObserver
-from agentrl_cli.models.tokenizer import train_tokenizer
+from agentrl_cli.models.tokenizer_training import train_tokenizer
 from benchmarks.small_model import build_model
 
 QUESTION = {"role": "user", "content": "What is the sum of the numbers from one to ten?"}
@@ -57,13 +59,12 @@ def save_model(folder: Path, hidden_size: int, num_layers: int) -> PreTrainedMod
     return model
 
 
-def build_fleet(config: ExperimentConfig, folder: Path) -> ServerFleet:
+def build_server_group(config: ExperimentConfig, folder: Path) -> ServerGroup:
     """One server on the CPU that can be given weights."""
-    return ServerFleet(
+    return ServerGroup(
         config,
+        resolve_run(config, Machine.detect(), purpose="train"),
         str(folder),
-        purpose="train",
-        num_gpus=0,
         log_dir=folder / "logs",
         observer=SilentObserver(),
     )
@@ -83,11 +84,6 @@ class TimedTransfer:
         self.prepare_seconds = time.perf_counter() - started
         return update
 
-    @property
-    def previous_folder(self) -> Path | None:
-        """As the transfer's."""
-        return self._transfer.previous_folder
-
     async def close(self) -> None:
         """Closes the transfer."""
         await self._transfer.close()
@@ -96,7 +92,7 @@ class TimedTransfer:
 def build_transfer(config: ExperimentConfig, folder: Path) -> TimedTransfer:
     """The way through a file."""
     return TimedTransfer(
-        build_weight_transfer(config, model_folder=str(folder), tied_names={}, num_gpus=0)
+        build_weight_transfer(config, model_folder=str(folder), kind="disk", tied_names={})
     )
 
 
@@ -106,7 +102,7 @@ async def open_router(
 ) -> AsyncIterator[EngineRouter]:
     """A router before servers that run."""
     router = EngineRouter(
-        [VllmServer(endpoint, config.engine, model_name="m") for endpoint in endpoints],
+        [VllmServer(endpoint, config.engine) for endpoint in endpoints],
         config.engine,
         model_name="m",
         transfer=transfer,

@@ -32,12 +32,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from agentrl_cli.config.algorithm import GrpoAdvantageConfig
+from agentrl_cli.config.algorithm_config import GrpoAdvantageConfig
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.records import Trajectory
-from agentrl_cli.train.advantages import compute_advantages
+from agentrl_cli.train.data.samples import Sample, assign_advantages, build_samples
 from agentrl_cli.train.learner import Learner
-from agentrl_cli.train.samples import Sample, build_samples
+from agentrl_cli.train.loss.advantages import compute_advantages
 from benchmarks.train_batches import (
     VOCABULARY_SIZE,
     build_group_batch,
@@ -145,7 +145,9 @@ def show_rates(arguments: argparse.Namespace, *, is_prompt_shared: bool) -> None
     batch = build_ragged_batch(
         arguments.groups, arguments.group_size, is_prompt_shared=is_prompt_shared
     )
-    samples = build_samples(batch, compute_advantages(batch, GrpoAdvantageConfig()), "concat")
+    samples = assign_advantages(
+        build_samples(batch, "concat"), compute_advantages(batch, GrpoAdvantageConfig())
+    )
     plain = build_learner(arguments, packing="plain")
     padded = PaddedLoop(arguments.dtype, arguments.micro_batch_tokens)
     single = OneAtATimeLoop(arguments.dtype)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from agentrl_cli.train.samples import Sample
+from agentrl_cli.train.data.samples import Sample
 from benchmarks.train_batches import VOCABULARY_SIZE, build_model
 
 LEARNING_RATE = 1e-5

@@ -35,16 +35,15 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from agentrl_cli.engine.protocol import Sampling
-from agentrl_cli.engine.router import EngineRouter
-from agentrl_cli.engine.server import ServerEndpoint
-from agentrl_cli.engine.vllm_wire import GENERATE_PATH
-from agentrl_cli.launch.heap import frozen_heap
+from agentrl_cli.engine.protocol import Sampling, ServerEndpoint
+from agentrl_cli.engine.router.engine_router import EngineRouter
+from agentrl_cli.engine.vllm.vllm_wire import GENERATE_PATH
+from agentrl_cli.launch.trainer import frozen_heap
 from agentrl_cli.tracking.gateway import Gateway
 from benchmarks.served_model import (
     QUESTION,
     build_config,
-    build_fleet,
+    build_server_group,
     build_tokenizer,
     build_transfer,
     open_router,
@@ -214,18 +213,21 @@ async def measure_vllm(folder: Path, arguments: argparse.Namespace) -> None:
     """Gateway and router before real vLLM."""
     save_model(folder, 128, 4)
     config = build_config(str(folder), str(folder), max(arguments.sessions))
-    fleet = build_fleet(config, folder)
+    server_group = build_server_group(config, folder)
     started = time.perf_counter()
     try:
-        await asyncio.to_thread(fleet.start)
-        async with open_router(config, build_transfer(config, folder), fleet.endpoints) as router:
+        server_group.start()
+        await asyncio.to_thread(server_group.wait)
+        async with open_router(
+            config, build_transfer(config, folder), server_group.endpoints
+        ) as router:
             await router.generate([1, 2, 3], Sampling(max_tokens=1))
             seconds = time.perf_counter() - started
             print(f"\nFrom the start of one vLLM server to its first token: {seconds:.1f} s")
             with frozen_heap():
-                await compare("Real vLLM", router, fleet.endpoints[0], arguments)
+                await compare("Real vLLM", router, server_group.endpoints[0], arguments)
     finally:
-        await asyncio.to_thread(fleet.stop)
+        await asyncio.to_thread(server_group.stop)
 
 
 async def measure_publication(folder: Path, arguments: argparse.Namespace) -> None:
@@ -235,13 +237,14 @@ async def measure_publication(folder: Path, arguments: argparse.Namespace) -> No
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
     copies = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
     config = build_config(str(folder), str(folder), 8)
-    fleet, transfer = build_fleet(config, folder), build_transfer(config, folder)
+    server_group, transfer = build_server_group(config, folder), build_transfer(config, folder)
     copying, writing, publishing = [], [], []
     # Each of the folders that take turns is written twice before it is as fast as later.
     num_warming = 6
     try:
-        await asyncio.to_thread(fleet.start)
-        async with open_router(config, transfer, fleet.endpoints) as router:
+        server_group.start()
+        await asyncio.to_thread(server_group.wait)
+        async with open_router(config, transfer, server_group.endpoints) as router:
             for number in range(arguments.rounds + num_warming):
                 started = time.perf_counter()
                 for name, tensor in weights.items():
@@ -254,7 +257,7 @@ async def measure_publication(folder: Path, arguments: argparse.Namespace) -> No
                     publishing.append(time.perf_counter() - copied)
                 await router.generate([1, 2, 3], Sampling(max_tokens=1))
     finally:
-        await asyncio.to_thread(fleet.stop)
+        await asyncio.to_thread(server_group.stop)
     copy, written, published = map(statistics.median, (copying, writing, publishing))
     print(f"\nA publication of {num_bytes / 1e6:.0f} MB to real vLLM, {arguments.rounds} rounds\n")
     print("| memory copy ms | publication ms | of which until the file is written | ratio |")

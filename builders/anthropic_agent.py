@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from agentrl_cli.models.calculator_prompt import CALCULATE_TOOL, SYSTEM_PROMPT
+from agentrl_cli.models.calculator_tasks import CALCULATE_TOOL, SYSTEM_PROMPT
 from builders.calculator_agent import calculate
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from agentrl_cli.models.calculator_prompt import SYSTEM_PROMPT
+from agentrl_cli.models.calculator_tasks import SYSTEM_PROMPT
 
 if TYPE_CHECKING:
     from agents import Agent

@@ -16,7 +16,7 @@ from camel.toolkits import FunctionTool
 from openai import AsyncOpenAI
 
 from agentrl_cli import TrackedCamelModel
-from agentrl_cli.models.calculator_prompt import CALCULATE_TOOL, SYSTEM_PROMPT
+from agentrl_cli.models.calculator_tasks import CALCULATE_TOOL, SYSTEM_PROMPT
 from builders.calculator_agent import calculate
 
 

@@ -11,7 +11,7 @@ from langgraph.prebuilt import ToolNode
 from openai import AsyncOpenAI
 
 from agentrl_cli import GraphRun, build_chat_model
-from agentrl_cli.models.calculator_prompt import CALCULATE_TOOL, SYSTEM_PROMPT
+from agentrl_cli.models.calculator_tasks import CALCULATE_TOOL, SYSTEM_PROMPT
 from builders.calculator_agent import calculate
 
 

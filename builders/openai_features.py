@@ -16,7 +16,7 @@ from agents import (
 from openai import AsyncOpenAI
 
 from agentrl_cli import AgentRun, build_run_config
-from agentrl_cli.agents.openai_provider import AgentApi
+from agentrl_cli.agents.openai_agents import AgentApi
 from builders.calculator_agent import build_calculator_agent
 
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from openai import AsyncOpenAI, OpenAI
 
-from agentrl_cli.models.calculator_prompt import CALCULATE_TOOL, SYSTEM_PROMPT
-from agentrl_cli.models.calculator_tasks import build_rows
+from agentrl_cli.models.calculator_tasks import CALCULATE_TOOL, SYSTEM_PROMPT, build_rows
 from builders.calculator_agent import calculate
 
 #: As the SDK's types do not know a schema that is plain data.

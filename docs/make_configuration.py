@@ -11,9 +11,13 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from agentrl_cli.config.config_schema import (
+    find_config_class,
+    find_config_kinds,
+    is_resume_safe,
+)
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.loading import find_config_class, find_config_kinds
-from agentrl_cli.config.sft import SftConfig
+from agentrl_cli.config.sft_config import SftConfig
 
 PAGE = Path(__file__).with_name("configuration.md")
 
@@ -25,6 +29,9 @@ A file is YAML; `KEY=VALUE` arguments after the options override any key (`gconf
 `loggers[0].kind=wandb` as `loggers.0.kind=wandb`), and their values are YAML too. Unknown keys and
 values of the wrong type are refused with the file and line. `agentrl train --config C --dry-run`
 prints the resolved configuration.
+
+Keys marked ↻ may differ when a run is resumed ([checkpoints](checkpoints.md)); a marked section
+stands for all its keys.
 
 """
 
@@ -47,11 +54,12 @@ def _format_table(config_class: type[BaseModel], prefix: str) -> str:
 def _format_rows(config_class: type[BaseModel], prefix: str) -> typing.Iterator[str]:
     for name, field in config_class.model_fields.items():
         key = f"{prefix}{name}"
+        mark = " ↻" if is_resume_safe(config_class, [name]) else ""
         meaning = _format_text(field.description)
         nested = find_config_class(field.annotation)
         if nested is None:
             yield (
-                f"| `{key}` | {_format_type(field.annotation)} | {_format_default(field)} "
+                f"| `{key}`{mark} | {_format_type(field.annotation)} | {_format_default(field)} "
                 f"| {meaning} |"
             )
             continue
@@ -60,7 +68,8 @@ def _format_rows(config_class: type[BaseModel], prefix: str) -> typing.Iterator[
         inner = f"{key}[]." if is_list else f"{key}.NAME." if is_map else f"{key}."
         kinds = find_config_kinds(field.annotation)
         about = meaning if meaning or kinds else _format_text(nested.__doc__)
-        yield f"| **`{key}`** | section | {_format_default(field, is_section=True)} | {about} |"
+        default = _format_default(field, is_section=True)
+        yield f"| **`{key}`**{mark} | section | {default} | {about} |"
         yield from _format_kinds(kinds, inner, field) if kinds else _format_rows(nested, inner)
 
 

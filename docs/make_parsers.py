@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from agentrl_cli.tracking.parsers.table import (
+from agentrl_cli.tracking.formats.format_table import (
     REASONING_ALIASES,
     REASONING_BY_TOOL_CALLS,
     REASONING_FORMATS,
@@ -80,7 +80,7 @@ CALLS: Mapping[str, tuple[str, str]] = {
     "olmo3": ("Olmo 3", "<function_calls>f(x=1)</function_calls>"),
     "lfm2": ("LFM2", "<|tool_call_start|>[f(x=1)]<|tool_call_end|>"),
 }
-THOUGHTS: Mapping[str, str] = {
+REASONING: Mapping[str, str] = {
     "qwen3": "Qwen3, GLM 4.5, DeepSeek V3.1, Kimi K2, Nemotron, Olmo 3",
     "deepseek_r1": "DeepSeek R1, QwQ, Qwen3 Thinking, MiniMax M2",
     "seed_oss": "Seed-OSS",
@@ -89,83 +89,84 @@ THOUGHTS: Mapping[str, str] = {
     "granite": "Granite 3",
 }
 
-_HEAD = """# Tool calls and thoughts: who reads what
+_HEAD = """# Tool calls and reasoning: which parser reads what
 
-Made by `python docs/make_parsers.py` from the tables in `agentrl_cli/tracking/parsers/`.
+Made by `python docs/make_parsers.py` from the tables in `agentrl_cli/tracking/formats/`.
 
-A model writes tool calls and thoughts as text. `engine.tool_call_parser` and
-`engine.reasoning_parser` say how that text is read, by the names that vLLM and SGLang have for
-the formats. Both are `auto` by default: the chat template of the model tells its family;
-`agentrl train --config C --dry-run` shows what was chosen. `none` leaves the text as it is.
+A model writes tool calls and reasoning as text. `engine.tool_call_parser` and
+`engine.reasoning_parser` say how that text is parsed, by the names that vLLM and SGLang use for
+the formats. Both are `auto` by default: the format is recognised by the model's chat template, and
+`agentrl train --config C --dry-run` shows the choice. `none` leaves the text as it is.
 
 Whatever a model writes:
 
-- nothing raises. A call that is malformed or cut off stays in `content`; valid calls beside it
+- Nothing raises. A call that is malformed or cut off stays in `content`; valid calls beside it
   are kept.
-- text around calls stays in `content`, their tags do not. `arguments` is one JSON object as text.
-- what a thought contains is part of the thought, also what looks like a call.
-- a streamed reply is the same reply, however its tokens come.
-- special tokens (`[TOOL_CALLS]`, `<|channel|>`) that a format means something by are shown to its
-  parser alone.
+- Text around calls stays in `content`, without their tags. `arguments` is one JSON object as text.
+- Everything inside the reasoning belongs to it, even what looks like a call.
+- A streamed reply is the same as one that is not streamed, however its tokens are split.
+- Special tokens that mean something in a format (`[TOOL_CALLS]`, `<|channel|>`) are visible only to
+  its parser.
 
 ## Tool calls
 
-"Held to" says whether `tool_choice: required` (or a named tool) and strict tools can hold the
+"Constrained" says whether `tool_choice: required` (or a named tool) and strict tools can constrain
 sampling to the format.
 
 """
 _MIDDLE = """
-`hf` (SGLang: `response_template`) reads by the response template that a tokenizer brings, through
-transformers' `ResponseParser`; thoughts as well. `auto` takes it where the family is not known
-otherwise and the tokenizer has one. Sampling cannot be held to it.
+`hf` (SGLang: `response_template`) parses by the tokenizer's own response template, with
+transformers' `ResponseParser`, and reads the reasoning too. `auto` uses it where the tokenizer has
+one and the chat template matches no other format. Sampling cannot be constrained to it.
 
-## Thoughts
+## Reasoning
 
-Where the prompt ends inside a thought (`<think>` stands in the chat template), the reply begins in
-it. `deepseek_r1` begins in it always, unless the prompt closed it.
+Where the prompt ends inside the reasoning (the chat template opens `<think>`), the reply begins
+inside it. With `deepseek_r1` it always does, unless the prompt has closed it.
 
 """
 _TAIL = """
-`gpt-oss` (vLLM: `openai_gptoss`) is read with the tool calls of `openai`, for both are one grammar.
+`gpt-oss` (vLLM: `openai_gptoss`) is parsed together with the tool calls of `openai`, since both are
+one grammar.
 
-A thought is returned as `reasoning_content` and found again however a framework sends it back: as
-`reasoning_content` or `reasoning`, inside the content between tags, or not at all. What becomes of
-its tokens in the next prompt is `engine.keep_thinking`'s: with `false` they stay where the chat
-template shows thoughts; where it strips them the prompt is rendered as it does, and the break is
-recorded as `thinking_stripped`. With `true` they stay always.
+Reasoning is returned as `reasoning_content` and recognised however a framework sends it back: as
+`reasoning_content` or `reasoning`, between tags inside the content, or not at all.
+`engine.keep_reasoning` decides what becomes of its tokens in the next prompt. With `false` they
+stay where the chat template shows reasoning; where it strips them, they are missing from the prompt
+too, and the prefix mismatch is recorded as `thinking_stripped`. With `true` they always stay.
 
 ## Why not the parsers of vLLM, SGLang or transformers
 
-They were measured against the promises above. vLLM's parsers can only be had by importing vLLM (15
-to 20 s, and a package that the trainer need not have), or by its server's
+They were measured against the promises above. vLLM's parsers are available only by importing vLLM
+(15 to 20 s, and a package that the trainer need not have), or through its server's
 `/v1/chat/completions/derender`, which does not stream and does not exist for the embedded engine.
-Of 22 of these formats, given a broken call and a valid one after it, vLLM 0.32's parsers raise in 4
-(`granite`, `mistral`, `deepseek_v31`, `internlm`) and lose the valid call in 10 more.
-transformers' `ResponseParser` raises on a call that is no JSON, drops the text before a second
-region of content, and ends a call at a closing tag inside of an argument; it serves tokenizers
-that bring a response template, wrapped so that it keeps the promises.
+In 22 of these formats they were given a broken call with a valid one after it: vLLM 0.32's parsers
+raise in 4 (`granite`, `mistral`, `deepseek_v31`, `internlm`) and lose the valid call in 10 more.
+transformers' `ResponseParser` raises on a call that is not JSON, drops the text before a second
+region of content, and ends a call at a closing tag inside an argument; it is used for tokenizers
+that have a response template, wrapped so that it keeps the promises.
 
-vLLM's parsers are the judge of what is well-formed: where vLLM is installed, a test reads one, two
-and three calls, calls after text, and no call, in each format, by its parser and by ours. Seven of
-these texts only ours reads: several calls with a list among the arguments (`phi4_mini_json`),
-several calls (`internlm`), and calls after text (`llama4_pythonic`).
+vLLM's parsers are the reference for well-formed calls: where vLLM is installed, a test parses one,
+two and three calls, calls after text, and no call, in each format, with its parser and with ours.
+Seven of these texts only ours can parse: several calls with a list among the arguments
+(`phi4_mini_json`), several calls (`internlm`), and calls after text (`llama4_pythonic`).
 """
 
 
 def format_page() -> str:
     """The whole page."""
-    return _HEAD + _format_calls() + _MIDDLE + _format_thoughts() + _TAIL
+    return _HEAD + _format_calls() + _MIDDLE + _format_reasoning() + _TAIL
 
 
 def _format_calls() -> str:
     lines = [
-        "| name | other names | models | a call | served by | held to | judged by |",
+        "| name | other names | models | a call | parser | constrained | checked against |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, one in TOOL_CALL_FORMATS.items():
         models, example = CALLS[name]
-        judge = f"vLLM's `{name}`" if name != "openai" else "messages worked by hand"
-        held = "yes" if one.syntax is not None and not one.reads_thoughts else "no"
+        judge = f"vLLM's `{name}`" if name != "openai" else "messages written by hand"
+        held = "yes" if one.grammar is not None else "no"
         cells = [
             f"`{name}`", _list_names(TOOL_CALL_ALIASES, name), models, f"`{_escape(example)}`",
             f"`{_find_module(name)}`", held, judge,
@@ -174,12 +175,12 @@ def _format_calls() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _format_thoughts() -> str:
-    lines = ["| name | other names | models | a thought |", "|---|---|---|---|"]
+def _format_reasoning() -> str:
+    lines = ["| name | other names | models | reasoning |", "|---|---|---|---|"]
     for name, one in REASONING_FORMATS.items():
-        example = f"`{one.syntax.begin}` ... `{one.syntax.end}`"
+        example = f"`{one.begin}` ... `{one.end}`"
         names = _list_names(REASONING_ALIASES, name)
-        lines.append(f"| `{name}` | {names} | {THOUGHTS[name]} | {example} |")
+        lines.append(f"| `{name}` | {names} | {REASONING[name]} | {example} |")
     for name in REASONING_BY_TOOL_CALLS:
         lines.append(f"| `{name}` | | gpt-oss | `<|channel|>analysis` |".replace("<|", "<\\|"))
     return "\n".join(lines).replace("l|>", "l\\|>") + "\n"
@@ -189,7 +190,6 @@ def _find_module(name: str) -> str:
     """The file of the reader."""
     modules = {
         "xml_calls.py": ("qwen3_coder", "mimo", "seed_oss", "minimax_m2", "deepseek_v32", "glm45"),
-        "named_calls.py": ("deepseek_v3", "deepseek_v31", "kimi_k2", "mistral"),
         "python_calls.py": ("pythonic", "llama4_pythonic", "olmo3", "lfm2"),
         "harmony.py": ("openai",),
     }

@@ -22,7 +22,7 @@ if "PYTHONPATH" in os.environ:
     os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths))
 
 from agentrl_cli.engine.protocol import Generation, Sampling
-from agentrl_cli.models.tokenizer import train_tokenizer
+from agentrl_cli.models.tokenizer_training import train_tokenizer
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.gateway import Gateway
 from agentrl_cli.tracking.session import Budget

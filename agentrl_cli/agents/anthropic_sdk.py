@@ -6,11 +6,10 @@ import importlib.util
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAI
 
 from agentrl_cli.errors import MissingExtraError
-from agentrl_cli.tracking.blocking_client import build_blocking_client
-from agentrl_cli.tracking.sdk_platform import SharedPlatform
+from agentrl_cli.tracking.client import SharedPlatform, build_blocking_client
 
 if TYPE_CHECKING:
     from anthropic import Anthropic, AsyncAnthropic
@@ -27,20 +26,25 @@ def build_anthropic_client(client: AsyncOpenAI) -> AsyncAnthropic:
     Raises:
         MissingExtraError: anthropic is not installed.
     """
-    return _load_classes()[0](**_list_options(client))
+    return _load_async_class()(**_list_options(client))
 
 
 def build_blocking_anthropic_client(client: AsyncOpenAI) -> Anthropic:
-    """The same for code that blocks; make it on the event loop, use it in other threads.
+    """A stock ``Anthropic`` on the gateway's socket, for code that blocks.
+
+    Make it on the event loop, use it in other threads.
 
     Raises:
         MissingExtraError: anthropic is not installed.
     """
-    return _load_classes()[1](**_list_options(client, build_blocking_client(client)))
+    check_anthropic("build_blocking_anthropic_client")
+    from anthropic import Anthropic
+
+    return Anthropic(**_list_options(build_blocking_client(client)))
 
 
 def check_anthropic(asked_by: str) -> None:
-    """Refuses to go on without the SDK; importing it takes a second.
+    """Refuses to continue without the SDK; importing it takes a second.
 
     Raises:
         MissingExtraError: anthropic is not installed.
@@ -48,25 +52,25 @@ def check_anthropic(asked_by: str) -> None:
     if importlib.util.find_spec("anthropic") is None:
         raise MissingExtraError(
             f"{asked_by} needs Anthropic's SDK, which is not installed. Type uv pip install "
-            "'agentrl[anthropic]'"
+            "'agentrl-cli[anthropic]'"
         )
 
 
-def _list_options(client: AsyncOpenAI, connected: Any = None) -> dict[str, Any]:
+def _list_options(client: AsyncOpenAI | OpenAI) -> dict[str, Any]:
     return {
         # The SDK adds /v1 itself.
         "base_url": str(client.base_url).rstrip("/").removesuffix("/v1"),
         "api_key": client.api_key,
         "max_retries": client.max_retries,
-        "http_client": (connected or client)._client,
+        "http_client": client._client,
     }
 
 
 @cache
-def _load_classes() -> tuple[Any, Any]:
-    """The classes of both clients, made on first use: the SDK is an optional package."""
+def _load_async_class() -> Any:
+    """The client's class, made on first use: the SDK is an optional package."""
     check_anthropic("build_anthropic_client")
-    from anthropic import Anthropic, AsyncAnthropic
+    from anthropic import AsyncAnthropic
 
     class TrackedAsyncAnthropic(SharedPlatform, AsyncAnthropic):
         """Closing it leaves the connection open, which others share."""
@@ -74,10 +78,4 @@ def _load_classes() -> tuple[Any, Any]:
         async def close(self) -> None:
             """Does nothing: the tracking client ends the session."""
 
-    class TrackedAnthropic(Anthropic):
-        """Closing it leaves the connection open, which others share."""
-
-        def close(self) -> None:
-            """Does nothing: the tracking client ends the session."""
-
-    return TrackedAsyncAnthropic, TrackedAnthropic
+    return TrackedAsyncAnthropic

@@ -1,15 +1,16 @@
-"""Agents of CAMEL: a ChatAgent (or kin), and two that play roles, on the tracking client."""
+"""Agents of CAMEL: a ChatAgent (or a subclass), and two that play roles, on the tracking client."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from openai import AsyncOpenAI
-
-from agentrl_cli.agents.runner import AgentOutcome
-from agentrl_cli.agents.task_input import INPUT_FIELDS, find_input
-from agentrl_cli.agents.threads import run_in_thread
+from agentrl_cli.agents.agent_runner import (
+    AgentCall,
+    AgentOutcome,
+    AgentRunner,
+    find_input,
+    run_in_thread,
+)
 from agentrl_cli.errors import BuilderError, DatasetError
 from agentrl_cli.tracking.matching import extract_text
 
@@ -24,7 +25,7 @@ _TASK_DONE = "CAMEL_TASK_DONE"
 _PROMPTING_KINDS = ("TaskPlannerAgent", "TaskSpecifyAgent")
 
 
-class CamelAgentRunner:
+class CamelAgentRunner(AgentRunner):
     """Runs one step of a ``ChatAgent``, with as many model calls and tools as it takes.
 
     An agent that CAMEL itself ends (a token limit, ``stop_event``) has said nothing.
@@ -34,29 +35,15 @@ class CamelAgentRunner:
     """
 
     framework = "CAMEL"
-    gives_rewards = False
     needs_client = True
-    needs_base_url = False
-    input_fields = INPUT_FIELDS
 
     def __init__(self, agent: ChatAgent, key: str) -> None:
         check_tracked(agent, key)
         self._agent = agent
 
-    async def run(
-        self,
-        data: Mapping[str, Any],
-        client: AsyncOpenAI,
-        *,
-        model: str,
-        base_url: str,
-        api_key: str,
-        http_client: Any,
-        max_turns: int,
-    ) -> AgentOutcome:
+    async def run(self, call: AgentCall) -> AgentOutcome:
         """The agent's answer to one row."""
-        del client, model, base_url, api_key, http_client, max_turns
-        asked = find_input(data)
+        asked = find_input(call.row)
         agent: Any = self._agent
         if isinstance(asked, str) and type(agent).__name__ in _PROMPTING_KINDS:
             text = await run_in_thread(lambda: agent.run(asked), f"CAMEL {type(agent).__name__}")
@@ -67,7 +54,7 @@ class CamelAgentRunner:
         return AgentOutcome(final_answer=answer)
 
 
-class RolePlayingRunner:
+class RolePlayingRunner(AgentRunner):
     """Lets two agents talk until the user's player says that the task is done.
 
     Every run gets players of its own; the answer is the assistant's last message. Rounds are
@@ -78,30 +65,16 @@ class RolePlayingRunner:
     """
 
     framework = "CAMEL"
-    gives_rewards = False
     needs_client = True
-    needs_base_url = False
-    input_fields = INPUT_FIELDS
 
     def __init__(self, society: RolePlaying, key: str) -> None:
         for player in (society.assistant_agent, society.user_agent):
             check_tracked(player, key)
         self._society = society
 
-    async def run(
-        self,
-        data: Mapping[str, Any],
-        client: AsyncOpenAI,
-        *,
-        model: str,
-        base_url: str,
-        api_key: str,
-        http_client: Any,
-        max_turns: int,
-    ) -> AgentOutcome:
+    async def run(self, call: AgentCall) -> AgentOutcome:
         """The assistant's last message in the play about one row."""
-        del client, model, base_url, api_key, http_client
-        task = find_input(data)
+        task = find_input(call.row)
         if not isinstance(task, str):
             raise DatasetError(
                 "two CAMEL agents that play roles need a task as text: the row holds messages. "
@@ -110,7 +83,7 @@ class RolePlayingRunner:
         society = await run_in_thread(lambda: self._assign(task), "CAMEL RolePlaying")
         message = await society.ainit_chat()
         answer: str | None = None
-        for _ in range(max(1, max_turns // 2)):
+        for _ in range(max(1, call.max_turns // 2)):
             assistant, user = await society.astep(message)
             if not user.msgs or not assistant.msgs:
                 break
@@ -120,7 +93,7 @@ class RolePlayingRunner:
         return AgentOutcome(final_answer=answer or "")
 
     def _assign(self, task: str) -> RolePlaying:
-        """The players anew, with the task in their system prompts; specifying it may block."""
+        """New players, with the task in their system prompts; specifying it may block."""
         society = self._society
         if society.model is None:
             # CAMEL would make OpenAI's for players that it replaces a moment later.

@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from openai import AsyncOpenAI, OpenAI
 
-from agentrl_cli.agents.runner import AgentOutcome, BoundaryError
-from agentrl_cli.agents.task_input import INPUT_FIELDS, find_input
+from agentrl_cli.agents.agent_runner import (
+    AgentCall,
+    AgentOutcome,
+    AgentRunner,
+    BoundaryError,
+    find_input,
+)
 from agentrl_cli.errors import BuilderError, MissingExtraError
 from agentrl_cli.records import Boundary
-from agentrl_cli.tracking.blocking_client import build_client_pair
+from agentrl_cli.tracking.client import build_client_pair
 from agentrl_cli.tracking.matching import extract_text
 
 if TYPE_CHECKING:
@@ -27,7 +32,7 @@ def build_chat_model(client: AsyncOpenAI | OpenAI, model: str, **options: Any) -
     Args:
         client: the ``client`` that a builder or an agent function is given.
         model: the ``model`` likewise.
-        options: what ``ChatOpenAI`` takes besides, such as ``temperature``, ``streaming`` or
+        options: further arguments of ``ChatOpenAI``, such as ``temperature``, ``streaming`` or
             ``use_responses_api``.
 
     Raises:
@@ -37,8 +42,8 @@ def build_chat_model(client: AsyncOpenAI | OpenAI, model: str, **options: Any) -
         from langchain_openai import ChatOpenAI
     except ModuleNotFoundError as error:
         raise MissingExtraError(
-            f"build_chat_model needs langchain-openai, which is not installed or not whole "
-            f"({error}). Type uv pip install 'agentrl[langgraph]'"
+            f"build_chat_model needs langchain-openai, which is not installed or incomplete "
+            f"({error}). Type uv pip install 'agentrl-cli[langgraph]'"
         ) from error
 
     blocking, waiting = build_client_pair(client)
@@ -72,7 +77,7 @@ class GraphRun:
             )
 
 
-class GraphRunner:
+class GraphRunner(AgentRunner):
     """Runs a graph whose state has ``messages``; the answer is the last message's text.
 
     Raises:
@@ -80,10 +85,7 @@ class GraphRunner:
     """
 
     framework = "LangGraph"
-    gives_rewards = False
     needs_client = True
-    needs_base_url = False
-    input_fields = INPUT_FIELDS
 
     def __init__(self, described: GraphRun, key: str) -> None:
         # Besides the state, LangGraph keeps channels of its own: __start__, branch:to:answer.
@@ -98,22 +100,11 @@ class GraphRunner:
             )
         self._described = described
 
-    async def run(
-        self,
-        data: Mapping[str, Any],
-        client: AsyncOpenAI,
-        *,
-        model: str,
-        base_url: str,
-        api_key: str,
-        http_client: Any,
-        max_turns: int,
-    ) -> AgentOutcome:
+    async def run(self, call: AgentCall) -> AgentOutcome:
         """The graph's last message on one row. Raises BoundaryError for tools and step limits."""
-        del client, model, base_url, api_key, http_client, max_turns
         from langgraph.errors import GraphRecursionError
 
-        asked = find_input(data)
+        asked = find_input(call.row)
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         watch = _build_tool_watch()
         config = {

@@ -6,18 +6,24 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAI
 
-from agentrl_cli.agents.openai_provider import AgentApi, build_run_config
-from agentrl_cli.agents.runner import AgentOutcome, BoundaryError
-from agentrl_cli.agents.task_input import INPUT_FIELDS, find_input
+from agentrl_cli.agents.agent_runner import (
+    AgentCall,
+    AgentOutcome,
+    AgentRunner,
+    BoundaryError,
+    find_input,
+)
 from agentrl_cli.log import get_logger
 from agentrl_cli.records import Boundary
+from agentrl_cli.tracking.client import BlockingCallError
 
 if TYPE_CHECKING:
-    from agents import Agent
+    from agents import Agent, Model, ModelProvider, ModelSettings, RunConfig
 
 _log = get_logger(__name__)
 
@@ -43,7 +49,7 @@ class AgentRun:
                 )
 
 
-class OpenAIAgentRunner:
+class OpenAIAgentRunner(AgentRunner):
     """Runs an ``agents.Agent``; tools, handoffs, sub-agents and guardrails work as they are.
 
     Agents whose model is a name, or none, are served by the tracked model; an agent that
@@ -55,27 +61,12 @@ class OpenAIAgentRunner:
     """
 
     framework = "OpenAI Agents SDK"
-    gives_rewards = False
-    needs_client = False
-    needs_base_url = False
-    input_fields = INPUT_FIELDS
 
     def __init__(self, described: AgentRun) -> None:
         self._described = described
 
-    async def run(
-        self,
-        data: Mapping[str, Any],
-        client: AsyncOpenAI,
-        *,
-        model: str,
-        base_url: str,
-        api_key: str,
-        http_client: Any,
-        max_turns: int,
-    ) -> AgentOutcome:
+    async def run(self, call: AgentCall) -> AgentOutcome:
         """The agent's final output on one row. Raises BoundaryError for tools and turn limits."""
-        del base_url, api_key, http_client
         import agents
 
         tripwires = (
@@ -85,7 +76,7 @@ class OpenAIAgentRunner:
             agents.ToolOutputGuardrailTripwireTriggered,
         )
         try:
-            output = await self._run(data, client, model, max_turns)
+            output = await self._run(call)
         except tripwires as error:
             _log.info("an agent ended by its guardrail: %s", error)
             return AgentOutcome(final_answer="")
@@ -101,27 +92,25 @@ class OpenAIAgentRunner:
             raise BoundaryError(Boundary.TOOL, error) from error
         except agents.UserError as error:
             # So the SDK wraps what a tool raised when the tool has no failure_error_function;
-            # with one (the default), the model is told of the error and the run goes on.
+            # with one (the default), the model is told of the error and the run continues.
             if error.__cause__ is None or not str(error).startswith("Error running tool"):
                 raise
             raise BoundaryError(Boundary.TOOL, error.__cause__) from error
         return AgentOutcome(final_answer=_format_output(output))
 
-    async def _run(
-        self, data: Mapping[str, Any], client: AsyncOpenAI, model: str, max_turns: int
-    ) -> Any:
+    async def _run(self, call: AgentCall) -> Any:
         from agents import Runner
 
         described = self._described
         # The SDK's input type names every kind of item that it knows; rows hold plain messages.
-        asked: Any = find_input(data)
+        asked: Any = find_input(call.row)
         options: dict[str, Any] = {
-            "max_turns": max_turns,
-            "run_config": build_run_config(client, model, api=described.api),
+            "max_turns": call.max_turns,
+            "run_config": build_run_config(call.client, call.model, api=described.api),
         }
         if described.build_context is not None:
             # A copy: an agent that writes into its row must not change its siblings' row.
-            options["context"] = described.build_context(dict(data))
+            options["context"] = described.build_context(dict(call.row))
         if described.delivery == "whole":
             return (await Runner.run(described.agent, asked, **options)).final_output
         result = Runner.run_streamed(described.agent, asked, **options)
@@ -129,7 +118,7 @@ class OpenAIAgentRunner:
             async for _ in result.stream_events():
                 """Nobody watches: what counts is what is recorded meanwhile."""
         finally:
-            # A run that is left in its midst would go on in tasks of its own.
+            # A run that is abandoned midway would continue in tasks of its own.
             result.cancel()
         if result.run_loop_exception is not None:
             raise result.run_loop_exception
@@ -145,3 +134,110 @@ def _format_output(output: Any) -> str | None:
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
         output = dataclasses.asdict(output)
     return json.dumps(output, ensure_ascii=False, default=str)
+
+
+#: Through which of OpenAI's APIs the SDK speaks: chat completions or responses.
+AgentApi = Literal["chat", "responses"]
+
+
+def build_run_config(
+    client: AsyncOpenAI | OpenAI, model: str, *, api: AgentApi = "chat", **options: Any
+) -> RunConfig:
+    """The ``RunConfig`` with which ``Runner.run`` speaks to the tracked model.
+
+    For agents that you run yourself, in a function of your own: with a session, hooks, or
+    several runs in one trajectory.
+
+    Args:
+        client: the ``client`` that the function or the builder was given.
+        model: the ``model`` likewise.
+        api: ``chat`` or ``responses``.
+        options: further arguments of ``RunConfig``.
+
+    Raises:
+        BlockingCallError: the client blocks, as that of a function which is not async does;
+            the SDK awaits its calls, also in ``Runner.run_sync``.
+    """
+    from agents import RunConfig
+
+    if isinstance(client, OpenAI):
+        raise BlockingCallError(
+            "build_run_config was given the client of a function that is not async, and the "
+            "OpenAI Agents SDK awaits its calls (Runner.run_sync does too). Write async def "
+            "solve(data, client, model), and in it: await Runner.run(...)"
+        )
+
+    settings: dict[str, Any] = {
+        "model_provider": build_provider(client, model, api),
+        # The SDK would send traces to OpenAI whenever a key is set.
+        "tracing_disabled": True,
+    }
+    return RunConfig(**(settings | options))
+
+
+def build_provider(client: AsyncOpenAI, model: str, api: AgentApi) -> ModelProvider:
+    """A provider that serves every name with the tracked model."""
+    return _provider_class()(client, model, api)
+
+
+@cache
+def _provider_class() -> Any:
+    """The provider's class, made on first use: the SDK is an optional package."""
+    from agents import OpenAIChatCompletionsModel, OpenAIProvider, OpenAIResponsesModel
+
+    class NeutralSettings:
+        """Leaves out settings that the SDK added for another model."""
+
+        async def get_response(self, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = _replace_settings(args, kwargs)
+            return await super().get_response(*args, **kwargs)  # type: ignore[misc]
+
+        def stream_response(self, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = _replace_settings(args, kwargs)
+            return super().stream_response(*args, **kwargs)  # type: ignore[misc]
+
+    class TrackedChatModel(NeutralSettings, OpenAIChatCompletionsModel):
+        """The served model, through chat completions."""
+
+    class TrackedResponsesModel(NeutralSettings, OpenAIResponsesModel):
+        """The served model, through responses."""
+
+    class TrackedProvider(OpenAIProvider):
+        """Serves every name with the tracked model."""
+
+        def __init__(self, client: AsyncOpenAI, served_name: str, api: AgentApi) -> None:
+            super().__init__(openai_client=client, use_responses=api == "responses")
+            kind = TrackedResponsesModel if api == "responses" else TrackedChatModel
+            self._tracked = kind(model=served_name, openai_client=client)
+
+        def get_model(self, model_name: str | None) -> Model:
+            del model_name
+            return self._tracked
+
+    return TrackedProvider
+
+
+def _replace_settings(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a model call with its settings (third, or by name) made neutral."""
+    if "model_settings" in kwargs:
+        return args, {**kwargs, "model_settings": _drop_implicit(kwargs["model_settings"])}
+    return (*args[:2], _drop_implicit(args[2]), *args[3:]), kwargs
+
+
+def _drop_implicit(settings: ModelSettings) -> ModelSettings:
+    """Settings without the reasoning effort and verbosity that the SDK gives by default.
+
+    An agent without a model gets those of OpenAI's current default model; sent on, they
+    would be refused by any other server. What differs from them was chosen by the user.
+    """
+    from agents.models import get_default_model_settings
+
+    implicit = get_default_model_settings()
+    changes: dict[str, Any] = {}
+    if settings.reasoning is not None and settings.reasoning == implicit.reasoning:
+        changes["reasoning"] = None
+    if settings.verbosity is not None and settings.verbosity == implicit.verbosity:
+        changes["verbosity"] = None
+    return dataclasses.replace(settings, **changes) if changes else settings

@@ -7,14 +7,13 @@ from typing import Annotated
 
 import typer
 
-from agentrl_cli.cli.evaluation import evaluate_command
-from agentrl_cli.cli.export import export_command
-from agentrl_cli.cli.failures import run_reporting_failures
-from agentrl_cli.cli.inspection import inspect_command
-from agentrl_cli.cli.micro_batch_inspection import inspect_micro_batch_command
-from agentrl_cli.cli.serve import serve_command
-from agentrl_cli.cli.sft import sft_command
-from agentrl_cli.cli.training import train_command
+from agentrl_cli.cli.command_exit import run_reporting_failures
+from agentrl_cli.cli.eval_command import evaluate_command
+from agentrl_cli.cli.export_command import export_command
+from agentrl_cli.cli.inspect_command import inspect_command
+from agentrl_cli.cli.serve_command import serve_command
+from agentrl_cli.cli.sft_command import sft_command
+from agentrl_cli.cli.train_command import train_command
 
 app = typer.Typer(
     name="agentrl",
@@ -29,10 +28,7 @@ app = typer.Typer(
 app.command("train", short_help="Train an agent.")(train_command)
 app.command("eval", short_help="Measure an agent.")(evaluate_command)
 app.command("inspect-trajectories", short_help="Look at what agents did.")(inspect_command)
-app.command("inspect-micro-batch", short_help="Look at numbers that were not finite.")(
-    inspect_micro_batch_command
-)
-app.command("export", short_help="Take a trained model out of a run.")(export_command)
+app.command("export", short_help="Export a trained model from a run.")(export_command)
 app.command("serve", short_help="Serve the model, to try an agent by hand.")(serve_command)
 app.command("sft", short_help="Train a model on conversations.")(sft_command)
 

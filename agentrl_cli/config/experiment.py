@@ -6,24 +6,17 @@ import importlib.util
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from agentrl_cli.config.alarms import AlarmsConfig
-from agentrl_cli.config.algorithm import AlgorithmConfig
-from agentrl_cli.config.algorithm_check import check_algorithm
-from agentrl_cli.config.base import StrictConfig
-from agentrl_cli.config.cores import count_usable_cores
-from agentrl_cli.config.critic import CriticConfig
-from agentrl_cli.config.curriculum import (
-    ReplaceGroupsConfig,
-    RestTasksConfig,
-    check_groups_are_compared,
-)
-from agentrl_cli.config.engine import EngineConfig
+from agentrl_cli.config.algorithm_config import AlgorithmConfig, check_algorithm
+from agentrl_cli.config.config_schema import ResumeSafe, StrictConfig
+from agentrl_cli.config.machine import count_usable_cores
+from agentrl_cli.config.train_config import TrainConfig
 from agentrl_cli.errors import ConfigError, MissingExtraError
 
 #: Workers cost little but memory while they wait for the model.
-_WORKERS_PER_CORE = 8
+_WORKERS_PER_CORE = 4
+
 
 #: One path segment: experiments and trials become folder names.
 FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._\-]*$", max_length=120)]
@@ -65,12 +58,12 @@ class ModelConfig(StrictConfig):
 
 
 class GenerationConfig(StrictConfig):
-    """How completions are sampled. An agent's own request parameters go before these."""
+    """How completions are sampled. An agent's own request parameters take precedence."""
 
     n_samples: int = Field(4, ge=1)
     """Trajectories per task: the size of a group."""
     max_tokens: int = Field(1024, ge=1)
-    """Most tokens of one completion, also for requests that ask for more."""
+    """Maximum number of tokens of one completion, also for requests that ask for more."""
     temperature: float = Field(1.0, ge=0.0, le=10.0)
     top_p: float = Field(1.0, gt=0.0, le=1.0)
 
@@ -93,6 +86,112 @@ class DatasetConfig(StrictConfig):
     """Use the first ``limit`` rows only."""
 
 
+class WeightTransferConfig(StrictConfig):
+    """How the trainer's weights reach the servers (vllm, sglang)."""
+
+    kind: Literal["disk", "nccl", "lora"] | None = None
+    """``disk``: a file in a RAM-backed folder; ``nccl``: from GPU to GPU; ``lora``: the adapter
+    alone. null: ``lora`` with ``model.lora``; else ``nccl`` where trainer and servers have GPUs
+    of their own; else ``disk``."""
+    dir: str | None = None
+    """Folder for files of weights, seen by trainer and servers; null: /dev/shm where it has room,
+    else the system's folder for temporary files."""
+
+
+class EngineConfig(StrictConfig):
+    """What samples the completions."""
+
+    kind: ResumeSafe[Literal["embedded", "vllm", "sglang"] | None] = None
+    """null: ``vllm`` where there is a GPU, ``embedded`` elsewhere."""
+    num_servers: ResumeSafe[int] = Field(1, ge=1)
+    """Server processes (vllm, sglang); the embedded engine is always one."""
+    python: ResumeSafe[str | None] = None
+    """Interpreter whose environment has the server's package; null: the one agentrl runs on."""
+    device: ResumeSafe[Literal["cpu", "cuda"] | None] = None
+    """Where servers compute; null: ``cuda`` where there is a GPU, ``cpu`` elsewhere."""
+    tensor_parallel_size: ResumeSafe[int] = Field(1, ge=1)
+    """GPUs of one server."""
+    gpu_memory_utilization: ResumeSafe[float | None] = Field(None, gt=0.0, le=1.0)
+    """Share of a GPU's memory that a server takes; null: 0.9, or 0.4 of one that the trainer
+    computes on too."""
+    cpu_kv_cache_gib: ResumeSafe[float] = Field(1.0, gt=0.0)
+    """Memory for keys and values of one server on CPU, in GiB."""
+    tool_call_parser: str = "auto"
+    """How the model writes tool calls: a name from docs/parsers.md, ``auto`` (its chat template
+    says), or ``none``."""
+    reasoning_parser: str = "auto"
+    """How the model writes its reasoning: a name from docs/parsers.md, ``auto`` (its chat template
+    says), or ``none``, which leaves it in the content."""
+    keep_reasoning: bool = False
+    """True: the history keeps the reasoning that was sampled, whatever the chat template strips;
+    false: a turn whose reasoning is stripped ends a sample (``thinking_stripped``)."""
+    max_model_len: int = Field(8192, ge=2)
+    """Maximum number of tokens of prompt and completion together."""
+    max_num_seqs: ResumeSafe[int] = Field(64, ge=1)
+    """Maximum number of completions sampled at the same time (by each server)."""
+    num_threads: ResumeSafe[int | None] = Field(None, ge=1)
+    """CPU threads of the embedded engine (null: half of the cores, at least one), or of each
+    server on CPU (null: an equal share of the cores but one, at least one)."""
+    first_port: ResumeSafe[int | None] = Field(None, ge=1024, le=65000)
+    """Loopback port of the first server; the others take the ports after it. null: free ports."""
+    server_args: ResumeSafe[Annotated[tuple[str, ...], Field(strict=False)]] = ()
+    """Further arguments of the server's command line, such as ``--swap-space``."""
+    weight_transfer: ResumeSafe[WeightTransferConfig] = WeightTransferConfig()
+    start_timeout_seconds: ResumeSafe[float] = Field(600.0, gt=0.0)
+    """Deadline of a server's start."""
+    generate_timeout_seconds: ResumeSafe[float] = Field(600.0, gt=0.0)
+    """Deadline of one completion."""
+    publish_timeout_seconds: ResumeSafe[float] = Field(120.0, gt=0.0)
+    """Deadline of a weight publication."""
+    max_restarts: ResumeSafe[int] = Field(3, ge=0)
+    """How many times within an hour a process that died is restarted; the next death stops the
+    run."""
+
+    def list_reading_options(self) -> dict[str, Any]:
+        """How replies are read and continued, as the gateway takes it."""
+        return {
+            "tool_call_parser": self.tool_call_parser,
+            "reasoning_parser": self.reasoning_parser,
+            "keep_reasoning": self.keep_reasoning,
+        }
+
+    def compute_release_deadline(self) -> float:
+        """Seconds after which servers have ended their calls and given up, or taken, memory."""
+        return self.generate_timeout_seconds + 2 * self.publish_timeout_seconds
+
+    def compute_publish_deadline(self) -> float:
+        """Seconds after which a publication and its verification are over, whatever happens.
+
+        Servers that are being started again meanwhile get the weights a second time.
+        """
+        return (
+            2 * self.publish_timeout_seconds
+            + self.start_timeout_seconds
+            + 2 * self.generate_timeout_seconds
+        )
+
+
+class DynamicSamplingConfig(StrictConfig):
+    """Groups whose trajectories all scored alike teach nothing: backup tasks take their place in
+    the batch (DAPO, arXiv 2503.14476, section 3.2). They are kept in the run folder and counted
+    in ``reward_mean``. Not for shaped rewards: see docs/how-it-works.md."""
+
+    kind: Literal["dynamic_sampling"]
+    max_backup_tasks: int | None = Field(None, ge=1)
+    """Maximum number of backup tasks of one step; further groups without signal stay in the
+    batch. null: ``train_dataset.batch_size``."""
+
+
+class CooldownConfig(StrictConfig):
+    """A task whose group scored alike (solved always, or never) is left out of the next epochs:
+    of one after the first time, of two, four, ... when it happens again, until its scores differ.
+    See docs/how-it-works.md."""
+
+    kind: Literal["cooldown"]
+    max_cooldown_epochs: int = Field(4, ge=1)
+    """Maximum number of epochs in a row that a task is left out of."""
+
+
 class ExternalConfig(StrictConfig):
     """How programs elsewhere get tasks and give back trajectories (``agent_mode: external``)."""
 
@@ -101,9 +200,9 @@ class ExternalConfig(StrictConfig):
     port: int | None = Field(None, ge=1024, le=65535)
     """null: one that is free."""
     idle_timeout_seconds: float = Field(300.0, gt=0.0)
-    """A session without a sign of life for so long is given to another program."""
-    max_leases: int = Field(3, ge=1)
-    """Times that one attempt is given out before it counts as failed."""
+    """A session without a request for so long is given to another program."""
+    max_sessions_per_attempt: int = Field(3, ge=1)
+    """Sessions that one attempt may take before it counts as failed."""
     max_wait_seconds: float = Field(3600.0, gt=0.0)
     """Longest time in which nobody asks for the tasks that wait; then the run stops."""
 
@@ -111,43 +210,48 @@ class ExternalConfig(StrictConfig):
 class RolloutConfig(StrictConfig):
     """How trajectories are made."""
 
-    max_concurrent: int = Field(128, ge=1)
+    max_concurrent: ResumeSafe[int] = Field(128, ge=1)
     """Trajectories in progress at the same time."""
     max_staleness: int = Field(2, ge=0)
-    """Most weight updates between sampling a batch's oldest token and training on it."""
-    filter: ReplaceGroupsConfig | None = None
-    """null: every group is trained on. ``replace_groups_without_signal``: a group whose
-    trajectories all scored alike gives its place in the batch to another task; not for shaped
-    rewards (docs/how-it-works.md)."""
-    curriculum: RestTasksConfig | None = None
-    """null: every task once an epoch. ``rest_tasks_without_signal``: those whose groups scored
-    alike are left out of some epochs (docs/how-it-works.md)."""
+    """Maximum number of weight updates between sampling a batch's oldest token and training on
+    it."""
+    filter: DynamicSamplingConfig | None = None
+    """null: every group is trained on. ``dynamic_sampling``: a group whose trajectories
+    all scored alike is replaced by the group of a backup task; not for shaped rewards
+    (docs/how-it-works.md)."""
+    curriculum: CooldownConfig | None = None
+    """null: every task once an epoch. ``cooldown``: those whose groups scored alike are left
+    out of some epochs (docs/how-it-works.md)."""
     turn_discount: float = Field(1.0, ge=0.0, le=1.0)
     """Share of a turn's credit that the turn before it receives."""
     export_style: Literal["concat", "individual"] = "concat"
     """``concat``: turns that continue each other are one sample; ``individual``: one per turn."""
-    agent_mode: Literal["inline", "subprocess", "external"] = "inline"
+    agent_mode: ResumeSafe[Literal["inline", "subprocess", "external"]] = "inline"
     """Where agents run."""
-    external: ExternalConfig = ExternalConfig()
-    timeout_seconds: float = Field(600.0, gt=0.0)
+    external: ResumeSafe[ExternalConfig] = ExternalConfig()
+    timeout_seconds: ResumeSafe[float] = Field(600.0, gt=0.0)
     """Deadline of one trajectory: calls are refused then, and the agent is ended a few seconds
     later if it has not returned."""
     max_turns: int = Field(16, ge=1)
-    """Most model calls of one trajectory."""
+    """Maximum number of model calls in one trajectory."""
     max_tokens_per_trajectory: int = Field(32768, ge=1)
-    """Most sampled tokens of one trajectory."""
-    reward_timeout_seconds: float = Field(60.0, gt=0.0)
+    """Maximum number of sampled tokens in one trajectory."""
+    reward_timeout_seconds: ResumeSafe[float] = Field(60.0, gt=0.0)
     """Deadline of one call of the reward function."""
-    reward_workers: int = Field(1, ge=1)
+    reward_workers: ResumeSafe[int] = Field(1, ge=1)
     """Processes that run blocking reward functions."""
-    num_workers: int | None = Field(None, ge=1)
+    num_workers: ResumeSafe[int | None] = Field(None, ge=1)
     """Processes that run agents with ``agent_mode: subprocess``, each one trajectory at a time;
-    null: ``max_concurrent``, but at most 8 for each CPU core: agents wait most of the time."""
-    worker_max_tasks: int = Field(1, ge=1)
-    """Trajectories after which a worker is replaced; 1: each has a process of its own, in which
-    nothing is left of the one before."""
-    worker_max_memory_gib: float | None = Field(None, gt=0.0)
-    """Most memory of a worker and what it starts: past it, its trajectory fails. null: no limit."""
+    null: ``max_concurrent``, but at most 4 for each CPU core: agents wait most of the time."""
+    worker_max_tasks: ResumeSafe[int] = Field(100, ge=1)
+    """Trajectories after which a worker is replaced; 1: each has a process of its own, which takes
+    as long to start as its imports."""
+    worker_modules: ResumeSafe[Literal["reloaded", "kept"]] = "reloaded"
+    """``reloaded``: your own modules are imported again for every trajectory in a worker; ``kept``:
+    once in each worker, for builders that load something large."""
+    worker_max_memory_gib: ResumeSafe[float | None] = Field(None, gt=0.0)
+    """Maximum memory of a worker and the processes it starts; beyond it, its trajectory fails.
+    null: no limit."""
 
     def count_parallel(self) -> int:
         """Trajectories that run at the same time: those with a worker, where agents need one."""
@@ -159,7 +263,7 @@ class RolloutConfig(StrictConfig):
     def compute_deadline(self, num_trajectories: int, *, max_in_a_row: int = 1) -> float:
         """Seconds after which so many trajectories are over, whatever agents and rewards do.
 
-        ``max_in_a_row``: most of them that begin one after the end of another.
+        ``max_in_a_row``: how many of them at most begin only after another has ended.
         """
         num_waves = math.ceil(num_trajectories / self.count_parallel())
         if max_in_a_row > 1:
@@ -169,88 +273,10 @@ class RolloutConfig(StrictConfig):
         if self.agent_mode == "external":
             # There may be one program, which takes them one after another.
             num_waves = num_trajectories
-            seconds = (seconds + self.external.max_wait_seconds) * self.external.max_leases
+            seconds = (
+                seconds + self.external.max_wait_seconds
+            ) * self.external.max_sessions_per_attempt
         return 60.0 + num_waves * seconds
-
-
-class TrainConfig(StrictConfig):
-    """How the model is updated."""
-
-    total_steps: int = Field(200, ge=1)
-    learning_rate: float = Field(1.0e-6, gt=0.0)
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    critic: CriticConfig | None = Field(None, validate_default=True)
-    """Where ``algorithm.advantage`` is ``gae``; null without it."""
-    warmup_steps: int = Field(0, ge=0)
-    """Steps over which the learning rate rises linearly from 0."""
-    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """What follows the warm-up: constant, or a decay to ``min_learning_rate``."""
-    min_learning_rate: float = Field(0.0, ge=0.0)
-    weight_decay: float = Field(0.0, ge=0.0)
-    adam_beta1: float = Field(0.9, ge=0.0, lt=1.0)
-    adam_beta2: float = Field(0.999, ge=0.0, lt=1.0)
-    adam_epsilon: float = Field(1.0e-8, gt=0.0)
-    max_grad_norm: float = Field(1.0, gt=0.0)
-    """Gradients are scaled down to this global norm."""
-    num_minibatches: int = Field(1, ge=1)
-    """Optimizer updates per step: the batch's groups are divided among them."""
-    num_epochs: int = Field(1, ge=1)
-    """Passes over the batch of one step."""
-    micro_batch_tokens: int = Field(16384, ge=1)
-    """Most tokens packed into one forward pass; a longer sample goes alone."""
-    packing: Literal["prefix_tree", "plain"] = "prefix_tree"
-    """``prefix_tree``: tokens that samples of a forward pass begin with alike (a prompt, turns that
-    branches share) are computed once, and count once; ``plain``: in every sample."""
-    gradient_checkpointing: bool = False
-    """Trade compute for memory."""
-    compile: Literal["layers"] | None = None
-    """``layers``: torch.compile for the model's layers. Faster updates, after half a minute of
-    compiling in the first step; needs a C++ compiler. null: nothing is compiled."""
-    num_processes: int | None = Field(None, ge=1)
-    """Processes that train together, the model in shards over them (FSDP2), each on a GPU of its
-    own where the trainer has any; null: one for each GPU that engine servers leave, 1 on the CPU
-    and with the embedded engine."""
-    num_threads: int | None = Field(None, ge=1)
-    """CPU threads of the trainer; null: all cores."""
-    eval_every_steps: int | None = Field(None, ge=1)
-    """null: evaluate before the first step and after the last one only."""
-    save_every_steps: int | None = Field(None, ge=1)
-    """null: save after the last step only."""
-    keep_last_checkpoints: int = Field(3, ge=1)
-    """Older checkpoints are deleted, the best one excepted."""
-    keep_best_checkpoint: (
-        Annotated[str, Field(pattern=r"^(mean_reward|pass_at_[1-9]\d*)$")] | None
-    ) = "mean_reward"
-    """Number of the evaluations (``mean_reward``, ``pass_at_1``, ...) by which the best checkpoint
-    is saved after its evaluation, and never deleted while no other is better; null: none is."""
-    alarms: AlarmsConfig = AlarmsConfig()
-    probe_tolerance: float | None = Field(None, gt=0.0)
-    """Largest |engine - trainer| logprob, in nats, after a weight publication;
-    null: 1e-3 for float32, 0.1 for bfloat16."""
-
-    @field_validator("critic")
-    @classmethod
-    def _fits_algorithm(cls, critic: CriticConfig | None, info: ValidationInfo) -> Any:
-        algorithm = info.data.get("algorithm")
-        if not isinstance(algorithm, AlgorithmConfig):
-            # What is wrong with it is said there.
-            return critic
-        if algorithm.uses_critic:
-            critic = critic or CriticConfig()
-            total_steps = info.data.get("total_steps")
-            if total_steps is not None and critic.warmup_steps >= total_steps:
-                raise ValueError(
-                    f"warmup_steps is {critic.warmup_steps} and train.total_steps {total_steps}: "
-                    "the critic would learn alone until the end. Type "
-                    f"train.critic.warmup_steps={total_steps - 1}, or a smaller number"
-                )
-            return critic
-        if critic is not None:
-            raise ValueError(
-                f"advantages of kind {algorithm.advantage.kind} need no critic. Type "
-                "train.critic=null, or train.algorithm.kind=ppo to train with one"
-            )
-        return critic
 
 
 class LauncherConfig(StrictConfig):
@@ -258,8 +284,8 @@ class LauncherConfig(StrictConfig):
 
     kind: Literal["local", "ray"] = "local"
     max_trainer_restarts: int = Field(3, ge=0)
-    """Times that a trainer process which was killed is started again from its last checkpoint;
-    only where the trainer is a process of its own (vllm, sglang)."""
+    """How many times a trainer process that was killed is restarted from its last checkpoint; only
+    where the trainer is a process of its own (vllm, sglang)."""
 
 
 class LoggerConfig(StrictConfig):
@@ -280,9 +306,9 @@ class AgentConfig(StrictConfig):
 class ExperimentConfig(StrictConfig):
     """Everything ``agentrl train`` and ``agentrl eval`` need."""
 
-    experiment_name: FolderName
-    trial_name: FolderName = "t0"
-    output_dir: str = "runs"
+    experiment_name: ResumeSafe[FolderName]
+    trial_name: ResumeSafe[FolderName] = "t0"
+    output_dir: ResumeSafe[str] = "runs"
     """Run folders are ``<output_dir>/<experiment_name>/<trial_name>``."""
     seed: int = Field(1, ge=0)
     model: ModelConfig
@@ -307,8 +333,8 @@ class ExperimentConfig(StrictConfig):
     engine: EngineConfig = EngineConfig()
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
-    launcher: LauncherConfig = LauncherConfig()
-    loggers: Annotated[tuple[LoggerConfig, ...], Field(strict=False)] = ()
+    launcher: ResumeSafe[LauncherConfig] = LauncherConfig()
+    loggers: ResumeSafe[Annotated[tuple[LoggerConfig, ...], Field(strict=False)]] = ()
 
     @model_validator(mode="after")
     def _has_something_to_run(self) -> Self:
@@ -328,21 +354,18 @@ class ExperimentConfig(StrictConfig):
         """The sampling of evaluations."""
         return self.eval_gconfig or self.gconfig.model_copy(update={"n_samples": 1})
 
-    def resolve_max_replaced_groups(self) -> int:
-        """Most groups of a step that are replaced; 0 without ``rollout.filter``."""
+    def resolve_max_backup_tasks(self) -> int:
+        """Maximum number of backup tasks of a step; 0 without ``rollout.filter``."""
         replacing = self.rollout.filter
         if replacing is None:
             return 0
-        return replacing.max_replaced_groups or self.train_dataset.batch_size
+        return replacing.max_backup_tasks or self.train_dataset.batch_size
 
     def check_trainable(self) -> None:
         """Refuses what can be evaluated but not trained.
 
         Raises:
-            ConfigError: groups of one, algorithm settings that do not go together, greedy
-                sampling, a filter or a curriculum that has nothing to compare, a best checkpoint
-                by what no evaluation reports, or weights that would not reach the engine's
-                servers.
+            ConfigError: says what to type instead.
             MissingExtraError: ``model.lora`` is set and peft is not installed.
         """
         check_algorithm(
@@ -391,5 +414,29 @@ class ExperimentConfig(StrictConfig):
             )
         if self.model.lora is not None and importlib.util.find_spec("peft") is None:
             raise MissingExtraError(
-                "model.lora needs peft, which is not installed. Type uv pip install 'agentrl[lora]'"
+                "model.lora needs peft, which is not installed. Type "
+                "uv pip install 'agentrl-cli[lora]'"
             )
+
+
+def check_groups_are_compared(
+    replacing: DynamicSamplingConfig | None,
+    curriculum: CooldownConfig | None,
+    *,
+    algorithm: AlgorithmConfig,
+    n_samples: int,
+) -> None:
+    """Refuses to judge groups by scores that say nothing about them."""
+    for key, chosen in (("filter", replacing), ("curriculum", curriculum)):
+        if chosen is not None and n_samples == 1:
+            raise ConfigError(
+                f"rollout.{key}.kind: {chosen.kind} compares the scores of a group, and "
+                "gconfig.n_samples is 1. Allowed: 2 or more. Type gconfig.n_samples=8, or "
+                f"rollout.{key}=null"
+            )
+    if replacing is not None and not algorithm.compares_within_groups:
+        raise ConfigError(
+            f"rollout.filter.kind: {replacing.kind} replaces groups whose scores are equal, and "
+            f"train.algorithm.advantage.kind {algorithm.advantage.kind} learns from them as from "
+            "others. Type rollout.filter=null, or train.algorithm.kind=grpo"
+        )

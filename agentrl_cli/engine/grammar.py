@@ -7,6 +7,7 @@ xgrammar, with the model's own end tokens as those that end a constrained text.
 from __future__ import annotations
 
 import functools
+import importlib
 import re
 import threading
 from collections import OrderedDict
@@ -29,24 +30,35 @@ class GrammarError(Exception):
 
 
 def require_xgrammar() -> Any:
-    """The xgrammar module.
+    """The xgrammar module, which imports torch and transformers.
 
     Raises:
         MissingExtraError: it is not installed.
     """
+    return _require("xgrammar")
+
+
+def require_jsonschema() -> Any:
+    """The jsonschema module.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    return _require("jsonschema")
+
+
+def _require(name: str) -> Any:
     try:
-        # Imports torch and transformers.
-        import xgrammar
+        return importlib.import_module(name)
     except ImportError as error:
         raise MissingExtraError(
-            f"constrained sampling (response_format, tool_choice) needs xgrammar: {error}. Type "
-            "pip install 'agentrl[constrained]'"
+            f"constrained sampling (response_format, tool_choice) needs {name}: {error}. Type "
+            "pip install 'agentrl-cli[constrained]'"
         ) from None
-    return xgrammar
 
 
 def check_structural_tag(tag: str) -> None:
-    """Refuses a tag of which no grammar can be made, whatever the vocabulary.
+    """Refuses a tag of which no grammar can be made, or one without any text.
 
     Takes milliseconds, and seconds for a grammar of thousands of states.
 
@@ -54,7 +66,12 @@ def check_structural_tag(tag: str) -> None:
         GrammarError: xgrammar's own complaint.
         MissingExtraError: xgrammar is not installed.
     """
-    _compile(_build_byte_compiler(), tag)
+    import numpy as np
+
+    compiled = _compile(_build_byte_compiler(), tag)
+    matcher = TokenMatcher(require_xgrammar().GrammarMatcher(compiled))
+    if not matcher.fill(np.empty((1, -(-257 // _WORD_BITS)), np.int32), 0):
+        raise GrammarError("it allows no text: a reference leads back to itself")
 
 
 @functools.lru_cache(maxsize=1)
@@ -97,7 +114,7 @@ class TokenGrammars:
         return -(-self.vocabulary_size // _WORD_BITS)
 
     def compile(self, tag: str) -> None:
-        """Makes the grammar of a tag, which takes up to seconds; what was made is kept.
+        """Compiles the grammar of a tag, which takes up to seconds; it is kept.
 
         Raises:
             GrammarError: none can be made.
@@ -106,9 +123,9 @@ class TokenGrammars:
         self._find(tag)
 
     def start(self, tag: str) -> TokenMatcher:
-        """What follows a completion that is held to ``tag``, from its first token.
+        """The matcher of a completion that is constrained by ``tag``, before its first token.
 
-        Raises as :meth:`compile`, which it calls where that was not done before.
+        Raises as :meth:`compile`, which it calls if that was not done before.
         """
         compiled = self._find(tag)
         matcher = require_xgrammar().GrammarMatcher(compiled, override_stop_tokens=self._end_ids)
@@ -157,5 +174,19 @@ class TokenMatcher:
         return bool(masks[row].any())
 
     def accept(self, token: int) -> bool:
-        """Goes on behind a token; False: it was none of those allowed."""
+        """Advances past a token; False: it was not allowed."""
         return bool(self._matcher.accept_token(token))
+
+
+def find_end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end a completion by the word of the model and of its tokenizer.
+
+    vLLM goes by the same two, SGLang by the model's.
+
+    Args:
+        model: a transformers model.
+        tokenizer: its tokenizer.
+    """
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    ids = configured if isinstance(configured, list | tuple) else [configured]
+    return frozenset(int(i) for i in (*ids, tokenizer.eos_token_id) if i is not None)

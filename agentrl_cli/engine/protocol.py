@@ -1,16 +1,25 @@
-"""What every inference engine offers, and the records that cross its border."""
+"""What engines and engine servers offer, and the records that cross their border."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+
+from agentrl_cli.errors import ContextLengthError, EngineError
 
 if TYPE_CHECKING:
     import torch
 
 FinishReason = Literal["stop", "length"]
+
+#: The policy version of a server whose weights were given none since its process started (vLLM's
+#: ``default``): reported as such, never raised, so that the router recognizes a restart.
+UNKNOWN_VERSION = -1
+
+#: vLLM's own limit, and OpenAI's.
+MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +27,7 @@ class Sampling:
     """How to sample one completion."""
 
     max_tokens: int | None = None
-    """Most tokens to sample; None: as many as ``max_model_len`` leaves."""
+    """Maximum number of tokens to sample; None: as many as ``max_model_len`` leaves."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -55,6 +64,19 @@ class Generation:
     where none were asked for."""
 
 
+def join_pieces(pieces: Sequence[Generation]) -> Generation:
+    """The completion that was streamed as ``pieces``."""
+    last = pieces[-1]
+    return Generation(
+        completion_ids=tuple(token for piece in pieces for token in piece.completion_ids),
+        rollout_logprobs=tuple(logprob for piece in pieces for logprob in piece.rollout_logprobs),
+        versions=tuple(version for piece in pieces for version in piece.versions),
+        finish_reason=last.finish_reason,
+        stop_text=last.stop_text,
+        top_logprobs=tuple(top for piece in pieces for top in piece.top_logprobs),
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """A token sequence, and the logprobs that every replica of the engine must give to it."""
@@ -84,7 +106,7 @@ class Replica(Protocol):
         ...
 
     async def policy_version(self) -> int:
-        """The version of the weights that the replica says it holds."""
+        """The version of the weights that the replica reports."""
         ...
 
 
@@ -103,7 +125,7 @@ class InferenceEngine(Protocol):
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of prompt and completion together."""
+        """Maximum number of tokens of prompt and completion together."""
         ...
 
     async def generate(
@@ -127,7 +149,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def policy_version(self) -> int:
-        """The version of the weights that the engine says it holds.
+        """The version of the weights that the engine reports.
 
         Raises:
             WeightMismatchError: its replicas do not agree.
@@ -136,32 +158,19 @@ class InferenceEngine(Protocol):
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """Who holds a copy of the weights and serves at this moment; each is verified by itself."""
+        """Everything that holds a copy of the weights and serves at this moment; each is verified
+        by itself."""
         ...
 
     def expect(self, version: int, probes: Sequence[Probe]) -> None:
-        """Says what a replica that comes back later with ``version`` must be able to show."""
-        ...
-
-    @property
-    def previous_weights(self) -> Path | None:
-        """Safetensors of the version before the last published one, for finding out which
-        weights a replica kept; None: not kept."""
+        """Sets what a replica that recovers later with ``version`` must compute."""
         ...
 
     async def publish_weights(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         """Replaces the weights (Hugging Face parameter names) and drops caches made by old ones.
 
-        Calls in flight freeze and go on with the new weights.
+        Calls in flight freeze and continue with the new weights.
         """
-        ...
-
-    async def pause(self) -> None:
-        """Freezes calls in flight and holds new ones until :meth:`resume`."""
-        ...
-
-    async def resume(self) -> None:
-        """Lets frozen and held calls go on."""
         ...
 
     async def release_memory(self) -> None:
@@ -172,7 +181,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def reclaim_memory(self) -> None:
-        """Takes the memory back; calls that waited go on, with the weights from before."""
+        """Takes the memory back; waiting calls continue, with the weights from before."""
         ...
 
     async def close(self) -> None:
@@ -182,16 +191,212 @@ class InferenceEngine(Protocol):
 
 @runtime_checkable
 class ServerFaultCounter(Protocol):
-    """An engine over servers that may die, which says how often they did."""
+    """An engine over servers that may die, which counts how often they did."""
+
+    def take_fault_metrics(self) -> dict[str, float]:
+        """What happened since the last call, by the name of the metric.
+
+        ``resampled_calls``: calls that were sampled again from their start; ``lost_tokens``:
+        tokens sampled for nothing, because their server failed before the call was complete;
+        ``server_failures`` and ``server_recoveries``: how often a server became unhealthy, and
+        healthy again; ``num_unhealthy_servers``: at this moment.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerEndpoint:
+    """Where a server listens. It keeps its endpoint when it is restarted."""
+
+    name: str
+    """Such as ``vllm-0``; also of its log file."""
+    base_url: str
+    """Such as ``http://127.0.0.1:41001``."""
+    api_key: str = field(repr=False)
+    """Every request carries it; never logged or stored."""
+    log_path: str | None = None
+    """Its last lines are shown when the server fails; None: unknown here."""
+
+
+@runtime_checkable
+class EngineServer(Protocol):
+    """A client of one server process, over that server's own HTTP endpoints.
+
+    Raises, in every method:
+        ServerDownError: the connection was refused, reset or closed: the process died.
+        EngineTimeoutError: a deadline passed; the message names the leg and the server and
+            shows the last lines of its log.
+        EngineError: the server answered with an error of its own (shown).
+    """
 
     @property
-    def fault_counts(self) -> Mapping[str, int]:
-        """Since the engine began, by the name of the metric: ``failovers``, calls that were moved
-        to another server or sampled anew; ``server_outages``, how often a server went out;
-        ``server_returns``, how often one came in again, restarted or recovered."""
+    def name(self) -> str:
+        """What the logs call it, such as ``vllm-0``."""
         ...
 
     @property
-    def num_servers_out(self) -> int:
-        """Servers that are out at this moment."""
+    def endpoint(self) -> ServerEndpoint:
+        """Where it listens."""
         ...
+
+    def stream(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        stream_interval: int = 1,
+    ) -> AsyncIterator[Generation]:
+        """Samples one completion; a piece for every ``stream_interval`` tokens or more.
+
+        Only the last piece, which has a finish_reason, has versions: those of all tokens.
+        Closing the iterator aborts the request in the server. There is no deadline here: a
+        call may be frozen by a pause, and the router knows when it began.
+        """
+        ...
+
+    async def score(self, token_ids: Sequence[int], start: int) -> list[float]:
+        """Logprobs (nats, temperature 1) of the tokens from position ``start`` on."""
+        ...
+
+    async def policy_version(self) -> int:
+        """The version of the weights that the server reports."""
+        ...
+
+    async def check_health(self) -> int:
+        """What ``policy_version`` gives, if the server is able to serve; within a few seconds."""
+        ...
+
+    async def pause(self) -> None:
+        """Freezes calls in flight and holds new ones."""
+        ...
+
+    async def resume(self) -> None:
+        """Lets calls continue."""
+        ...
+
+    async def load_weights(self, folder: Path) -> None:
+        """Reads all weights from the safetensors files of ``folder``; calls must be paused."""
+        ...
+
+    async def load_adapter(self, folder: Path, version: int) -> None:
+        """Serves the peft adapter in ``folder`` from now on, and drops the one before."""
+        ...
+
+    async def set_policy_version(self, version: int) -> None:
+        """Names the version of the weights; tokens sampled from now on carry it."""
+        ...
+
+    async def sleep(self) -> None:
+        """Gives up its GPU memory once the calls in flight have ended; new ones wait."""
+        ...
+
+    async def wake(self) -> None:
+        """Takes the memory back and continues, with the weights from before."""
+        ...
+
+    async def close(self) -> None:
+        """Closes the connections; the process is not touched."""
+        ...
+
+
+@runtime_checkable
+class BroadcastReceiver(Protocol):
+    """A server that takes weights from GPU to GPU, over NCCL; the trainer is rank 0.
+
+    Raises as :class:`EngineServer`.
+    """
+
+    async def join_broadcast(self, unique_id: bytes, world_size: int) -> None:
+        """Enters the NCCL group of ``unique_id`` with all its GPUs, as ranks 1 and up.
+
+        Returns when the trainer has entered too.
+        """
+        ...
+
+    async def receive_broadcast(
+        self, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]
+    ) -> None:
+        """Takes one broadcast for each tensor, in this order, as its new weights.
+
+        ``dtype_names`` are torch's (``bfloat16``). Calls must be paused.
+        """
+        ...
+
+
+@runtime_checkable
+class WeightUpdate(Protocol):
+    """The weights of one version, ready to be given to any number of servers, also later."""
+
+    @property
+    def version(self) -> int:
+        """The policy version."""
+        ...
+
+    async def apply(self, server: EngineServer) -> None:
+        """Makes ``server``, which is paused, hold these weights (not yet their version)."""
+        ...
+
+
+@runtime_checkable
+class WeightTransfer(Protocol):
+    """A way for the trainer's weights to reach servers."""
+
+    async def prepare(self, version: int, weights: Mapping[str, torch.Tensor]) -> WeightUpdate:
+        """Makes the weights of ``version`` ready; what it made of older ones may be dropped.
+
+        Raises:
+            EngineError: there is no room for them, or no way to the servers.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Drops what it holds: files, process groups."""
+        ...
+
+
+def check_request(prompt_ids: Sequence[int], sampling: Sampling, max_model_len: int) -> None:
+    """Refuses what no engine could serve, in words that say what is allowed.
+
+    Raises:
+        ContextLengthError: no room is left for an answer.
+        EngineError: the prompt is empty, or a sampling parameter is outside of its range.
+    """
+    if len(prompt_ids) + 1 > max_model_len:
+        raise ContextLengthError(len(prompt_ids), max_model_len)
+    if not prompt_ids:
+        raise EngineError("the prompt is empty: at least one token id is needed")
+    problem = _find_sampling_problem(sampling)
+    if problem:
+        raise EngineError(problem)
+
+
+def check_score(token_ids: Sequence[int], start: int, max_model_len: int) -> None:
+    """Refuses to score what no server could.
+
+    Raises:
+        ContextLengthError: the tokens do not fit.
+        EngineError: no logprob exists at ``start``.
+    """
+    if not 1 <= start <= len(token_ids):
+        raise EngineError(
+            f"score from position {start} of {len(token_ids)} tokens: allowed are 1 (the "
+            f"first token has no logprob) to {len(token_ids)}"
+        )
+    check_request(token_ids, Sampling(), max_model_len)
+
+
+def _find_sampling_problem(sampling: Sampling) -> str | None:
+    if not 0.0 <= sampling.temperature < float("inf"):
+        return f"temperature {sampling.temperature} is not allowed: 0 (greedy) or more"
+    if not 0.0 < sampling.top_p <= 1.0:
+        return f"top_p {sampling.top_p} is not allowed: above 0, at most 1"
+    if sampling.max_tokens is not None and sampling.max_tokens < 1:
+        return f"max_tokens {sampling.max_tokens} is not allowed: 1 or more"
+    if sampling.num_top_logprobs not in range(MAX_TOP_LOGPROBS + 1):
+        return (
+            f"num_top_logprobs {sampling.num_top_logprobs} is not allowed: 0 to {MAX_TOP_LOGPROBS}"
+        )
+    if sampling.structural_tag is not None and sampling.stop_token_ids:
+        # Records do not hold them, so the trainer could not make the same masks.
+        return "stop_token_ids are not allowed beside a structural_tag: use stop texts"
+    return None

@@ -1,4 +1,4 @@
-"""The same views as JSON: strict (no NaN), stable names."""
+"""What the inspector shows, as JSON: strict (no NaN), with stable names."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from agentrl_cli.breaks import BreakSummary, find_breaks, summarize_breaks
-from agentrl_cli.inspector.breaks_view import describe_breaks
 from agentrl_cli.inspector.list_view import StepSummary
-from agentrl_cli.inspector.query import Selection, Source
-from agentrl_cli.inspector.tokens_view import list_tokens
+from agentrl_cli.inspector.prefix_mismatch_view import describe_mismatches
+from agentrl_cli.inspector.trajectory_query import Selection, Source
+from agentrl_cli.inspector.trajectory_view import list_tokens
+from agentrl_cli.prefix_mismatches import (
+    MismatchSummary,
+    find_prefix_mismatches,
+    summarize_prefix_mismatches,
+)
 from agentrl_cli.records import Trajectory
 
-_COST_FIELDS = ("num_recomputed_tokens", "num_departed_tokens")
+_COST_FIELDS = ("num_reprefilled_tokens", "num_dropped_tokens")
 _TOKEN_FIELDS = ("prompt_ids", "completion_ids", "rollout_logprobs", "versions")
 
 
-def format_steps(
-    run: str, summaries: Sequence[StepSummary], micro_batches: Sequence[tuple[int, Path]]
-) -> str:
-    """``{"run", "steps": [...], "evals": [...], "breaks", "micro_batches": [...]}``; the breaks of
-    all steps together, and the micro-batches that were not finite."""
+def format_steps(run: str, summaries: Sequence[StepSummary]) -> str:
+    """``{"run", "steps": [...], "evals": [...], "prefix_mismatches"}``, the last over all
+    steps."""
     rows = [
         {k: v for k, v in asdict(s).items() if k != "source"} | _locate(s.source) for s in summaries
     ]
-    of_steps = (s.breaks for s in summaries if not s.source.is_eval)
+    of_steps = (s.prefix_mismatches for s in summaries if not s.source.is_eval)
     return _dump(
         {
             "run": run,
             "steps": [r for r in rows if r["source"] == "step"],
             "evals": [r for r in rows if r["source"] == "eval"],
-            "breaks": describe_breaks(sum(of_steps, BreakSummary())),
-            "micro_batches": [{"step": step, "path": str(path)} for step, path in micro_batches],
+            "prefix_mismatches": describe_mismatches(sum(of_steps, MismatchSummary())),
         }
     )
 
@@ -56,8 +56,10 @@ def format_selection(run: str, selection: Selection) -> str:
 def format_trajectory(source: Source, trajectory: Trajectory, *, tokens: bool) -> str:
     """All fields of a trajectory; with ``tokens`` its ids, logprobs, versions and mask too."""
     data = asdict(trajectory) | _locate(source)
-    data["breaks"] = describe_breaks(summarize_breaks([trajectory]))
-    costs = {one.interaction_id: asdict(one) for one in find_breaks(trajectory.interactions)}
+    data["prefix_mismatches"] = describe_mismatches(summarize_prefix_mismatches([trajectory]))
+    costs = {
+        one.interaction_id: asdict(one) for one in find_prefix_mismatches(trajectory.interactions)
+    }
     for interaction, row in zip(trajectory.interactions, data["interactions"], strict=True):
         row["num_prompt_tokens"] = len(interaction.prompt_ids)
         row["num_completion_tokens"] = interaction.num_completion_tokens

@@ -1,19 +1,19 @@
-"""Tables: the steps of a run, and the trajectories of a selection."""
+"""Tables of a run's steps and of a selection's trajectories, and a line for each alarm."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.table import Table
 from rich.text import Text
 
-from agentrl_cli.breaks import BreakSummary
 from agentrl_cli.errors import AgentrlError
-from agentrl_cli.inspector.breaks_view import format_broken
-from agentrl_cli.inspector.query import Found, Source, list_sources
-from agentrl_cli.inspector.text import format_number, one_line
+from agentrl_cli.inspector.prefix_mismatch_view import format_mismatches
+from agentrl_cli.inspector.safe_text import format_number, one_line
+from agentrl_cli.inspector.trajectory_query import Found, Source, list_sources
+from agentrl_cli.prefix_mismatches import MismatchSummary
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.trajectory_file import TrajectorySummary
 
@@ -27,12 +27,12 @@ class StepSummary:
     reward_mean: float | None = None
     num_unscored: int | None = None
     num_failed: int | None = None
-    num_replaced_groups: int | None = None
+    num_filtered_groups: int | None = None
     turns_mean: float | None = None
     tokens_mean: float | None = None
-    breaks: BreakSummary = field(default_factory=BreakSummary)
+    prefix_mismatches: MismatchSummary = field(default_factory=MismatchSummary)
     alarms: tuple[str, ...] = ()
-    """Those that rang in the step."""
+    """Those that were active in the step."""
     problem: str | None = None
 
 
@@ -52,8 +52,8 @@ def summarize_steps(folder: RunFolder) -> list[StepSummary]:
 def build_step_table(summaries: Sequence[StepSummary]) -> Table:
     """One row a step; its replaced groups and its alarms, where the run had any."""
     table = Table(box=None)
-    names = ["", "trajectories", "reward", "unscored", "failed", "turns", "tokens", "broken"]
-    has_replaced = any(s.num_replaced_groups for s in summaries)
+    names = ["", "trajectories", "reward", "unscored", "failed", "turns", "tokens", "mismatches"]
+    has_replaced = any(s.num_filtered_groups for s in summaries)
     has_alarms = any(s.alarms for s in summaries)
     for name in [*names, "replaced groups"] if has_replaced else names:
         table.add_column(name, justify="left" if not name else "right")
@@ -71,8 +71,8 @@ def build_step_table(summaries: Sequence[StepSummary]) -> Table:
             str(s.num_failed),
             format_number(s.turns_mean, 1),
             format_number(s.tokens_mean, 1),
-            format_broken(s.breaks),
-            *([str(s.num_replaced_groups)] if has_replaced else []),
+            format_mismatches(s.prefix_mismatches),
+            *([str(s.num_filtered_groups)] if has_replaced else []),
             *([Text(" ".join(s.alarms), style="red")] if has_alarms else []),
         )
     return table
@@ -81,10 +81,10 @@ def build_step_table(summaries: Sequence[StepSummary]) -> Table:
 def build_trajectory_table(found: Sequence[Found]) -> Table:
     """One row a trajectory, numbered from 1."""
     table = Table(box=None)
-    right = ("#", "reward", "turns", "tools", "tokens", "seconds", "broken")
+    right = ("#", "reward", "turns", "tools", "tokens", "seconds", "mismatches")
     names = (
         *("#", "id", "from", "task", "reward", "turns", "tools", "tokens", "seconds"),
-        *("broken", "failure", "answer"),
+        *("mismatches", "failure", "answer"),
     )
     for name in names:
         table.add_column(
@@ -105,7 +105,7 @@ def build_trajectory_table(found: Sequence[Found]) -> Table:
             str(s.num_tool_calls),
             str(s.num_completion_tokens),
             f"{s.seconds:.1f}",
-            format_broken(s.breaks),
+            format_mismatches(s.prefix_mismatches),
             Text(s.failure_boundary.value if s.failure_boundary else "", style="red"),
             Text(one_line(s.final_answer or s.failure_message or "", 40)),
         )
@@ -122,13 +122,40 @@ def _summarize(
         reward_mean=_mean(rewards),
         num_unscored=len(trajectories) - len(rewards),
         num_failed=sum(t.failure_boundary is not None for t in trajectories),
-        num_replaced_groups=len({t.group_id for t in trajectories if t.replaced_by is not None}),
+        num_filtered_groups=len({t.group_id for t in trajectories if t.replaced_by is not None}),
         turns_mean=_mean([t.num_turns for t in trajectories]),
         tokens_mean=_mean([t.num_completion_tokens for t in trajectories]),
-        breaks=sum((t.breaks for t in trajectories), BreakSummary()),
+        prefix_mismatches=sum((t.prefix_mismatches for t in trajectories), MismatchSummary()),
         alarms=alarms,
     )
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
+
+
+def format_alarms(alarms: Mapping[int, Sequence[str]]) -> list[str]:
+    """``alarm truncated active in steps 3-7, 12``: one line an alarm, the first to trigger first.
+
+    Args:
+        alarms: the names of those that were active in each step.
+    """
+    steps: dict[str, list[int]] = {}
+    for step, names in sorted(alarms.items()):
+        for name in names:
+            steps.setdefault(name, []).append(step)
+    return [
+        f"alarm {name} active in {'step' if len(found) == 1 else 'steps'} {format_ranges(found)}"
+        for name, found in steps.items()
+    ]
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """``3-7, 12`` for ascending numbers."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)

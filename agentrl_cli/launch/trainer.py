@@ -2,51 +2,55 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
-from agentrl_cli.engine.protocol import InferenceEngine
+from agentrl_cli.config.resolved_run import ResolvedRun
+from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import ConfigError, DatasetError, StoppedError
-from agentrl_cli.evaluate.run import evaluate_and_store
-from agentrl_cli.launch.fleet import (
-    StartingFleet,
-    find_server_versions,
-    needs_servers,
-    open_fleet,
+from agentrl_cli.evaluate.eval_run import evaluate_and_store
+from agentrl_cli.launch.processes.trainer_spec import RunningServers, TrainerSpec
+from agentrl_cli.launch.run_models import find_tied_names, load_engine, load_learner
+from agentrl_cli.launch.run_resolution import (
+    resolve_run_here,
+    with_output_head,
+    with_server_package,
 )
-from agentrl_cli.launch.handover import RunningServers
-from agentrl_cli.launch.heap import frozen_heap
-from agentrl_cli.launch.loading import find_tied_names, load_engine, load_learner
-from agentrl_cli.launch.machine import count_visible_gpus
-from agentrl_cli.launch.plan import check_supported
+from agentrl_cli.launch.servers.server_group import ServerGroup
 from agentrl_cli.log import Observer, SilentObserver, file_log
-from agentrl_cli.models.loading import resolve_model_folder
-from agentrl_cli.models.tokenizer_check import load_tokenizer_of
+from agentrl_cli.models.builtin_models import resolve_model_folder
+from agentrl_cli.models.pretrained import load_tokenizer_of
 from agentrl_cli.records import Trajectory
-from agentrl_cli.rollout.background import BackgroundLoop
+from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.curriculum import build_task_stream, recall_outcomes
 from agentrl_cli.rollout.dataset import Row, build_eval_tasks, load_rows
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
+from agentrl_cli.rollout.workflow_building import build_workflow, open_external_access, open_workers
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.gateway import get_gateway
-from agentrl_cli.train.commands import LeadingLearner
-from agentrl_cli.train.data_cursor import find_first_rolled_step, open_cursor, read_unused
+from agentrl_cli.tracking.session import Budget
+from agentrl_cli.train.checkpoint import seed_generators
 from agentrl_cli.train.learner import Learner
-from agentrl_cli.train.loggers import build_loggers
-from agentrl_cli.train.loop import TrainingLoop
-from agentrl_cli.train.probes import build_probes
-from agentrl_cli.train.progress import BatchProgress
-from agentrl_cli.train.random_states import seed_generators
-from agentrl_cli.train.rank_place import RankPlace
-from agentrl_cli.train.ranks import SINGLE, Ranks
-from agentrl_cli.train.saving import CheckpointSaver
-from agentrl_cli.train.stop_flag import StopFlag
+from agentrl_cli.train.loop import RunCoordinator, StopFlag, TrainingLoop
+from agentrl_cli.train.monitor.batch_metrics import BatchProgress
+from agentrl_cli.train.monitor.loggers import build_loggers
+from agentrl_cli.train.publish import build_probes
+from agentrl_cli.train.ranks import Ranks, open_ranks
+from agentrl_cli.train.rendezvous import Rendezvous
+from agentrl_cli.train.resume import (
+    CheckpointSaver,
+    find_first_rolled_step,
+    open_cursor,
+    read_unused,
+)
 
 _CLOSE_SECONDS = 20.0
 
@@ -69,8 +73,10 @@ class PPOTrainer:
         overwrite: discards what an earlier run left in the folder.
         servers: engine servers that run already; None: they are started here, where
             ``engine.kind`` needs any.
+        run: what the configuration comes to on this machine; None: that of ``servers``, else it
+            is found out here.
         owner_pid: the process that holds the run folder for this one; None: this one will.
-        place: among the processes that train together, of which this is the first; None: it
+        rendezvous: with the processes that train together, of which this is rank 0; None: it
             trains alone.
 
     Raises:
@@ -87,12 +93,14 @@ class PPOTrainer:
         stop: StopFlag | None = None,
         overwrite: bool = False,
         servers: RunningServers | None = None,
+        run: ResolvedRun | None = None,
         owner_pid: int | None = None,
-        place: RankPlace | None = None,
+        rendezvous: Rendezvous | None = None,
     ) -> None:
         config.check_trainable()
-        self._num_gpus = count_visible_gpus() if servers is None else servers.num_gpus
-        check_supported(config, num_gpus=self._num_gpus)
+        if run is None:
+            run = servers.run if servers is not None else resolve_run_here(config, "train")
+        self._run = run
         RunFolder.check_resumable(config, overwrite=overwrite)
         self.config = config
         self.observer = observer or SilentObserver()
@@ -100,7 +108,7 @@ class PPOTrainer:
         self._overwrite = overwrite
         self._servers = servers
         self._owner_pid = owner_pid
-        self._place = place
+        self._rendezvous = rendezvous
         self._train_rows = take_rows(train_dataset, config.train_dataset, "train_dataset")
         self._valid_rows = (
             take_rows(valid_dataset, config.valid_dataset, "valid_dataset")
@@ -143,10 +151,9 @@ class PPOTrainer:
     def _open_folder(self) -> RunFolder:
         if self._owner_pid is not None:
             return RunFolder.join(run_dir_of(self.config), self._owner_pid)
+        self._run = with_server_package(self._run, self.config)
         return RunFolder.create_or_resume(
-            self.config,
-            overwrite=self._overwrite,
-            versions=find_server_versions(self.config, num_gpus=self._num_gpus),
+            self.config, overwrite=self._overwrite, versions=self._run.versions
         )
 
     @property
@@ -164,8 +171,8 @@ class PPOTrainer:
         if self._valid_rows is not None:
             eval_workflow.check_rows(self._valid_rows, "valid_dataset")
 
-    def tell_if_complete(self, folder: RunFolder) -> bool:
-        """True, and said, when the last step of the run in ``folder`` is done."""
+    def report_if_complete(self, folder: RunFolder) -> bool:
+        """True when the last step of the run in ``folder`` is done, which is then reported."""
         latest = folder.latest_checkpoint()
         if latest is None or latest[0] < self.config.train.total_steps:
             return False
@@ -175,7 +182,7 @@ class PPOTrainer:
     def train(
         self, workflow: RolloutWorkflow, eval_workflow: RolloutWorkflow | None = None
     ) -> bool:
-        """Trains to the last step; goes on where an interrupted run of the folder stopped.
+        """Trains to the last step; resumes where an interrupted run of the folder stopped.
 
         Args:
             workflow: makes the trajectories that are trained on.
@@ -186,13 +193,12 @@ class PPOTrainer:
 
         Raises:
             UserInputError: a dataset that a workflow cannot run on.
-            RunError: the run cannot go on; what was done is stored.
+            RunError: the run cannot continue; what was done is stored.
         """
         self._check_alone()
         folder, eval_workflow = self._entered(), eval_workflow or workflow
-        if self.tell_if_complete(folder):
+        if self.report_if_complete(folder):
             return True
-        latest = folder.latest_checkpoint()
         for one in (workflow, eval_workflow):
             one.use(self.config.rollout)
             one.log_to(folder.log_dir())
@@ -203,16 +209,17 @@ class PPOTrainer:
         with ExitStack() as stack:
             self.observer.on_stage("load model")
             background = stack.enter_context(BackgroundLoop())
-            own_fleet = self._start_servers(folder, stack)
-            learner = self._load_learner(latest, stack)
-            engine = self._open_engine(own_fleet, learner, background, stack)
+            own_servers = self._start_servers(folder, stack)
+            ranks = stack.enter_context(self._open_ranks())
+            learner = self._load_learner(ranks, folder.latest_checkpoint())
+            engine = self._open_engine(own_servers, learner, background, stack)
             loggers = build_loggers(self.config, folder.path, stack)
             progress = BatchProgress(self.observer)
             first_step = find_first_rolled_step(folder, learner.step + 1)
             scheduler = self._build_scheduler(folder, workflow, engine, first_step, progress)
             scheduler.set_policy_version(learner.step)
             stack.callback(lambda: background.run(scheduler.close(), _CLOSE_SECONDS))
-            loop = TrainingLoop(
+            coordinator = RunCoordinator(
                 config=self.config,
                 folder=folder,
                 learner=learner,
@@ -229,11 +236,16 @@ class PPOTrainer:
                 stop=self._stop,
             )
             with frozen_heap():
-                return loop.run()
+                return TrainingLoop(
+                    config=self.config, learner=learner, ranks=ranks, coordinator=coordinator
+                ).run()
+
+    def _open_ranks(self) -> AbstractContextManager[Ranks]:
+        return open_ranks(self._rendezvous, on_gpu=self._run.trains_on_gpu)
 
     def _check_alone(self) -> None:
         num_processes = self.config.train.num_processes or 1
-        if self._place is None and num_processes > 1:
+        if self._rendezvous is None and num_processes > 1:
             raise ConfigError(
                 f"train.num_processes: {num_processes} processes are started by the command "
                 "agentrl train; a PPOTrainer in a program of your own trains in that program "
@@ -241,34 +253,29 @@ class PPOTrainer:
                 "(workflow_path) and type agentrl train --config FILE"
             )
 
-    def _load_learner(self, latest: tuple[int, Path] | None, stack: ExitStack) -> Learner:
-        """A learner as it was at the ``latest`` checkpoint, a new one where there is none."""
-        ranks: Ranks = SINGLE
-        if self._place is not None:
-            # What a trainer that is alone has no use for takes seconds to import.
-            from agentrl_cli.train.process_ranks import open_ranks
-
-            ranks = stack.enter_context(open_ranks(self._place))
-        learner = load_learner(
-            self.config, self.model_folder, self.tokenizer, num_gpus=self._num_gpus, ranks=ranks
+    def _load_learner(self, ranks: Ranks, latest: tuple[int, Path] | None) -> Learner:
+        learner = _open_learner(
+            self.config,
+            self._run,
+            self.model_folder,
+            self.tokenizer,
+            ranks,
+            checkpoint=None if latest is None else latest[1],
         )
-        if isinstance(learner, LeadingLearner):
-            stack.enter_context(learner)
         if latest is not None:
-            learner.load(latest[1])
-            self.observer.on_message(f"going on after step {latest[0]}, from {latest[1]}")
+            self.observer.on_message(f"resuming after step {latest[0]}, from {latest[1]}")
         return learner
 
-    def _start_servers(self, folder: RunFolder, stack: ExitStack) -> StartingFleet | None:
+    def _start_servers(self, folder: RunFolder, stack: ExitStack) -> ServerGroup | None:
         """Begins to start the servers that nobody else has, while the model is loaded."""
-        if self._servers is not None or not needs_servers(self.config, self._num_gpus):
+        if self._servers is not None or not self._run.servers:
             return None
+        self._run = with_output_head(self._run, self.config, self.model_folder)
         return stack.enter_context(
-            open_fleet(
+            ServerGroup(
                 self.config,
+                self._run,
                 self.model_folder,
-                purpose="train",
-                num_gpus=self._num_gpus,
                 log_dir=folder.log_dir(),
                 observer=self.observer,
             )
@@ -276,22 +283,25 @@ class PPOTrainer:
 
     def _open_engine(
         self,
-        own_fleet: StartingFleet | None,
+        own_servers: ServerGroup | None,
         learner: Learner,
         background: BackgroundLoop,
         stack: ExitStack,
     ) -> InferenceEngine:
+        servers = self._servers or RunningServers(run=self._run)
+        if own_servers is not None:
+            servers = own_servers.wait()
         engine = load_engine(
             self.config,
             self.model_folder,
             self.tokenizer,
-            servers=own_fleet.wait() if own_fleet is not None else self._servers,
+            servers=servers,
             background=background,
             observer=self.observer,
             tied_names=find_tied_names(learner.model),
         )
-        if own_fleet is not None:
-            own_fleet.end_with_servers(engine)
+        if own_servers is not None:
+            own_servers.end_with_servers(engine)
         stack.callback(lambda: background.run(engine.close(), _CLOSE_SECONDS))
         gateway = get_gateway(engine, self.tokenizer, **self.config.engine.list_reading_options())
         stack.callback(lambda: background.run(gateway.close(), _CLOSE_SECONDS))
@@ -312,7 +322,7 @@ class PPOTrainer:
             self.observer.on_message(f"{len(waiting)} finished trajectories are used, not repeated")
 
         def keep(trajectory: Trajectory) -> None:
-            folder.add_waiting(trajectory)
+            folder.add_pending(trajectory)
             progress.on_finished(trajectory)
 
         return RolloutScheduler(
@@ -324,7 +334,7 @@ class PPOTrainer:
             first_step=first_step,
             last_step=self.config.train.total_steps,
             on_finished=keep,
-            on_replaced=progress.on_replaced,
+            on_backup_task=progress.on_backup_task,
             already_finished=waiting,
         )
 
@@ -375,8 +385,127 @@ def take_rows(given: Sequence[Row] | None, config: DatasetConfig | None, key: st
     return rows
 
 
+def train_beside(run_dir: Path, spec: TrainerSpec, rendezvous: Rendezvous) -> None:
+    """Trains as a rank beside rank 0, whose :class:`PPOTrainer` has the rollouts.
+
+    Raises:
+        NotFiniteError: on every rank, as from :meth:`PPOTrainer.train`.
+        RankLostError: another rank has ended, or has not come to an exchange in time.
+    """
+    config = spec.load_config(run_dir)
+    model_folder = resolve_model_folder(config.model.path, SilentObserver())
+    tokenizer = load_tokenizer_of(model_folder, config.tokenizer_path)
+    seed_generators(config.seed)
+    run = spec.servers.run
+    with open_ranks(rendezvous, on_gpu=run.trains_on_gpu) as ranks:
+        learner = _open_learner(config, run, model_folder, tokenizer, ranks)
+        TrainingLoop(config=config, learner=learner, ranks=ranks, coordinator=None).run()
+
+
+def _open_learner(
+    config: ExperimentConfig,
+    run: ResolvedRun,
+    model_folder: str,
+    tokenizer: Any,
+    ranks: Ranks,
+    *,
+    checkpoint: Path | None = None,
+) -> Learner:
+    """A learner as it was at the ``checkpoint`` that rank 0 names; a new one where that is None."""
+    learner = load_learner(config, run, model_folder, tokenizer, ranks=ranks)
+    found = ranks.broadcast(None if checkpoint is None else str(checkpoint))
+    if found is not None:
+        learner.load(found)
+    return learner
+
+
 def _describe_complete(folder: RunFolder, num_steps: int) -> str:
     return (
         f"{folder.path} is complete: {num_steps} steps. For more, type train.total_steps="
-        f"{2 * num_steps}; to begin anew, --overwrite or another trial_name="
+        f"{2 * num_steps}; to begin again, --overwrite or another trial_name="
     )
+
+
+def build_workflows(trainer: PPOTrainer, stack: ExitStack) -> list[RolloutWorkflow]:
+    """The workflows that make trajectories for training and for evaluations, checked.
+
+    ``stack`` closes them.
+
+    Raises:
+        UserInputError: an agent, a reward or a dataset cannot be used.
+    """
+    config = trainer.config
+
+    def open_client(engine: InferenceEngine, sampling: Sampling, budget: Budget) -> TrackingClient:
+        return TrackingClient(
+            engine=engine,
+            tokenizer=trainer.tokenizer,
+            sampling=sampling,
+            budget=budget,
+            **config.engine.list_reading_options(),
+        )
+
+    tokenizer = trainer.tokenizer if config.workflow_path is not None else None
+    workers = stack.enter_context(open_workers(config))
+    external = None
+    if config.rollout.agent_mode == "external":
+        external = open_external_access(config, trainer.observer.on_message, waits="limited")
+    workflows: list[RolloutWorkflow] = []
+    purposes = (("train", config.gconfig), ("eval", config.resolve_eval_gconfig()))
+    for split, gconfig in purposes:
+        workflow = build_workflow(
+            config,
+            tokenizer,
+            gconfig=gconfig,
+            open_client=open_client,
+            seed=config.seed,
+            workers=workers,
+            external=external,
+            split=split,
+        )
+        stack.callback(workflow.close)
+        workflows.append(workflow)
+    trainer.check_rows(*workflows)
+    return workflows
+
+
+def check_input(trainer: PPOTrainer) -> None:
+    """Builds and loads what can be wrong with the input, and keeps nothing of it but the model's
+    folder.
+
+    Raises:
+        UserInputError: something is.
+    """
+    with ExitStack() as stack:
+        build_workflows(trainer, stack)
+        _ = trainer.tokenizer
+
+
+def run_trainer(trainer: PPOTrainer) -> bool:
+    """True when the last step is done, False when asked to stop before it.
+
+    Raises:
+        UserInputError: something in the input is wrong; nothing was started or written.
+        RunError: the run could not go on; what was done is stored.
+    """
+    with ExitStack() as stack:
+        workflows = build_workflows(trainer, stack)
+        stack.enter_context(trainer)
+        return trainer.train(*workflows)
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """A block inside which objects that existed before it are not searched for garbage.
+
+    Torch and transformers leave a million objects behind. Searching them stops the process for
+    250 ms, and calls passing through it make Python do so every few hundred calls: at 256
+    sessions that was half of the CPU time of gateway and router.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        # What is frozen at the exit of the interpreter is reported as leaked by some libraries.
+        gc.unfreeze()

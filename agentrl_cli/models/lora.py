@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from agentrl_cli.config.experiment import LoraConfig
 from agentrl_cli.errors import MissingExtraError, ModelError
-from agentrl_cli.models.generation_flags import make_savable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +36,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> None:
         MissingExtraError: peft is not installed.
         ModelError: ``model.lora.target_modules`` names no layer of the model, or its embeddings.
     """
-    peft = _import_peft()
+    peft = import_peft()
     path = model.name_or_path
     if path and Path(path).is_dir():
         # The checkpoint must be usable from any folder.
@@ -90,53 +85,6 @@ def _refuse_embeddings(model: PreTrainedModel, targets: Sequence[str]) -> None:
                 )
 
 
-def load_merged_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
-    """The model that an adapter was trained on, with the adapter in its weights; it can be saved.
-
-    Raises:
-        MissingExtraError: peft is not installed.
-        ModelError: the base model is not where it was, or the adapter is not one of it.
-    """
-    from transformers import AutoModelForCausalLM
-
-    peft = _import_peft()
-    path = Path(folder) / ADAPTER_CONFIG_NAME
-    try:
-        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{path} is not peft's configuration of an adapter: {error!r}") from error
-    try:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-        merged: PreTrainedModel = peft.PeftModel.from_pretrained(
-            model, str(folder)
-        ).merge_and_unload()
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(
-            f"{folder}: this adapter was trained on {base!r} (base_model_name_or_path in "
-            f"{ADAPTER_CONFIG_NAME}), with which it cannot be loaded: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}. Put the base model there, or correct the name "
-            "in the file"
-        ) from error
-    return make_savable(merged)
-
-
-@contextmanager
-def open_whole_model(folder: str, dtype: str) -> Iterator[str]:
-    """A folder that an engine server can load: ``folder``, or an adapter merged for a while.
-
-    Raises as :func:`load_merged_model`.
-    """
-    if not is_adapter_folder(folder):
-        yield folder
-        return
-    from transformers import AutoTokenizer
-
-    with tempfile.TemporaryDirectory(prefix="agentrl-merged-") as merged:
-        load_merged_model(folder, getattr(torch, dtype)).save_pretrained(merged)
-        AutoTokenizer.from_pretrained(folder).save_pretrained(merged)
-        yield merged
-
-
 def load_adapter_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The adapter's tensors in ``folder``, on the CPU, by parameter names of the model.
 
@@ -158,11 +106,16 @@ def to_saved_name(parameter_name: str) -> str:
     return SAVED_PREFIX + parameter_name.replace(f".{ADAPTER_NAME}.", ".")
 
 
-def _import_peft() -> Any:
+def import_peft() -> Any:
+    """The module ``peft``.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
     try:
         import peft
     except ImportError as error:
         raise MissingExtraError(
-            "model.lora needs peft, which is not installed. Type uv pip install 'agentrl[lora]'"
+            "model.lora needs peft, which is not installed. Type uv pip install 'agentrl-cli[lora]'"
         ) from error
     return peft

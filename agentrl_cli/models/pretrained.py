@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as transformers_logging
 
 from agentrl_cli.errors import ModelError
-from agentrl_cli.models.generation_flags import make_savable
-from agentrl_cli.models.lora import is_adapter_folder, load_merged_model
+from agentrl_cli.models.lora import ADAPTER_CONFIG_NAME, import_peft, is_adapter_folder
 
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def choose_device() -> torch.device:
-    """The first GPU, else the CPU."""
-    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
@@ -101,9 +100,52 @@ def load_model(path: str, dtype: str | torch.dtype, device: str | torch.device) 
     return make_savable(model).to(device).eval()
 
 
+def load_merged_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model that an adapter was trained on, with the adapter in its weights; it can be saved.
+
+    Raises:
+        MissingExtraError: peft is not installed.
+        ModelError: the base model is not where it was, or the adapter is not one of it.
+    """
+    peft = import_peft()
+    path = Path(folder) / ADAPTER_CONFIG_NAME
+    try:
+        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} is not peft's configuration of an adapter: {error!r}") from error
+    try:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        merged: PreTrainedModel = peft.PeftModel.from_pretrained(
+            model, str(folder)
+        ).merge_and_unload()
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(
+            f"{folder}: this adapter was trained on {base!r} (base_model_name_or_path in "
+            f"{ADAPTER_CONFIG_NAME}), with which it cannot be loaded: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}. Put the base model there, or correct the name "
+            "in the file"
+        ) from error
+    return make_savable(merged)
+
+
+@contextmanager
+def open_whole_model(folder: str, dtype: str) -> Iterator[str]:
+    """A folder that an engine server can load: ``folder``, or a merged adapter in a temporary one.
+
+    Raises as :func:`load_merged_model`.
+    """
+    if not is_adapter_folder(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="agentrl-merged-") as merged:
+        load_merged_model(folder, getattr(torch, dtype)).save_pretrained(merged)
+        AutoTokenizer.from_pretrained(folder).save_pretrained(merged)
+        yield merged
+
+
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Keeps transformers' own bars off the terminal, where agentrl shows one of its own."""
+    """Hides transformers' own bars: agentrl shows one of its own."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -126,3 +168,82 @@ def _explain(path: str, what: str, error: Exception) -> str:
         "Qwen/Qwen2.5-1.5B-Instruct (with a connection or in the cache; gated ones need `hf auth "
         "login`), or builtin:calculator"
     )
+
+
+def make_savable(model: PreTrainedModel) -> PreTrainedModel:
+    """``model``, whose generation flags no longer contradict each other.
+
+    Some on the hub do (a temperature, and no sampling). transformers loads them with a warning
+    and refuses to save them, which would end a run at its first checkpoint. agentrl samples by
+    ``gconfig``, so the flags only matter to those who use the trained model elsewhere.
+    """
+    flags = model.generation_config
+    if flags is None or _is_valid(flags):
+        return model
+    flags.do_sample = True
+    if not _is_valid(flags):
+        end_ids = {"eos_token_id": flags.eos_token_id, "bos_token_id": flags.bos_token_id}
+        model.generation_config = GenerationConfig(**end_ids)
+    return model
+
+
+def _is_valid(flags: GenerationConfig) -> bool:
+    try:
+        flags.validate(strict=True)
+    except ValueError:
+        return False
+    return True
+
+
+def load_tokenizer_of(model_path: str, tokenizer_path: str | None = None) -> Any:
+    """The tokenizer of a model, its own unless another is named, and one that fits it.
+
+    Raises:
+        ModelError: there is none, it cannot be used, or it belongs to another model.
+    """
+    tokenizer = load_tokenizer(tokenizer_path or model_path)
+    # Loading the model refuses a folder without one, with a better message.
+    if not Path(model_path).is_dir() or (Path(model_path) / "config.json").is_file():
+        check_tokenizer(tokenizer, model_path)
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: PreTrainedTokenizerFast, model_path: str) -> None:
+    """Refuses a tokenizer that makes ids which the model has no embedding for.
+
+    Added tokens that neither a text nor the template produces may lie beyond the vocabulary: some
+    text-only models keep the image markers of larger models of their family.
+
+    Args:
+        tokenizer: as loaded.
+        model_path: folder or hub id of the model.
+
+    Raises:
+        ModelError: naming the first id too many and the size of the vocabulary.
+    """
+    try:
+        model_config = AutoConfig.from_pretrained(model_path)
+    except (OSError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"{model_path}: its config.json cannot be loaded: {reason}") from error
+    vocab_size = model_config.get_text_config().vocab_size
+    largest = _find_largest_id(tokenizer)
+    if vocab_size is not None and largest >= vocab_size:
+        raise ModelError(
+            f"{tokenizer.name_or_path}: its tokenizer makes ids up to {largest}, and the model "
+            f"{model_path} has a vocabulary of {vocab_size} (largest id {vocab_size - 1}): they do "
+            "not belong together. Type tokenizer_path=null for the model's own tokenizer, or "
+            "model.path= with the model that this tokenizer was made for"
+        )
+
+
+def _find_largest_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    """The largest id that text, a turn of the chat template, or its end is made of."""
+    added = set(tokenizer.get_added_vocab().values())
+    ids = {index for index in tokenizer.get_vocab().values() if index not in added}
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    turn = tokenizer.apply_chat_template(messages, tokenize=False)
+    ids.update(tokenizer.encode(str(turn), add_special_tokens=False))
+    if isinstance(tokenizer.eos_token_id, int):
+        ids.add(tokenizer.eos_token_id)
+    return max(ids)

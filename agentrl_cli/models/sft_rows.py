@@ -1,4 +1,4 @@
-"""Conversations to token ids with an exact mask of what the assistant says."""
+"""Conversations to token ids, with an exact mask of what the assistant says."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
-from agentrl_cli.config.imports import import_object
-from agentrl_cli.config.sft import SftDatasetConfig
+from agentrl_cli.config.import_paths import import_object
+from agentrl_cli.config.sft_config import SftDatasetConfig
 from agentrl_cli.errors import DatasetError, ModelError, UserInputError
 
 #: Rows whose lengths are compared when batches are made: enough to waste little on padding,
@@ -65,7 +65,7 @@ def encode_conversation(
 
     Raises:
         ModelError: the chat template rewrites earlier turns or does not end them, so that
-            the assistant's tokens cannot be told.
+            the assistant's tokens cannot be identified.
     """
     end = str(tokenizer.eos_token)
     text = render_conversation(tokenizer, messages, tools, where)
@@ -82,8 +82,8 @@ def encode_conversation(
             raise ModelError(
                 f"{place}: the chat template renders what comes before this turn differently "
                 "once the turn is there (it may strip thinking or tools from earlier turns), so "
-                "the assistant's tokens cannot be told. Split the conversation into rows that "
-                "end with this turn, or give the tokenizer a template that only appends"
+                "the assistant's tokens cannot be identified. Split the conversation into rows "
+                "that end with this turn, or give the tokenizer a template that only appends"
             )
         stop = text.find(end, len(prompt))
         turn = text[len(prompt) : stop + len(end)]
@@ -156,7 +156,7 @@ def build_batches(
 def _length_class(row: EncodedRow) -> int:
     """Equal for rows whose lengths differ by less than a fifth.
 
-    Within a class the rows stay mixed: batches sorted by exact length would hold copies of
+    Within a class the rows stay mixed: batches sorted by exact length would consist of copies of
     one question, and their gradients would say little about the rest.
     """
     return math.floor(4.0 * math.log2(max(1, len(row.input_ids))))

@@ -6,7 +6,7 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from agentrl_cli.config.sft import NewModelConfig, SftConfig, SftTrainConfig
-from agentrl_cli.errors import DatasetError, RunError
+from agentrl_cli.config.sft_config import NewModelConfig, SftConfig, SftTrainConfig
+from agentrl_cli.errors import DatasetError, ModelError, RunError
 from agentrl_cli.log import Observer
 from agentrl_cli.models.pretrained import load_model, load_tokenizer, without_progress_bars
 from agentrl_cli.models.sft_rows import (
@@ -27,8 +27,7 @@ from agentrl_cli.models.sft_rows import (
     load_rows,
     render_conversation,
 )
-from agentrl_cli.models.stopping import CheckStop, go_on
-from agentrl_cli.models.tokenizer import build_untrained_tokenizer, train_tokenizer
+from agentrl_cli.models.tokenizer_training import build_untrained_tokenizer, train_tokenizer
 
 #: A tokenizer is learned from so many rows, spread over the dataset: more would change
 #: few of its merges.
@@ -38,25 +37,42 @@ _MAX_TOKENIZER_ROWS = 2000
 _IGNORED = -100
 
 
+#: Called several times a second, save during longer waits; what it raises ends the warm start, of
+#: which nothing is kept.
+CheckStop = Callable[[], None]
+
+
+def never_stop() -> None:
+    """For callers whom nothing stops."""
+
+
 def train_and_save(
-    config: SftConfig, start_path: str | None, observer: Observer, check_stop: CheckStop = go_on
+    config: SftConfig,
+    start_path: str | None,
+    observer: Observer,
+    check_stop: CheckStop = never_stop,
 ) -> Path:
     """The folder of the trained model, in Hugging Face format.
 
-    The folder appears whole, when all is done, or not at all. The same configuration
+    The folder appears complete, at the end, or not at all. The same configuration
     gives the same bits on the same machine.
 
     Args:
         config: what to train on, and how.
-        start_path: folder or hub id to go on from; None: ``config.model.new`` says what to make.
+        start_path: folder or hub id to start from; None: ``config.model.new`` describes a new one.
         observer: sees a stage with one unit per update.
         check_stop: called between rows and updates; what it raises ends the training.
 
     Raises:
-        UserInputError: the model or the dataset cannot be used.
+        UserInputError: the model, the dataset or the output folder cannot be used.
         RunError: the loss stopped being a number, or the folder cannot be written.
     """
     output = Path(config.output_path)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ModelError(
+            f"output_path: {output} exists already, and nothing is ever overwritten. Type "
+            "output_path=NEW_FOLDER, or delete it"
+        )
     rows = load_rows(config.dataset)
     with _fixed_randomness(config.seed, config.train.num_threads):
         model, tokenizer = _build_model(config, start_path, rows)
@@ -239,7 +255,7 @@ def compute_summed_loss(model: PreTrainedModel, batch: Sequence[EncodedRow]) -> 
 def _save(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, output: Path, dtype: str
 ) -> None:
-    """Writes beside ``output`` and renames: the folder is whole or not there."""
+    """Writes beside ``output`` and renames: the folder is complete or not there."""
     partial = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         with without_progress_bars():

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 from openai import AsyncOpenAI
 
-from agentrl_cli.agents.runner import AgentOutcome, AgentRunner
-from agentrl_cli.agents.task_input import find_prompt_text
+from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome, AgentRunner, find_prompt_text
 from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import DatasetError, RewardError, UserInputError, format_nearest
@@ -24,12 +23,10 @@ from agentrl_cli.records import (
     StopReason,
     Trajectory,
 )
-from agentrl_cli.rollout.deadline import run_with_deadline
-from agentrl_cli.rollout.failures import describe_failure
-from agentrl_cli.rollout.reward_results import parse_reward_result
+from agentrl_cli.rollout.reward_workers import parse_reward_result
 from agentrl_cli.rollout.rewards import AsyncRewardWrapper, Score
-from agentrl_cli.rollout.worker_agents import RemoteAgent, WorkerAgents
-from agentrl_cli.rollout.worker_lease import WorkerLease
+from agentrl_cli.rollout.rollout_failures import describe_failure, run_with_deadline
+from agentrl_cli.rollout.workers.worker_pool import RemoteAgent, WorkerAgents, WorkerSlot
 from agentrl_cli.rollout.workflow import (
     Attempt,
     RolloutWorkflow,
@@ -37,7 +34,7 @@ from agentrl_cli.rollout.workflow import (
     find_last_reward,
 )
 from agentrl_cli.tracking.client import TrackingClient
-from agentrl_cli.tracking.export import ExportedInteraction
+from agentrl_cli.tracking.sequences import TokenSequence
 from agentrl_cli.tracking.session import Budget
 
 #: After the deadline calls are refused; an agent may return with what it has.
@@ -48,7 +45,7 @@ ClientFactory = Callable[[InferenceEngine, Sampling, Budget], TrackingClient]
 
 
 class RunnerSource(Protocol):
-    """The agent of a config key, as an :class:`~agentrl_cli.agents.building.AgentSource` is."""
+    """The agent of a config key, such as an AgentSource."""
 
     @property
     def runner(self) -> AgentRunner:
@@ -76,7 +73,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
 
     def __init__(
         self,
-        agents: Mapping[str | None, RunnerSource] | Mapping[str | None, RemoteAgent],
+        agents: Mapping[str | None, RunnerSource | RemoteAgent],
         *,
         workers: WorkerAgents | None = None,
         reward: AsyncRewardWrapper | None,
@@ -85,14 +82,13 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         open_client: ClientFactory,
         seed: int | None = None,
     ) -> None:
-        self._agents: Mapping[str | None, RunnerSource | RemoteAgent] = {**agents}
+        self._agents = {**agents}
         self._workers = workers
         self._reward = reward
         self._gconfig = gconfig
         self._rollout = rollout
         self._open_client = open_client
         self._seed = seed
-        self._served_urls: set[str] = set()
         self.use(rollout)
 
     def check_rows(self, rows: list[dict[str, Any]], where: str) -> None:
@@ -118,24 +114,19 @@ class AgentRolloutWorkflow(RolloutWorkflow):
 
     async def arun_episode(
         self, engine: InferenceEngine, data: Mapping[str, Any]
-    ) -> dict[str, ExportedInteraction]:
+    ) -> dict[str, TokenSequence]:
         """The interactions of one run on the row ``data``. Raises what the run raises."""
         async with self._admit("the agent") as worker:
-            return await self._run_episode(engine, data, worker)
-
-    async def _run_episode(
-        self, engine: InferenceEngine, data: Mapping[str, Any], worker: WorkerLease | None
-    ) -> dict[str, ExportedInteraction]:
-        client = self._open(engine, seed=None)
-        try:
-            outcome = await run_with_deadline(
-                self._run_agent(engine, client, data, worker), self.timeout_seconds, "the agent"
-            )
-            await self._score(client, data, outcome, _find_answer(outcome, client))
-            client.apply_reward_discount(self._rollout.turn_discount)
-            return client.export_interactions(self._rollout.export_style)
-        finally:
-            await client.close()
+            client = self._open(engine, seed=None)
+            try:
+                outcome = await run_with_deadline(
+                    self._run_agent(engine, client, data, worker), self.timeout_seconds, "the agent"
+                )
+                await self._score(client, data, outcome, _find_answer(outcome, client))
+                client.apply_reward_discount(self._rollout.turn_discount)
+                return client.export_interactions(self._rollout.export_style)
+            finally:
+                await client.close()
 
     async def arun_trajectory(self, engine: InferenceEngine, attempt: Attempt) -> Trajectory:
         """The record of one attempt, its partial interactions kept when it fails."""
@@ -144,7 +135,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
             return await self._make_trajectory(engine, attempt, worker)
 
     async def _make_trajectory(
-        self, engine: InferenceEngine, attempt: Attempt, worker: WorkerLease | None
+        self, engine: InferenceEngine, attempt: Attempt, worker: WorkerSlot | None
     ) -> Trajectory:
         row, started = attempt.task.row, time.perf_counter()
         client = self._open(engine, None if self._seed is None else f"{self._seed}/{attempt.id}")
@@ -156,9 +147,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         except UserInputError:
             raise
         except Exception as error:
-            failure = _describe(
-                error, client, self._served_urls, Boundary.REWARD if scoring else None
-            )
+            failure = _describe(error, client, Boundary.REWARD if scoring else None)
         finally:
             await client.close()
         client.apply_reward_discount(self._rollout.turn_discount)
@@ -176,12 +165,12 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         )
 
     def log_to(self, folder: Path) -> None:
-        """Tells where what agents in other processes print is kept."""
+        """Says where what agents in other processes print is kept."""
         if self._workers is not None:
             self._workers.log_to(folder)
 
     def close(self) -> None:
-        """Ends the reward processes; the agents' workers belong to who has made them."""
+        """Ends the reward processes; the agents' workers belong to whoever started them."""
         if self._reward is not None:
             self._reward.close()
 
@@ -213,16 +202,16 @@ class AgentRolloutWorkflow(RolloutWorkflow):
             raise DatasetError(f"{place} {problem}; {format_nearest(str(name), names)}")
         return self._agents[name]
 
-    def _admit(self, label: str) -> AbstractAsyncContextManager[WorkerLease | None]:
+    def _admit(self, label: str) -> AbstractAsyncContextManager[WorkerSlot | None]:
         """A worker for one trajectory, as soon as there is one; None where agents run here."""
-        return nullcontext() if self._workers is None else self._workers.lease(label)
+        return nullcontext() if self._workers is None else self._workers.take(label)
 
     async def _run_to_its_end(
         self,
         engine: InferenceEngine,
         client: TrackingClient,
         attempt: Attempt,
-        worker: WorkerLease | None,
+        worker: WorkerSlot | None,
     ) -> AgentOutcome:
         """What the agent ended with. Raises what it raised.
 
@@ -241,7 +230,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         except UserInputError:
             raise
         except Exception as error:
-            if _describe(error, client, self._served_urls).boundary is not Boundary.BUDGET:
+            if _describe(error, client).boundary is not Boundary.BUDGET:
                 raise
             if client.session.stop_reason is None:
                 # The framework counted the turns itself.
@@ -256,22 +245,33 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         engine: InferenceEngine,
         client: TrackingClient,
         row: Mapping[str, Any],
-        worker: WorkerLease | None,
+        worker: WorkerSlot | None,
     ) -> AgentOutcome:
         source = self._find_source(row)
         if isinstance(source, RemoteAgent):
             assert worker is not None
-            return await source.run(
-                worker, client, row, model=engine.model_name, max_turns=self._rollout.max_turns
+            return await worker.run(
+                source.spec, await self._build_call(engine, client, row, needs_base_url=True)
             )
         runner = source.get_runner(client, engine.model_name)
-        base_url = str(client.base_url)
-        if runner.needs_base_url:
-            base_url = await client.gateway.serve()
-            self._served_urls.add(base_url)
         return await runner.run(
-            row,
-            client,
+            await self._build_call(engine, client, row, needs_base_url=runner.needs_base_url)
+        )
+
+    async def _build_call(
+        self,
+        engine: InferenceEngine,
+        client: TrackingClient,
+        row: Mapping[str, Any],
+        *,
+        needs_base_url: bool,
+    ) -> AgentCall:
+        base_url = str(client.base_url)
+        if needs_base_url:
+            base_url = await client.gateway.serve()
+        return AgentCall(
+            row=row,
+            client=client,
             model=engine.model_name,
             base_url=base_url,
             api_key=client.session_key,
@@ -316,7 +316,6 @@ class AgentRolloutWorkflow(RolloutWorkflow):
 def _describe(
     error: Exception,
     client: TrackingClient,
-    served_urls: Iterable[str],
     boundary: Boundary | None = None,
 ) -> Failure:
     return describe_failure(
@@ -325,7 +324,7 @@ def _describe(
         budget_exceeded=client.session.budget_exceeded,
         stop_reason=client.session.stop_reason,
         engine_error=client.session.engine_error,
-        own_urls=(str(client.base_url), *served_urls),
+        own_urls=(str(client.base_url), *client.gateway.socket_urls),
     )
 
 
@@ -365,7 +364,7 @@ def _set_rewards(client: TrackingClient, rewards: Mapping[Any, Any]) -> None:
 def _collect_arguments(
     row: Mapping[str, Any], last: Interaction | None, answer: str | None
 ) -> dict[str, Any]:
-    """What a reward function may name; the row's own fields besides, save those taken."""
+    """What a reward function may name, and the row's other fields."""
     messages = [] if last is None else [*last.messages, *([last.reply] if last.reply else [])]
     return {
         **{str(name): value for name, value in row.items()},

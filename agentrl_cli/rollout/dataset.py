@@ -8,17 +8,16 @@ import inspect
 import json
 import random
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 from agentrl_cli.config.experiment import DatasetConfig
-from agentrl_cli.config.imports import import_object
+from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.errors import DatasetError, format_nearest
-from agentrl_cli.rollout.outcomes import GroupOutcome
-from agentrl_cli.rollout.spares import choose_spares
+from agentrl_cli.scores import compute_statistics
 
 Row = dict[str, Any]
 
@@ -49,7 +48,7 @@ class TaskStream:
         batch_size: tasks per step.
         shuffle: a new order every epoch, from ``seed``; else that of the rows.
         seed: see ``shuffle``.
-        num_spares: tasks per step that may take the place of others in its batch.
+        num_backup_tasks: tasks per step that may take the place of others in its batch.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class TaskStream:
         batch_size: int,
         shuffle: bool,
         seed: int,
-        num_spares: int = 0,
+        num_backup_tasks: int = 0,
     ) -> None:
         if not rows:
             raise DatasetError("the dataset has no rows: give one with at least one row")
@@ -67,7 +66,7 @@ class TaskStream:
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
-        self._num_spares = num_spares
+        self._num_backup_tasks = num_backup_tasks
         self._orders: dict[int, list[int]] = {}
 
     @property
@@ -76,24 +75,24 @@ class TaskStream:
         return self._batch_size
 
     def batch(self, step: int) -> list[Task]:
-        """The tasks of ``step`` (from 1); a batch goes on into the next epoch where one ends."""
+        """The tasks of ``step`` (from 1); a batch continues into the next epoch where one ends."""
         return self._build_tasks(step, self._choose_batch(step), first_position=0)
 
-    def spares(self, step: int) -> list[Task]:
+    def backup_tasks(self, step: int) -> list[Task]:
         """Tasks that may take the place of others in the batch of ``step``, in order of use.
 
-        Tasks that are not in the batch, while there are any: drawn anew for every step, or
+        Tasks that are not in the batch, while there are any: drawn again for every step, or
         those that follow the batch where rows are not shuffled. They come in their own turn
         all the same.
         """
-        chosen = self._choose_spares(step, self._choose_batch(step))
+        chosen = self._choose_backup_rows(step, self._choose_batch(step))
         return self._build_tasks(step, chosen, first_position=self._batch_size)
 
     def observe(self, step: int, outcomes: Sequence[GroupOutcome]) -> None:
-        """Takes note of how the groups of a step scored, which changes no order here."""
+        """Takes note of how the groups of a step scored; it has no effect on the order here."""
 
-    def count_resting(self, step: int) -> int:
-        """Tasks that were left out when the batch of ``step`` was chosen: here none ever is."""
+    def count_cooling(self, step: int) -> int:
+        """Tasks in cooldown when the batch of ``step`` was chosen: none here."""
         return 0
 
     def _choose_batch(self, step: int) -> list[int]:
@@ -104,17 +103,32 @@ class TaskStream:
         places = (divmod(first + n, len(self._rows)) for n in range(self._batch_size))
         return [self._order(epoch)[offset] for epoch, offset in places]
 
-    def _choose_spares(
+    def _choose_backup_rows(
         self, step: int, batch: Sequence[int], left_out: Collection[int] = ()
     ) -> list[int]:
-        """The rows of the spares of ``step``, whose batch has the rows ``batch``."""
-        return choose_spares(
-            len(self._rows),
-            batch,
-            self._num_spares,
-            left_out=left_out,
-            shuffle_key=f"{self._seed}/spares/{step}" if self._shuffle else None,
-        )
+        """The rows of the backup tasks of ``step``, in order of use; each once before any repeats.
+
+        They are rows outside ``batch`` and ``left_out`` while there are any, else all rows.
+        """
+        count, num_rows = self._num_backup_tasks, len(self._rows)
+        if count == 0:
+            return []
+        after = (batch[-1] + 1) % num_rows
+        rows = [*range(after, num_rows), *range(after)]
+        taken = {*batch, *left_out}
+        fresh = [index for index in rows if index not in taken] or rows
+        if not self._shuffle:
+            return list(islice(cycle(fresh), count))
+        generator = random.Random(f"{self._seed}/backup_tasks/{step}")
+        drawn: list[int] = []
+        left: list[int] = []
+        while len(drawn) < count:
+            left = left or list(fresh)
+            # Of a generator's methods only random() gives the same numbers in every Python version.
+            place = int(generator.random() * len(left))
+            left[place], left[-1] = left[-1], left[place]
+            drawn.append(left.pop())
+        return drawn
 
     def _build_tasks(self, step: int, indices: Sequence[int], first_position: int) -> list[Task]:
         return [
@@ -294,3 +308,25 @@ def _load_hub(config: DatasetConfig, key: str) -> Any:
             f"{next(iter(loaded), 'train')}"
         )
     return loaded
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOutcome:
+    """How the trajectories of one group scored."""
+
+    group_id: str
+    task_id: str
+    has_signal: bool | None
+    """False: all scored alike; None: fewer than two were scored, which shows nothing."""
+
+
+def list_outcomes(scores: Iterable[tuple[str, str, float | None]]) -> list[GroupOutcome]:
+    """The outcome of every group, from (group id, task id, score) of its trajectories."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for group_id, task_id, score in scores:
+        groups.setdefault((group_id, task_id), []).extend(() if score is None else (score,))
+    outcomes = []
+    for (group_id, task_id), known in groups.items():
+        has_signal = compute_statistics(known).has_signal if len(known) > 1 else None
+        outcomes.append(GroupOutcome(group_id, task_id, has_signal))
+    return outcomes

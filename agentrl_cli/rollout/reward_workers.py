@@ -21,15 +21,19 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
-from agentrl_cli.config.imports import import_object
+from agentrl_cli.agents.agent_runner import run_in_thread
+from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.errors import ImportPathError, RewardError
 from agentrl_cli.log import get_logger
-from agentrl_cli.rollout.reward_results import parse_reward_result
+from agentrl_cli.tracking.credit import parse_reward
 
 Parsed = tuple[float | None, dict[str, float]]
 
 _log = get_logger(__name__)
 
+_ALLOWED = (
+    "Allowed: a number, True or False, None (unscored), or a dict of named numbers with 'reward'"
+)
 #: A fresh worker imports the user's module first; its deadline begins after that.
 STARTUP_SECONDS = 60.0
 MAX_STUCK_THREADS = 8
@@ -110,7 +114,7 @@ class RewardWorkers:
                 raise
             # The pool broke before the call had begun: something outside has killed its
             # idle processes. A new pool replaces it.
-            _log.warning("the reward processes were killed and are started anew: %s", error)
+            _log.warning("the reward processes were killed and are started again: %s", error)
             pool, rounds = self._enter_pool(import_path, is_counted=True)
             return await self._call_in_pool(pool, import_path, arguments, rounds)
         finally:
@@ -165,17 +169,14 @@ class RewardWorkers:
                 "of its own (reward_fn_path: path/to/file.py:name), so that it runs in a process"
             )
         async with self._slots():
-            future: concurrent.futures.Future[Parsed] = concurrent.futures.Future()
-            threading.Thread(
-                target=self._run_thread, args=(arguments, future), name="reward", daemon=True
-            ).start()
-            waiting = asyncio.wrap_future(future)
-            done, _ = await asyncio.wait({waiting}, timeout=self._timeout_seconds)
+            calling = asyncio.ensure_future(
+                run_in_thread(lambda: parse_reward_result(self._fn(**arguments)), "reward")
+            )
+            done, _ = await asyncio.wait({calling}, timeout=self._timeout_seconds)
             if done:
-                return waiting.result()
-            with self._lock:
-                self._num_stuck += 1
-            future.add_done_callback(self._unstick)
+                return calling.result()
+            self._num_stuck += 1
+            calling.add_done_callback(self._unstick)
             raise self._late()
 
     def _slots(self) -> asyncio.Semaphore:
@@ -185,19 +186,10 @@ class RewardWorkers:
             self._semaphore = (loop, asyncio.Semaphore(self._num_workers))
         return self._semaphore[1]
 
-    def _run_thread(
-        self, arguments: Mapping[str, Any], future: concurrent.futures.Future[Parsed]
-    ) -> None:
-        try:
-            parsed = parse_reward_result(self._fn(**arguments))
-        except BaseException as error:
-            _settle(future, error)
-        else:
-            _settle(future, parsed)
-
-    def _unstick(self, _future: concurrent.futures.Future[Parsed]) -> None:
-        with self._lock:
-            self._num_stuck -= 1
+    def _unstick(self, call: asyncio.Future[Parsed]) -> None:
+        self._num_stuck -= 1
+        if not call.cancelled() and call.exception() is not None:
+            _log.debug("a reward function raised after its deadline", exc_info=call.exception())
 
     def _late(self) -> RewardError:
         return RewardError(
@@ -211,16 +203,6 @@ class RewardWorkers:
             self._pool = None
             if self._finalizer is not None:
                 self._finalizer()
-
-
-def _settle(future: concurrent.futures.Future[Parsed], result: Parsed | BaseException) -> None:
-    """Gives a thread's result to whoever waits; nobody does once the waiter was cancelled."""
-    if not future.set_running_or_notify_cancel():
-        return
-    if isinstance(result, BaseException):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
 
 
 def _stop_pool(pool: ProcessPool) -> None:
@@ -267,3 +249,28 @@ def _call_imported(import_path: str, arguments: dict[str, Any]) -> tuple[Parsed,
             error = RewardError(f"{type(error).__name__}: {error}")
         error.add_note(f"In the reward process:\n{text}")
         return (None, {}), error
+
+
+def parse_reward_result(result: Any) -> tuple[float | None, dict[str, float]]:
+    """A reward function's result as (reward, parts); the reward is None for None and NaN.
+
+    Raises:
+        RewardError: the result is no reward.
+    """
+    if not isinstance(result, Mapping):
+        return _parse(result, "the reward"), {}
+    if "reward" not in result:
+        raise RewardError(
+            f"the reward function returned a dict without 'reward' (it has: "
+            f"{', '.join(map(str, result)) or 'nothing'}). {_ALLOWED}"
+        )
+    named = {str(name): _parse(value, f"the part {name!r}") for name, value in result.items()}
+    reward = named.pop("reward")
+    return reward, {name: value for name, value in named.items() if value is not None}
+
+
+def _parse(value: Any, what: str) -> float | None:
+    try:
+        return parse_reward(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RewardError(f"{what} is not usable: {error}. {_ALLOWED}") from None

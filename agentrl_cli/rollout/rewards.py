@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl_cli.errors import DatasetError, RewardError, RewardSignatureError
-from agentrl_cli.rollout.reward_results import parse_reward_result
-from agentrl_cli.rollout.reward_workers import RewardWorkers, find_import_path
+from agentrl_cli.rollout.reward_workers import (
+    RewardWorkers,
+    find_import_path,
+    parse_reward_result,
+)
 
 #: What a reward function may name besides the row's fields, and where it comes from.
 SUPPLIED = {

@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterable, Sequence
 from agentrl_cli.config.experiment import RolloutConfig
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import RunError
+from agentrl_cli.log import get_logger
 from agentrl_cli.records import Trajectory
-from agentrl_cli.rollout.dataset import Task, TaskStream
-from agentrl_cli.rollout.failures import check_batch_worked
-from agentrl_cli.rollout.outcomes import list_outcomes
-from agentrl_cli.rollout.pool import OnFinished, TrajectoryPool
-from agentrl_cli.rollout.step_groups import StepGroups
+from agentrl_cli.rollout.curriculum import StepGroups
+from agentrl_cli.rollout.dataset import Task, TaskStream, list_outcomes
+from agentrl_cli.rollout.rollout_failures import check_batch_worked
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
 from agentrl_cli.scores import compute_score
 
 #: Called with a step and the number of its trajectories that are to be made once more, with
 #: other tasks.
-OnReplaced = Callable[[int, int], None]
+OnBackupTask = Callable[[int, int], None]
 
 
 async def run_tasks(
@@ -37,7 +36,7 @@ async def run_tasks(
 ) -> list[Trajectory]:
     """``n_samples`` trajectories of every task, in the order of the tasks.
 
-    ``on_finished`` is called with each as it ends. What it raises ends the whole.
+    ``on_finished`` is called with each as it ends. What it raises ends everything.
 
     Raises:
         RolloutFailedError: every trajectory failed in the same way.
@@ -72,11 +71,11 @@ class RolloutScheduler:
     k - 1. A trajectory of step k may start when the version is at least
     (k - 1) - max_staleness, so that no token in its batch is older than that; the batch
     is exactly ``stream.batch(k)``: a slow trajectory delays its step and is never dropped.
-    Where the stream has spares, they replace groups without signal (:class:`StepGroups`), and
+    Where the stream has backup_tasks, they replace groups without signal (:class:`StepGroups`), and
     both are given to the trainer, marked. Earlier steps go before later ones. An attempt that is
     ``already_finished``, by an interrupted run, is not made again.
 
-    All methods but :meth:`set_policy_version` and :meth:`count_resting` belong to one event loop.
+    All methods but :meth:`set_policy_version` and :meth:`count_cooling` belong to one event loop.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class RolloutScheduler:
         first_step: int,
         last_step: int,
         on_finished: OnFinished | None = None,
-        on_replaced: OnReplaced | None = None,
+        on_backup_task: OnBackupTask | None = None,
         already_finished: Iterable[Trajectory] = (),
     ) -> None:
         self._workflow = workflow
@@ -101,7 +100,7 @@ class RolloutScheduler:
         self._next_step = self._next_opened = first_step
         self._steps = range(first_step, last_step + 1)
         self._on_finished = on_finished
-        self._on_replaced = on_replaced
+        self._on_replaced = on_backup_task
         self._policy_version = first_step - 1
         self._open: dict[int, StepGroups] = {}
         self._already_finished = {t.id: t for t in already_finished}
@@ -167,10 +166,10 @@ class RolloutScheduler:
         self._stream.observe(step, list_outcomes(scores))
         return trajectories
 
-    def count_resting(self, step: int) -> int:
+    def count_cooling(self, step: int) -> int:
         """Tasks that the curriculum left out of the epoch in which ``step``, whose batch was given,
         was chosen. May be called from any thread."""
-        return self._stream.count_resting(step)
+        return self._stream.count_cooling(step)
 
     async def close(self) -> None:
         """Cancels what runs and waits until it has ended; may be called twice."""
@@ -207,7 +206,10 @@ class RolloutScheduler:
         while self._next_opened <= step:
             opened = self._next_opened
             groups = StepGroups(
-                opened, self._stream.batch(opened), self._stream.spares(opened), self._n_samples
+                opened,
+                self._stream.batch(opened),
+                self._stream.backup_tasks(opened),
+                self._n_samples,
             )
             self._open[opened] = groups
             self._next_opened += 1
@@ -282,3 +284,92 @@ def _list_attempts(tasks: Sequence[Task], n_samples: int, step: int) -> list[Att
         for task in tasks
         for index in range(n_samples)
     ]
+
+
+_log = get_logger(__name__)
+
+OnFinished = Callable[[Trajectory], None]
+
+
+class TrajectoryPool:
+    """Runs attempts on one workflow, at most ``max_concurrent`` at once.
+
+    The first exception that is not data (a mistake of the user's, a full disk) is kept in
+    ``error``, and nothing further is started.
+    """
+
+    def __init__(
+        self,
+        workflow: RolloutWorkflow,
+        engine: InferenceEngine,
+        max_concurrent: int,
+        on_finished: OnFinished,
+    ) -> None:
+        self._workflow = workflow
+        self._engine = engine
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._on_finished = on_finished
+        self._running: set[asyncio.Task[None]] = set()
+        self.error: BaseException | None = None
+        self.on_failed: Callable[[], None] = _ignore
+        """Called when ``error`` is set."""
+
+    @property
+    def num_running(self) -> int:
+        """Trajectories in progress."""
+        return len(self._running)
+
+    async def start(self, attempt: Attempt) -> None:
+        """Starts an attempt as soon as there is room; returns when it has started."""
+        await self.wait_for_room()
+        self.launch(attempt)
+
+    async def wait_for_room(self) -> None:
+        """Returns when one more may run, and keeps its place until :meth:`launch`."""
+        await self._slots.acquire()
+
+    def launch(self, attempt: Attempt) -> None:
+        """Starts an attempt in the place that :meth:`wait_for_room` has kept."""
+        if self.error is not None:
+            self._slots.release()
+            return
+        task = asyncio.create_task(self._run(attempt), name=f"trajectory {attempt.id}")
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def drain(self) -> None:
+        """Waits for everything in progress; at most until an exception that is not data."""
+        while self._running and self.error is None:
+            await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+
+    async def close(self, timeout_seconds: float = 30.0) -> None:
+        """Cancels what runs and waits until it has ended."""
+        running = set(self._running)
+        for task in running:
+            task.cancel()
+        if running:
+            _, pending = await asyncio.wait(running, timeout=timeout_seconds)
+            for task in pending:
+                _log.warning("%s did not end when it was cancelled", task.get_name())
+
+    async def _run(self, attempt: Attempt) -> None:
+        try:
+            self._on_finished(await self._workflow.arun_trajectory(self._engine, attempt))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self.fail(error)
+        finally:
+            self._slots.release()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the pool's work for an exception that is not data."""
+        if self.error is None:
+            self.error = error
+            self.on_failed()
+        else:
+            _log.debug("a further trajectory raised", exc_info=error)
+
+
+def _ignore() -> None:
+    """Nobody waits."""

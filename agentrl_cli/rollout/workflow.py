@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,11 @@ from typing import Any
 from agentrl_cli.config.experiment import RolloutConfig
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import UserInputError
-from agentrl_cli.records import Interaction, Trajectory
+from agentrl_cli.records import ExportStyle, Interaction, Trajectory
 from agentrl_cli.rollout.dataset import Task
-from agentrl_cli.rollout.deadline import run_with_deadline
-from agentrl_cli.rollout.failures import describe_failure
+from agentrl_cli.rollout.rollout_failures import describe_failure, run_with_deadline
 from agentrl_cli.tracking.credit import compute_turn_returns
-from agentrl_cli.tracking.export import ExportedInteraction
+from agentrl_cli.tracking.sequences import TokenSequence
 from agentrl_cli.tracking.session import collect_sessions
 
 
@@ -69,7 +68,7 @@ class RolloutWorkflow(ABC):
     @abstractmethod
     async def arun_episode(
         self, engine: InferenceEngine, data: Mapping[str, Any]
-    ) -> dict[str, ExportedInteraction]:
+    ) -> dict[str, TokenSequence]:
         """The interactions of one attempt at the row ``data``, by id."""
 
     async def arun_trajectory(self, engine: InferenceEngine, attempt: Attempt) -> Trajectory:
@@ -80,7 +79,7 @@ class RolloutWorkflow(ABC):
         """
         started = time.perf_counter()
         with collect_sessions() as sessions:
-            failure = None
+            failure = style = None
             try:
                 exported = await run_with_deadline(
                     self.arun_episode(engine, dict(attempt.task.row)),
@@ -88,6 +87,7 @@ class RolloutWorkflow(ABC):
                     f"trajectory {attempt.id}",
                 )
                 interactions = self._with_returns(collect_interactions(exported))
+                style = find_style(exported.values())
             except UserInputError:
                 raise
             except Exception as error:
@@ -96,6 +96,7 @@ class RolloutWorkflow(ABC):
         return attempt.begin_trajectory(
             interactions=interactions,
             reward=find_last_reward(interactions) if failure is None else None,
+            export_style=style,
             final_answer=find_last_answer(interactions) if failure is None else None,
             failure=failure,
             seconds=time.perf_counter() - started,
@@ -155,14 +156,29 @@ def collect_interactions(exported: Any) -> tuple[Interaction, ...]:
         )
     found: dict[str, Interaction] = {}
     for key, item in exported.items():
-        if not isinstance(item, ExportedInteraction):
+        if not isinstance(item, TokenSequence):
             raise TypeError(
                 f"arun_episode returned {type(item).__name__} under {key!r}. Allowed: the dict "
                 "of client.export_interactions(style), as it is"
             )
-        for span in item.sequence.spans:
+        for span in item.spans:
             found[span.interaction.id] = span.interaction
     return tuple(sorted(found.values(), key=lambda i: (i.started_at, i.started, i.id)))
+
+
+def find_style(exported: Collection[TokenSequence]) -> ExportStyle | None:
+    """The style in which a workflow exported; None: it exported nothing.
+
+    Raises:
+        ValueError: there are both.
+    """
+    styles = {sequence.style for sequence in exported}
+    if len(styles) > 1:
+        raise ValueError(
+            "arun_episode returned interactions of both export styles. Allowed: all of one "
+            "trajectory as 'concat', or all as 'individual'"
+        )
+    return next(iter(styles), None)
 
 
 def find_last_reward(interactions: tuple[Interaction, ...]) -> float | None:

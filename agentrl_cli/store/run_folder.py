@@ -3,45 +3,43 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Self
-
-import numpy as np
+from typing import Any, NamedTuple, Self
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.records import Trajectory
-from agentrl_cli.store import checkpoints, layout, metrics_file, micro_batch_file
-from agentrl_cli.store.config_check import check_same_config, save_config
-from agentrl_cli.store.files import atomic_file, store_errors, write_text
-from agentrl_cli.store.finding import find_run_folder
-from agentrl_cli.store.lock import FolderLock, check_held_by, wait_until_free
+from agentrl_cli.store import atomic_files, layout, metrics_file
+from agentrl_cli.store.atomic_files import atomic_file, store_errors, write_text
+from agentrl_cli.store.folder_lock import FolderLock, check_held_by, wait_until_free
+from agentrl_cli.store.layout import find_run_folder
 from agentrl_cli.store.manifest import write_manifest
+from agentrl_cli.store.pending_trajectories import PendingTrajectories
+from agentrl_cli.store.resume_check import check_same_config, save_config
 from agentrl_cli.store.trajectory_file import (
     TrajectorySummary,
     read_summaries,
     read_trajectory_file,
     write_trajectory_file,
 )
-from agentrl_cli.store.waiting import WaitingTrajectories
 
-#: How long the trainer of a command that was killed may take to end: it is killed too.
+#: How long the trainer of a killed command, which is killed too, may take to end.
 _ORPHAN_SECONDS = 20.0
+_PASS_AT = "pass_at_"
 
 
 class RunFolder:
-    """A run's folder.
-
-    Made by :meth:`create_or_resume`, :meth:`join`, :meth:`for_evaluation` or :meth:`open`.
-    """
+    """A run's folder: use :meth:`create_or_resume`, :meth:`join`, :meth:`for_evaluation` or
+    :meth:`open` to get one."""
 
     def __init__(self, path: Path, lock: FolderLock | None = None) -> None:
         self.path = path
         self._lock = lock
-        self._waiting = WaitingTrajectories(path / layout.WAITING)
+        self._pending = PendingTrajectories(path / layout.PENDING)
 
     @classmethod
     def create_or_resume(
@@ -53,7 +51,7 @@ class RunFolder:
     ) -> Self:
         """The folder of a training run, held for this process alone until :meth:`close`.
 
-        What a killed process left half written is removed; with ``overwrite``
+        What a killed process left incomplete is removed; with ``overwrite``
         everything of an earlier run is. ``versions`` are of packages in other
         environments, for the manifest.
 
@@ -85,10 +83,10 @@ class RunFolder:
 
     @classmethod
     def join(cls, path: str | Path, owner_pid: int) -> Self:
-        """The folder that the command ``owner_pid`` holds, for the trainer which it started.
+        """The folder that the command ``owner_pid`` holds, for the trainer that it started.
 
-        One trainer at a time: until :meth:`close`, or its death. What a trainer before it
-        left half written is removed.
+        One trainer at a time: until :meth:`close`, or its death. What an earlier trainer left
+        incomplete is removed.
 
         Raises:
             RunFolderError: the folder is not held by an ancestor of this process, or another
@@ -121,10 +119,10 @@ class RunFolder:
 
     @classmethod
     def for_evaluation(cls, config: ExperimentConfig) -> Self:
-        """The folder of a run to add evaluations to, made where there is none; not locked.
+        """The folder of a run to add evaluations to, created if there is none; not locked.
 
         Its configuration is neither checked nor written: an evaluation may differ in
-        everything, also while the run goes on.
+        everything, also while the run continues.
         """
         path = run_dir_of(config)
         with store_errors(path):
@@ -134,7 +132,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """An existing run folder, to read from, also while its run goes on.
+        """An existing run folder, to read from, also while its run continues.
 
         Raises:
             RunFolderError: there is none; the message names the nearest.
@@ -143,7 +141,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Lets other processes train in this folder; may be called twice."""
-        self._waiting.close()
+        self._pending.close()
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -160,15 +158,15 @@ class RunFolder:
         return self.path / layout.CONFIG
 
     def log_dir(self, part: str = "") -> Path:
-        """Where processes write their logs; ``part`` names a folder inside, for what runs beside
-        the training."""
+        """Where processes write their logs; ``part`` names a subfolder for what runs beside the
+        training."""
         path = self.path / layout.LOGS / part
         with store_errors(path):
             path.mkdir(parents=True, exist_ok=True)
         return path
 
     def log_path(self, process: str) -> Path:
-        """Where the process of that name writes its log."""
+        """Where the named process writes its log."""
         return self.log_dir() / f"{process}.log"
 
     # Trajectories
@@ -177,25 +175,25 @@ class RunFolder:
         """Writes the trajectories that ``step`` trains on; replaces those written before."""
         path = self._step_path(step)
         write_trajectory_file(path, trajectories)
-        self._waiting.drop(step)
+        self._pending.drop(step)
         return path
 
-    def add_waiting(self, trajectory: Trajectory) -> None:
-        """Keeps a trajectory on disk until its step is written whole. From any thread.
+    def add_pending(self, trajectory: Trajectory) -> None:
+        """Keeps a trajectory on disk until its step is complete. From any thread.
 
         Raises:
             StoreError: the disk is full, or the folder cannot be written to.
         """
-        self._waiting.add(trajectory)
+        self._pending.add(trajectory)
 
-    def read_waiting(self, first_step: int) -> list[Trajectory]:
+    def read_pending(self, first_step: int) -> list[Trajectory]:
         """What an interrupted run had finished of the steps from ``first_step`` on, which are not
-        whole; without failures, which are made again."""
-        return self._waiting.read(first_step)
+        complete; without failures, which are made again."""
+        return self._pending.read(first_step)
 
-    def discard_waiting(self) -> None:
-        """Deletes what an interrupted run had finished of steps that are not whole."""
-        self._waiting.discard()
+    def discard_pending(self) -> None:
+        """Deletes what an interrupted run had finished of steps that are not complete."""
+        self._pending.discard()
 
     def read_trajectories(self, step: int) -> list[Trajectory]:
         """The trajectories of one step; no other file is read."""
@@ -203,7 +201,7 @@ class RunFolder:
         return read_trajectory_file(self._step_path(step))
 
     def list_trajectories(self, step: int) -> list[TrajectorySummary]:
-        """As :meth:`read_trajectories` without tokens and messages: fast for large steps."""
+        """As :meth:`read_trajectories`, without tokens and messages: fast for large steps."""
         self._check_has(step)
         return read_summaries(self._step_path(step))
 
@@ -246,7 +244,7 @@ class RunFolder:
     def read_eval(
         self, step: int, *, label: str | None = None
     ) -> tuple[list[Trajectory], dict[str, Any]]:
-        """The trajectories and the report of an evaluation."""
+        """An evaluation's trajectories and its report."""
         path = self._eval_path(step, label)
         trajectories = read_trajectory_file(path.with_suffix(".parquet"))
         return trajectories, self.read_eval_report(step, label=label)
@@ -288,7 +286,7 @@ class RunFolder:
     # Metrics
 
     def append_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Adds a step's line to ``metrics.jsonl``; ``metrics`` holds ``step``."""
+        """Adds a step's line to ``metrics.jsonl``; ``metrics`` includes ``step``."""
         metrics_file.append_line(self.path / layout.METRICS, metrics)
 
     def read_metrics(self) -> list[dict[str, float]]:
@@ -296,49 +294,24 @@ class RunFolder:
         return metrics_file.read_lines(self.path / layout.METRICS)
 
     def read_alarms(self) -> dict[int, list[str]]:
-        """The names of the alarms that rang in each step, where any did."""
+        """The names of the alarms that are active in each step, where any are."""
         lines = self.read_metrics()
-        ringing = {int(m["step"]): metrics_file.list_alarms(m) for m in lines if "step" in m}
-        return {step: names for step, names in ringing.items() if names}
+        active = {int(m["step"]): metrics_file.list_alarms(m) for m in lines if "step" in m}
+        return {step: names for step, names in active.items() if names}
 
     def truncate_metrics(self, last_step: int) -> None:
         """Drops the metrics of steps after ``last_step``: they will be done again."""
         metrics_file.truncate_lines(self.path / layout.METRICS, last_step)
 
-    # Micro-batches that could not be trained on
-
-    def write_micro_batch(
-        self,
-        step: int,
-        facts: Mapping[str, Any],
-        tensors: Mapping[str, np.ndarray[Any, Any]],
-    ) -> Path:
-        """Keeps a micro-batch of ``step`` that was not finite; replaces an earlier one."""
-        path = self.path / layout.MICRO_BATCHES / layout.step_name(step)
-        micro_batch_file.write_micro_batch(path, facts, tensors)
-        return path
-
-    def list_micro_batches(self) -> list[tuple[int, Path]]:
-        """Step and folder of every micro-batch that was kept, oldest first."""
-        found = checkpoints.list_checkpoints(self.path / layout.MICRO_BATCHES)
-        return [(step, path) for step, path in found if micro_batch_file.is_complete(path)]
-
-    def discard_micro_batches(self, last_step: int) -> None:
-        """Deletes those of steps after ``last_step``: they will be done again."""
-        for step, path in checkpoints.list_checkpoints(self.path / layout.MICRO_BATCHES):
-            if step > last_step:
-                with store_errors(path, "deleted"):
-                    checkpoints.discard(path)
-
     # Checkpoints
 
     def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
-        """A folder to write a checkpoint into; it counts once the block has ended well."""
-        return checkpoints.new_checkpoint(self.path / layout.CHECKPOINTS, step)
+        """A folder to write a checkpoint into; it appears once the block ends without an error."""
+        return atomic_files.new_checkpoint(self.path / layout.CHECKPOINTS, step)
 
     def list_checkpoints(self) -> list[tuple[int, Path]]:
         """Complete checkpoints, oldest first."""
-        return checkpoints.list_checkpoints(self.path / layout.CHECKPOINTS)
+        return atomic_files.list_checkpoints(self.path / layout.CHECKPOINTS)
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
         """Step and folder of the newest complete checkpoint."""
@@ -353,16 +326,61 @@ class RunFolder:
             if step in keep:
                 continue
             with store_errors(path, "deleted"):
-                checkpoints.discard(path)
+                atomic_files.discard(path)
 
 
 def run_dir_of(config: ExperimentConfig) -> Path:
-    """Where the run of ``config`` lies, whether it exists or not."""
+    """Where the run of ``config`` is, whether it exists or not."""
     return Path(config.output_dir) / config.experiment_name / config.trial_name
 
 
+class EvalScore(NamedTuple):
+    """The result of an evaluation that training made."""
+
+    step: int
+    value: float
+
+
+def read_metric(report: Mapping[str, Any], metric: str) -> float | None:
+    """``mean_reward`` or ``pass_at_<k>`` of a report; None: it has none, or NaN."""
+    if metric.startswith(_PASS_AT):
+        passed = report.get("pass_at_k")
+        value = passed.get(metric.removeprefix(_PASS_AT)) if isinstance(passed, dict) else None
+    else:
+        value = report.get(metric)
+    return float(value) if isinstance(value, int | float) and not math.isnan(value) else None
+
+
+def find_best_eval(
+    folder: RunFolder, metric: str, steps: Collection[int] | range
+) -> EvalScore | None:
+    """The highest evaluation after one of ``steps``, the earliest of equal ones; None: none has
+    ``metric``.
+
+    Raises:
+        StoreError: a report is damaged.
+    """
+    best = None
+    for step in folder.eval_steps():
+        value = read_metric(folder.read_eval_report(step), metric) if step in steps else None
+        if value is not None and (best is None or value > best.value):
+            best = EvalScore(step, value)
+    return best
+
+
+def find_best_checkpoint(folder: RunFolder, metric: str) -> tuple[EvalScore, Path] | None:
+    """The checkpoint with the highest evaluation; None: no checkpoint was evaluated.
+
+    Raises:
+        StoreError: a report is damaged.
+    """
+    saved = dict(folder.list_checkpoints())
+    best = find_best_eval(folder, metric, saved.keys())
+    return None if best is None else (best, saved[best.step])
+
+
 def _empty(path: Path) -> None:
-    """Deletes an earlier run, and nothing that agentrl did not write."""
+    """Deletes an earlier run, but nothing that agentrl did not write."""
     with atomic_file(path / layout.OVERWRITING):
         pass
     for name in layout.OWNED:
@@ -375,11 +393,11 @@ def _empty(path: Path) -> None:
 
 
 def _remove_temporaries(path: Path) -> None:
-    names = ("", layout.TRAJECTORIES, layout.CHECKPOINTS, layout.MICRO_BATCHES)
+    names = ("", layout.TRAJECTORIES, layout.CHECKPOINTS)
     for folder in (path / name for name in names):
         if not folder.is_dir():
             continue
-        checkpoints.restore_replaced(folder)
+        atomic_files.restore_replaced(folder)
         for entry in folder.iterdir():
             if entry.name.startswith(".") and entry.name.endswith(layout.TEMPORARY):
                 if entry.is_dir():

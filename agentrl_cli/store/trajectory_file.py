@@ -1,20 +1,104 @@
-"""One parquet file of trajectories: written whole and renamed, read column by column."""
+"""One parquet file of trajectories: written completely or not at all, read column by column.
+
+Ids, log-probabilities and versions are lists of numbers; what has a free form
+(messages, tools, dataset rows) is JSON text; floats are float64, so that they
+come back bit for bit. Texts lose nothing but lone surrogates, which no UTF-8 holds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import base64
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from agentrl_cli.breaks import BreakSummary
 from agentrl_cli.errors import StoreError
-from agentrl_cli.records import Boundary, Trajectory
-from agentrl_cli.store import schema
-from agentrl_cli.store.files import atomic_file, store_errors
+from agentrl_cli.prefix_mismatches import MismatchSummary, summarize_prefix_mismatches
+from agentrl_cli.records import (
+    Boundary,
+    Failure,
+    Interaction,
+    InteractionStatus,
+    MismatchCause,
+    StopReason,
+    Trajectory,
+)
+from agentrl_cli.scores import compute_score
+from agentrl_cli.store.atomic_files import atomic_file, store_errors
+
+FORMAT_VERSION = "1"
+
+#: What a column's name ends with if it holds JSON.
+_JSON = "_json"
+
+_Record = TypeVar("_Record", Trajectory, Interaction)
+
+_INTERACTION = pa.struct(
+    [
+        ("id", pa.string()),
+        ("parent_id", pa.string()),
+        ("extends_parent", pa.bool_()),
+        ("mismatch_cause", pa.string()),
+        ("messages_json", pa.string()),
+        ("tools_json", pa.string()),
+        ("reply_json", pa.string()),
+        ("prompt_ids", pa.list_(pa.int32())),
+        ("completion_ids", pa.list_(pa.int32())),
+        ("rollout_logprobs", pa.list_(pa.float64())),
+        ("versions", pa.list_(pa.int64())),
+        ("num_reported_tokens", pa.int64()),
+        ("temperature", pa.float64()),
+        ("top_p", pa.float64()),
+        ("structural_tag", pa.string()),
+        ("finish_reason", pa.string()),
+        ("status", pa.string()),
+        ("error", pa.string()),
+        ("started", pa.int64()),
+        ("ended", pa.int64()),
+        ("started_at", pa.float64()),
+        ("seconds", pa.float64()),
+        ("reward", pa.float64()),
+        ("turn_return", pa.float64()),
+    ]
+)
+
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("group_id", pa.string()),
+        ("task_id", pa.string()),
+        ("sample_index", pa.int64()),
+        ("step", pa.int64()),
+        ("replaced_by", pa.string()),
+        ("agent_name", pa.string()),
+        ("reward", pa.float64()),
+        ("score", pa.float64()),
+        ("reward_parts_json", pa.string()),
+        ("export_style", pa.string()),
+        ("final_answer", pa.string()),
+        ("stop_reason", pa.string()),
+        ("failure_boundary", pa.string()),
+        ("failure_kind", pa.string()),
+        ("failure_message", pa.string()),
+        ("failure_traceback", pa.string()),
+        ("seconds", pa.float64()),
+        ("reward_seconds", pa.float64()),
+        ("num_turns", pa.int64()),
+        ("num_prompt_tokens", pa.int64()),
+        ("num_completion_tokens", pa.int64()),
+        ("num_tool_calls", pa.int64()),
+        ("prefix_mismatches_json", pa.string()),
+        ("task_json", pa.string()),
+        ("interactions", pa.list_(_INTERACTION)),
+    ],
+    metadata={"agentrl_format": FORMAT_VERSION},
+)
 
 #: Rows that are turned into columns at a time: bounds the memory of writing a large step.
 _ROWS_PER_GROUP = 64
@@ -44,7 +128,10 @@ class TrajectorySummary:
     num_prompt_tokens: int
     num_completion_tokens: int
     num_tool_calls: int
-    breaks: BreakSummary
+    prefix_mismatches: MismatchSummary
+
+
+_SUMMARY_COLUMNS = ["prefix_mismatches_json", *(field.name for field in fields(TrajectorySummary))]
 
 
 def write_trajectory_file(path: Path, trajectories: Sequence[Trajectory]) -> None:
@@ -55,11 +142,11 @@ def write_trajectory_file(path: Path, trajectories: Sequence[Trajectory]) -> Non
     """
     with (
         atomic_file(path) as file,
-        pq.ParquetWriter(file, schema.SCHEMA, compression="zstd") as writer,
+        pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer,
     ):
         for start in range(0, len(trajectories), _ROWS_PER_GROUP):
-            rows = [schema.to_row(t) for t in trajectories[start : start + _ROWS_PER_GROUP]]
-            writer.write_table(pa.Table.from_pylist(rows, schema=schema.SCHEMA))
+            rows = [to_row(t) for t in trajectories[start : start + _ROWS_PER_GROUP]]
+            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
 
 
 def read_trajectory_file(path: Path) -> list[Trajectory]:
@@ -70,20 +157,37 @@ def read_trajectory_file(path: Path) -> list[Trajectory]:
     """
     with _reading(path):
         table = pq.read_table(path, partitioning=None)
-        return [schema.from_row(row) for row in table.to_pylist()]
+        return [from_row(row) for row in table.to_pylist()]
+
+
+def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
+    """The trajectories as bytes for another process, by the columns of the file (Arrow's IPC)."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, SCHEMA) as writer:
+        for trajectory in trajectories:
+            rows = [to_row(trajectory)]
+            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+def decode_trajectories(content: bytes) -> list[Trajectory]:
+    """What :func:`encode_trajectories` was given."""
+    with pa.ipc.open_stream(content) as reader:
+        return [from_row(row) for batch in reader for row in batch.to_pylist()]
 
 
 def read_summaries(path: Path) -> list[TrajectorySummary]:
     """As :func:`read_trajectory_file`, reading the scalar columns only."""
     with _reading(path):
         stored = set(pq.read_schema(path).names)
-        columns = [name for name in schema.SUMMARY_COLUMNS if name in stored]
+        columns = [name for name in _SUMMARY_COLUMNS if name in stored]
         table = pq.read_table(path, columns=columns, partitioning=None)
         rows = table.to_pylist()
         for row in rows:
             boundary = row["failure_boundary"]
             row["failure_boundary"] = Boundary(boundary) if boundary is not None else None
-            row["breaks"] = schema.parse_breaks(row.pop("breaks_json"))
+            row["prefix_mismatches"] = parse_prefix_mismatches(row.pop("prefix_mismatches_json"))
         return [TrajectorySummary(**row) for row in rows]
 
 
@@ -99,3 +203,131 @@ def _reading(path: Path) -> Iterator[None]:
             f"{path}: is damaged, or was written by another version of agentrl "
             f"({type(error).__name__}: {error}). The other steps of the run can still be read"
         ) from error
+
+
+def to_row(trajectory: Trajectory) -> dict[str, Any]:
+    """One row of the file."""
+    failure = trajectory.failure
+    return _to_columns(
+        trajectory,
+        SCHEMA,
+        {
+            "score": compute_score(trajectory),
+            "failure_boundary": failure and failure.boundary,
+            "failure_kind": failure and failure.kind,
+            "failure_message": failure and failure.message,
+            "failure_traceback": failure and failure.traceback,
+            "num_prompt_tokens": sum(len(i.prompt_ids) for i in trajectory.interactions),
+            "prefix_mismatches_json": summarize_prefix_mismatches([trajectory]).to_dict(),
+            "interactions": [_to_columns(i, _INTERACTION) for i in trajectory.interactions],
+        },
+    )
+
+
+def from_row(row: Mapping[str, Any]) -> Trajectory:
+    """The trajectory of one row."""
+    failure = None
+    if row["failure_boundary"] is not None:
+        failure = Failure(
+            boundary=Boundary(row["failure_boundary"]),
+            kind=row["failure_kind"],
+            message=row["failure_message"],
+            traceback=row["failure_traceback"],
+        )
+    # Files of the first versions have no column for the stop reason.
+    stop_reason = row.get("stop_reason")
+    return _from_columns(
+        Trajectory,
+        row,
+        failure=failure,
+        stop_reason=StopReason(stop_reason) if stop_reason is not None else None,
+        interactions=tuple(_to_interaction(struct) for struct in row["interactions"]),
+    )
+
+
+def format_record(trajectory: Trajectory) -> bytes:
+    """The trajectory's row as one line of JSON."""
+    return _to_json(to_row(trajectory)).encode()
+
+
+def parse_record(record: bytes) -> Trajectory:
+    """The trajectory of :func:`format_record`.
+
+    Raises:
+        KeyError, TypeError, ValueError: it was written by another version.
+    """
+    return from_row(_from_json(record))
+
+
+def parse_prefix_mismatches(text: str) -> MismatchSummary:
+    """From the column ``prefix_mismatches_json``."""
+    return MismatchSummary.from_dict(_from_json(text))
+
+
+def _to_interaction(struct: Mapping[str, Any]) -> Interaction:
+    cause = struct["mismatch_cause"]
+    return _from_columns(
+        Interaction,
+        struct,
+        mismatch_cause=MismatchCause(cause) if cause is not None else None,
+        status=InteractionStatus(struct["status"]),
+    )
+
+
+def _to_columns(
+    record: object, columns: Iterable[pa.Field], computed: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The value of each column: ``computed``, else the record's attribute of the same name."""
+    row = {}
+    for column in columns:
+        name = column.name
+        if computed is not None and name in computed:
+            value = computed[name]
+        else:
+            value = getattr(record, name.removesuffix(_JSON))
+        if value is not None:
+            if name.endswith(_JSON):
+                value = _to_json(value)
+            elif pa.types.is_string(column.type):
+                value = value.encode("utf-8", "backslashreplace").decode()
+            elif pa.types.is_floating(column.type):
+                value = float(value)
+        row[name] = value
+    return row
+
+
+def _from_columns(kind: type[_Record], row: Mapping[str, Any], **values: Any) -> _Record:
+    """The record of a row; columns that an older version did not write get their defaults."""
+    for name in (field.name for field in fields(kind)):
+        text = row.get(name + _JSON)
+        if text is not None:
+            values.setdefault(name, _from_json(text))
+        elif name in row:
+            values.setdefault(name, row[name])
+    values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    return kind(**values)
+
+
+def _to_json(value: Any) -> str:
+    # ASCII, so that lone surrogates in messages are kept as escapes. A key that is no text
+    # (a dataset row's number) becomes text, as JSON has no other keys.
+    return json.dumps(value, default=_to_plain)
+
+
+def _to_plain(value: Any) -> Any:
+    """The nearest JSON value of something that a dataset row held: no row may fail to be saved."""
+    if isinstance(value, bytes):
+        return {"base64": base64.b64encode(value).decode()}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if hasattr(value, "isoformat"):
+        return value.isoformat()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return repr(value)
+
+
+def _from_json(text: str | bytes) -> Any:
+    return json.loads(text)

@@ -1,72 +1,60 @@
-"""The tracking client: a real ``AsyncOpenAI`` whose every call is recorded."""
+"""The tracking client: a real ``AsyncOpenAI`` (or ``OpenAI``) whose every call is recorded."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+import asyncio
+import ssl
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import httpx2
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, OpenAI
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
-from agentrl_cli.records import Interaction
-from agentrl_cli.tracking.export import ExportedInteraction
+from agentrl_cli.records import ExportStyle, Interaction
 from agentrl_cli.tracking.gateway import BaseGateway, get_gateway
-from agentrl_cli.tracking.sdk_platform import SharedPlatform
-from agentrl_cli.tracking.sequences import ExportStyle
+from agentrl_cli.tracking.sequences import TokenSequence
 from agentrl_cli.tracking.session import Budget, Session
 
 #: Parsed once, and with the slash that the SDK would add to it for every client.
 IN_PROCESS_URL = httpx2.URL("http://agentrl.invalid/v1/")
+#: After a session's time every call has been refused: a silence that lasts longer has another
+#: cause, such as an event loop that waits for the very thread that asks it.
+_GRACE_SECONDS = 60.0
+#: Deadline of a blocking call in a session without one.
+_MAX_CALL_SECONDS = 3600.0
 
 
-class TrackingClient(SharedPlatform, AsyncOpenAI):
-    """Works wherever an ``AsyncOpenAI`` does; make one per trajectory.
+class BlockingCallError(Exception):
+    """A call that blocks where none can be answered, or a client used in the wrong form."""
 
-    Args:
-        engine: what samples.
-        tokenizer: the model's tokenizer, or the path of one.
-        tool_call_parser: how the model writes tool calls; ``auto``: as its chat template does.
-        reasoning_parser: how it writes thoughts; likewise.
-        keep_thinking: True: thoughts stay in the history though the chat template strips them.
-        sampling: holds where a request does not say otherwise.
-        budget: limits of the trajectory.
-        gateway: an open gateway, instead of engine and tokenizer.
-        session: a session of that gateway to join, instead of a new one.
-        openai_options: what ``AsyncOpenAI`` takes besides.
+
+class SharedPlatform:
+    """A base of SDK clients that share what they find out about the platform, to send it along.
+
+    Otherwise each client of OpenAI's or Anthropic's SDK finds it out at its first call, in another
+    thread: for an agent of three turns with a client of its own, a good part of its cost.
+    Stands before the SDK's class among the bases.
     """
 
-    def __init__(
-        self,
-        *,
-        engine: InferenceEngine | None = None,
-        tokenizer: Any = None,
-        tool_call_parser: str = "auto",
-        reasoning_parser: str = "auto",
-        keep_thinking: bool = False,
-        sampling: Sampling | None = None,
-        budget: Budget | None = None,
-        gateway: BaseGateway | None = None,
-        session: Session | None = None,
-        **openai_options: Any,
-    ) -> None:
-        if gateway is None:
-            if engine is None or tokenizer is None:
-                raise TypeError("TrackingClient needs engine and tokenizer (or a gateway)")
-            gateway = get_gateway(
-                engine,
-                _load_tokenizer(tokenizer),
-                tool_call_parser,
-                reasoning_parser,
-                keep_thinking,
-            )
-        self.gateway = gateway
-        self.session = session or gateway.open_session(sampling=sampling, budget=budget)
-        self._on_close: list[Callable[[], Awaitable[None]]] = []
-        options: dict[str, Any] = {"base_url": IN_PROCESS_URL, "max_retries": 0}
-        options |= openai_options
-        options |= {"api_key": self.session.key, "http_client": gateway.http_client}
-        super().__init__(**options)
+    _found: ClassVar[Any] = None
+
+    @property
+    def _platform(self) -> Any:
+        return SharedPlatform._found
+
+    @_platform.setter
+    def _platform(self, platform: Any) -> None:
+        # Every new client begins with None.
+        if platform is not None:
+            SharedPlatform._found = platform
+
+
+class SessionClient:
+    """What tracking clients offer besides the SDK."""
+
+    gateway: BaseGateway
+    session: Session
 
     @property
     def session_key(self) -> str:
@@ -85,7 +73,7 @@ class TrackingClient(SharedPlatform, AsyncOpenAI):
             KeyError: no completed interaction has this id.
             TypeError, ValueError: the reward is no finite number.
         """
-        self.session.set_reward(interaction_id, reward)
+        self._change_record(lambda: self.session.set_reward(interaction_id, reward))
 
     def set_final_reward(self, reward: Any) -> None:
         """Gives the reward to the interaction that ended last.
@@ -93,26 +81,83 @@ class TrackingClient(SharedPlatform, AsyncOpenAI):
         Raises:
             ValueError: no call was completed.
         """
-        self.session.set_final_reward(reward)
+        self._change_record(lambda: self.session.set_final_reward(reward))
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
         """Hands credit to earlier turns: own reward + turn_discount x mean over successors."""
-        self.session.apply_reward_discount(turn_discount)
+        self._change_record(lambda: self.session.apply_reward_discount(turn_discount))
 
-    def export_interactions(self, style: ExportStyle = "concat") -> dict[str, ExportedInteraction]:
+    def export_interactions(self, style: ExportStyle = "concat") -> dict[str, TokenSequence]:
         """Completed interactions by id: every one, or one per merged sequence."""
         return self.session.export_interactions(style)
 
+    def _change_record(self, change: Callable[[], None]) -> None:
+        change()
+
+    def _list_own_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The options of a copy, which is on the same session."""
+        extra = {"gateway": self.gateway, "session": self.session}
+        return {**options, "_extra_kwargs": {**options.get("_extra_kwargs", {}), **extra}}
+
+
+class TrackingClient(SessionClient, SharedPlatform, AsyncOpenAI):
+    """Works wherever an ``AsyncOpenAI`` does; make one per trajectory.
+
+    Args:
+        engine: what samples.
+        tokenizer: the model's tokenizer, or the path of one.
+        tool_call_parser: how the model writes tool calls; ``auto``: as its chat template does.
+        reasoning_parser: how it writes reasoning; likewise.
+        keep_reasoning: True: reasoning stays in the history though the chat template strips it.
+        sampling: holds where a request does not say otherwise.
+        budget: limits of the trajectory.
+        gateway: an open gateway, instead of engine and tokenizer.
+        session: a session of that gateway to join, instead of a new one.
+        openai_options: what ``AsyncOpenAI`` takes besides.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: InferenceEngine | None = None,
+        tokenizer: Any = None,
+        tool_call_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        keep_reasoning: bool = False,
+        sampling: Sampling | None = None,
+        budget: Budget | None = None,
+        gateway: BaseGateway | None = None,
+        session: Session | None = None,
+        **openai_options: Any,
+    ) -> None:
+        if gateway is None:
+            if engine is None or tokenizer is None:
+                raise TypeError("TrackingClient needs engine and tokenizer (or a gateway)")
+            gateway = get_gateway(
+                engine,
+                _load_tokenizer(tokenizer),
+                tool_call_parser,
+                reasoning_parser,
+                keep_reasoning,
+            )
+        self.gateway = gateway
+        self.session = session or gateway.open_session(sampling=sampling, budget=budget)
+        options: dict[str, Any] = {"base_url": IN_PROCESS_URL, "max_retries": 0}
+        options |= openai_options
+        options |= {"api_key": self.session.key, "http_client": gateway.http_client}
+        super().__init__(**options)
+
     def copy(self, **options: Any) -> TrackingClient:
         """A client with other options on the same session."""
-        extra = {**options.pop("_extra_kwargs", {}), "gateway": self.gateway}
-        return super().copy(**options, _extra_kwargs={**extra, "session": self.session})
+        return super().copy(**self._list_own_options(options))
 
     with_options = copy
 
-    def call_on_close(self, callback: Callable[[], Awaitable[None]]) -> None:
-        """Has ``callback`` awaited when the session ends."""
-        self._on_close.append(callback)
+    def build_blocking_client(self) -> BlockingTrackingClient:
+        """A client for code that blocks, on the same session."""
+        return BlockingTrackingClient(
+            gateway=self.gateway, session=self.session, max_retries=self.max_retries
+        )
 
     async def close(self) -> None:
         """Ends the session: its key opens nothing any more, its calls in flight are cancelled.
@@ -120,8 +165,123 @@ class TrackingClient(SharedPlatform, AsyncOpenAI):
         Records stay readable.
         """
         await self.gateway.end_session(self.session)
-        for callback in self._on_close:
-            await callback()
+
+
+class BlockingTrackingClient(SessionClient, OpenAI):
+    """A stock ``OpenAI`` on the gateway's socket, for code that blocks, in a thread of its own.
+
+    It ends with its session: calls in flight are refused then, and later ones too.
+
+    Args:
+        gateway: whose socket is used; opened on first use, in the gateway's event loop.
+        session: records the calls.
+        openai_options: what ``OpenAI`` takes besides.
+
+    Raises:
+        RuntimeError: the socket is not open, and this is not the gateway's event loop.
+    """
+
+    def __init__(self, *, gateway: BaseGateway, session: Session, **openai_options: Any) -> None:
+        self.gateway = gateway
+        self.session = session
+        left = session.seconds_left
+        options: dict[str, Any] = {
+            "base_url": gateway.open_socket(),
+            "max_retries": 0,
+            "http_client": build_loopback_http(
+                _MAX_CALL_SECONDS if left is None else left + _GRACE_SECONDS
+            ),
+        }
+        super().__init__(**(options | openai_options | {"api_key": session.key}))
+
+    def copy(self, **options: Any) -> BlockingTrackingClient:
+        """A client with other options on the same session."""
+        return super().copy(**self._list_own_options(options))
+
+    with_options = copy
+
+    def _change_record(self, change: Callable[[], None]) -> None:
+        """Changes the record in the gateway's event loop, as only that may.
+
+        Raises:
+            BlockingCallError: the trajectory has ended, or the loop is blocked.
+        """
+
+        async def run() -> None:
+            if self.session.is_closed:
+                raise BlockingCallError("the trajectory has ended: no reward is taken any more")
+            change()
+
+        if asyncio._get_running_loop() is self.gateway.loop:
+            change()
+            return
+        changing = asyncio.run_coroutine_threadsafe(run(), self.gateway.loop)
+        try:
+            changing.result(_GRACE_SECONDS)
+        except TimeoutError:
+            raise BlockingCallError(
+                f"no reward was taken for {_GRACE_SECONDS:g} seconds: the event loop that takes it "
+                "is blocked, perhaps by code that waits for this thread. Await such code instead: "
+                "await asyncio.to_thread(function, ...)"
+            ) from None
+
+
+@runtime_checkable
+class HasBlockingForm(Protocol):
+    """A client that knows its own form for code that blocks."""
+
+    def build_blocking_client(self) -> OpenAI:
+        """That form."""
+        ...
+
+
+def build_blocking_client(client: AsyncOpenAI) -> OpenAI:
+    """An ``OpenAI`` that reaches what ``client`` reaches, with the same key."""
+    if isinstance(client, HasBlockingForm):
+        return client.build_blocking_client()
+    return OpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=client.max_retries)
+
+
+def build_client_pair(client: AsyncOpenAI | OpenAI) -> tuple[OpenAI, Any]:
+    """The blocking and the async form of a client, for frameworks that want both.
+
+    An agent function that blocks is given the blocking form; there the async one refuses calls.
+    """
+    if isinstance(client, AsyncOpenAI):
+        return build_blocking_client(client), client
+    return client, _BlockingOnly()
+
+
+class _BlockingOnly:
+    """Stands in for the async form where there is none.
+
+    Raises:
+        BlockingCallError: on any use.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise BlockingCallError(
+            "an async call was made with the client of an agent function that blocks. Call the "
+            "form that blocks (CAMEL: step, LangChain: invoke), or write the function as async def"
+        )
+
+
+def build_loopback_http(timeout_seconds: float = _MAX_CALL_SECONDS) -> httpx2.Client:
+    """The connections of a client that blocks to this machine.
+
+    Every request opens one of its own: only at that moment can a client be refused that blocks the
+    event loop it waits for. Neither certificates nor the environment's proxies are read, which
+    takes 25 ms.
+    """
+    transport = httpx2.HTTPTransport(
+        verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
+        trust_env=False,
+    )
+    timeout = httpx2.Timeout(timeout_seconds)
+    return httpx2.Client(transport=transport, timeout=timeout, trust_env=False)
 
 
 def _load_tokenizer(tokenizer: Any) -> Any:

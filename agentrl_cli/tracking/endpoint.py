@@ -6,39 +6,38 @@ same agent on another model.
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import openai
 from openai import AsyncOpenAI, AsyncStream
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.errors import EngineError
 from agentrl_cli.records import Message
-from agentrl_cli.tracking.chat_protocol import ChatProtocol
-from agentrl_cli.tracking.chat_request import parse_messages
-from agentrl_cli.tracking.gateway import BaseGateway, refuse
-from agentrl_cli.tracking.request_fields import drop_nulls
-from agentrl_cli.tracking.session import Call, Session
-from agentrl_cli.tracking.template import TemplateInputs, make_template_inputs
-from agentrl_cli.tracking.tool_request import parse_tools
+from agentrl_cli.tracking.gateway import BaseGateway, WireProtocol
+from agentrl_cli.tracking.protocols.chat import ChatProtocol, format_event, parse_messages
+from agentrl_cli.tracking.protocols.request_fields import drop_nulls, parse_tools
+from agentrl_cli.tracking.replay import Reply
+from agentrl_cli.tracking.session import OpenCall, Session
+from agentrl_cli.tracking.template import ChatTemplate, TemplateInputs, make_template_inputs
 from agentrl_cli.tracking.tree import ConversationTree
-from agentrl_cli.tracking.wire import WireProtocol, describe_error
 
 #: What the endpoint speaks is passed on as it is.
 _PROTOCOL = ChatProtocol()
 _LIMIT_KEYS = ("max_tokens", "max_completion_tokens")
-#: What is shorter (EMPTY, none) is no secret, and may be a word of a message.
+#: Shorter ones (EMPTY, none) are not secret, and may occur in any message.
 _MIN_SECRET_LENGTH = 8
 
 
-class _NoTemplate:
-    """Stands where a chat template would: the endpoint makes the prompt, out of our sight."""
+class _NoTemplate(ChatTemplate):
+    """Stands where a chat template would: the endpoint builds the prompt itself."""
+
+    def __init__(self) -> None:
+        """Needs no tokenizer."""
 
     def render(self, messages: Any, inputs: TemplateInputs) -> str:
         return ""
@@ -84,7 +83,7 @@ class EndpointGateway(BaseGateway):
         )
 
     def build_tree(self) -> ConversationTree:
-        """A tree without tokens: who continues whom is known by the messages alone."""
+        """A tree without tokens: calls are linked by their messages alone."""
         return ConversationTree(_NoTemplate())
 
     async def close(self) -> None:
@@ -93,9 +92,9 @@ class EndpointGateway(BaseGateway):
         await self._upstream.close()
 
     async def answer(
-        self, protocol: WireProtocol, body: dict[str, Any], session: Session
-    ) -> Response:
-        """The endpoint's own answer."""
+        self, protocol: WireProtocol, body: dict[str, Any], session: Session, reply: Reply
+    ) -> None:
+        """Passes on the endpoint's own reply."""
         messages = parse_messages(body)
         tools = parse_tools(body)
         sampling = Sampling(max_tokens=session.sampling.max_tokens)
@@ -107,16 +106,19 @@ class EndpointGateway(BaseGateway):
         body |= _limit_length(body, call.sampling.max_tokens)
         try:
             if body.get("stream"):
-                return await self._stream(session, call, body)
+                await self._stream(session, call, body, reply)
+                return
             completion = await self._upstream.post(
                 "/chat/completions", body=body, cast_to=ChatCompletion
             )
             _record(session, call, completion)
+            reply.set_body(completion.model_dump(mode="json", exclude_unset=True))
         except BaseException as error:
-            return _refuse(session, call, error, self._upstream.api_key)
-        return JSONResponse(completion.model_dump(mode="json", exclude_unset=True))
+            _refuse(session, call, error, self._upstream.api_key, reply)
 
-    async def _stream(self, session: Session, call: Call, body: dict[str, Any]) -> Response:
+    async def _stream(
+        self, session: Session, call: OpenCall, body: dict[str, Any], reply: Reply
+    ) -> None:
         stream = await self._upstream.post(
             "/chat/completions",
             body=body,
@@ -124,45 +126,44 @@ class EndpointGateway(BaseGateway):
             stream=True,
             stream_cls=AsyncStream[ChatCompletionChunk],
         )
-        events = _pass_on(session, call, stream, self._upstream.api_key)
-        return StreamingResponse(events, media_type="text/event-stream")
+        reply.begin_stream(lambda problem: format_event(_PROTOCOL.format_error(problem)))
+        await _pass_on(session, call, stream, self._upstream.api_key, reply)
 
 
 async def _pass_on(
-    session: Session, call: Call, stream: AsyncStream[ChatCompletionChunk], api_key: str
-) -> AsyncIterator[bytes]:
-    """The endpoint's events; the reply is recorded before the last is written."""
+    session: Session,
+    call: OpenCall,
+    stream: AsyncStream[ChatCompletionChunk],
+    api_key: str,
+    reply: Reply,
+) -> None:
+    """Writes the endpoint's events; the reply is recorded before the last is written."""
     state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
     try:
         async with stream:
             async for chunk in stream:
                 state.handle_chunk(chunk)
                 data = chunk.model_dump_json(exclude_unset=True)
-                yield f"data: {data}\n\n".encode()
+                await reply.add(f"data: {data}\n\n".encode())
         _record(session, call, state.get_final_completion())
-    except (asyncio.CancelledError, GeneratorExit) as error:
-        session.fail_call(call, error)
-        raise
     except Exception as error:  # the SDK asserts what it expects of a stream
         cause = _hide(f"{type(error).__name__}: {error}", api_key)
-        broken = EngineError(f"the endpoint's stream broke off: {cause}")
-        session.fail_call(call, broken)
-        raise broken from error
-    yield b"data: [DONE]\n\n"
+        raise EngineError(f"the endpoint's stream broke off: {cause}") from error
+    await reply.add(b"data: [DONE]\n\n")
 
 
-def _record(session: Session, call: Call, completion: ChatCompletion) -> None:
+def _record(session: Session, call: OpenCall, completion: ChatCompletion) -> None:
     """Records the reply under its own id, by which rewards name it.
 
     Raises:
-        EngineError: it is no chat completion; the SDK does not look.
+        EngineError: it is not a chat completion; the SDK does not check.
     """
     try:
         choice = completion.choices[0]
         said = choice.message.model_dump(mode="json", exclude_none=True, exclude={"parsed"})
     except (AttributeError, IndexError, TypeError):
         raise EngineError(
-            f"the endpoint's reply is no chat completion: {completion!r:.200}"
+            f"the endpoint's reply is not a chat completion: {completion!r:.200}"
         ) from None
     reply: Message = {**said, "role": "assistant"}
     generation = Generation(completion_ids=(), rollout_logprobs=(), versions=(), finish_reason=None)
@@ -175,22 +176,18 @@ def _record(session: Session, call: Call, completion: ChatCompletion) -> None:
     )
 
 
-def _refuse(session: Session, call: Call, error: BaseException, api_key: str) -> Response:
-    """The endpoint's refusal in its own words, or ours when it gave no answer."""
+def _refuse(
+    session: Session, call: OpenCall, error: BaseException, api_key: str, reply: Reply
+) -> None:
+    """The endpoint's refusal in its own words; raises where it gave no answer."""
     error.args = tuple(_hide(a, api_key) if isinstance(a, str) else a for a in error.args)
     if isinstance(error, openai.APIStatusError):
         session.fail_call(call, error)
-        return Response(
-            _hide(error.response.text, api_key),
-            status_code=error.status_code,
-            media_type="application/json",
-            headers={"x-should-retry": "false"},
-        )
+        text = _hide(error.response.text, api_key).encode()
+        reply.set_body(text, error.status_code, {"x-should-retry": "false"})
+        return
     if isinstance(error, openai.APIError):
         error = EngineError(f"the endpoint did not answer: {error}")
-    if isinstance(error, EngineError):
-        session.fail_call(call, error)
-        return refuse(_PROTOCOL, describe_error(error))
     session.fail_call(call, error)
     raise error
 
@@ -216,5 +213,5 @@ def _limit_length(body: Mapping[str, Any], max_tokens: int | None) -> dict[str, 
         return {}
     used = [key for key in _LIMIT_KEYS if key in body] or ["max_completion_tokens"]
     asked = {key: body.get(key, max_tokens) for key in used}
-    # What is no number is for the endpoint to refuse.
+    # The endpoint refuses what is not a number.
     return {k: min(v, max_tokens) if isinstance(v, int) else v for k, v in asked.items()}

@@ -1,7 +1,7 @@
-"""The gateway: an ASGI app that samples, records every call, and answers like the API asked.
+"""The gateway: samples, records every call, and replies like the API that was asked.
 
-One app serves agents in this process (:mod:`agentrl_cli.tracking.transport`) and agents
-that speak through a loopback socket (:mod:`agentrl_cli.tracking.server`).
+One gateway serves agents in this process (:mod:`agentrl_cli.tracking.transport`) and agents
+that speak through a loopback socket (:mod:`agentrl_cli.tracking.gateway_socket`).
 """
 
 from __future__ import annotations
@@ -9,44 +9,85 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
-from contextlib import aclosing
-from typing import Any
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Router
+from starlette.types import Receive, Scope, Send
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.log import get_logger
-from agentrl_cli.tracking.answers import Answer, AnswerBook, CallKey, wait_cancelled
-from agentrl_cli.tracking.call_router import CallRouter
-from agentrl_cli.tracking.chat_protocol import ChatProtocol
-from agentrl_cli.tracking.constraints import constrain
-from agentrl_cli.tracking.messages_protocol import CountTokensProtocol, MessagesProtocol
-from agentrl_cli.tracking.model_calls import ModelCalls
-from agentrl_cli.tracking.model_request import BusyError, ModelRequest, ReplyRules
-from agentrl_cli.tracking.parsers.choosing import choose_formats
-from agentrl_cli.tracking.reply_text import PROMPT_END_TOKENS
-from agentrl_cli.tracking.request_body import Limits, check_size, is_retry, parse_json, read_body
-from agentrl_cli.tracking.responses_protocol import ResponsesProtocol
-from agentrl_cli.tracking.server import LOOPBACK, GatewayServer
-from agentrl_cli.tracking.session import Budget, Session
-from agentrl_cli.tracking.template import ChatTemplate
-from agentrl_cli.tracking.transport import SharedClient
-from agentrl_cli.tracking.tree import ConversationTree
-from agentrl_cli.tracking.wire import (
+from agentrl_cli.tracking.formats.format_choice import choose_formats
+from agentrl_cli.tracking.gateway_socket import LOOPBACK, GatewaySocket
+from agentrl_cli.tracking.model_calls import Choice, ModelCalls, StreamWriter
+from agentrl_cli.tracking.protocols.chat import ChatProtocol
+from agentrl_cli.tracking.protocols.messages_output import CountTokensProtocol, MessagesProtocol
+from agentrl_cli.tracking.protocols.model_request import (
+    BusyError,
+    ModelRequest,
     Problem,
-    WireProtocol,
+    ReplyRules,
+    TooLargeError,
     describe_error,
     unknown_key_problem,
 )
+from agentrl_cli.tracking.protocols.request_fields import parse_json
+from agentrl_cli.tracking.protocols.responses_output import ResponsesProtocol
+from agentrl_cli.tracking.replay import CallKey, Reply, ReplyBook, ReplyStream, wait_cancelled
+from agentrl_cli.tracking.reply_text import PROMPT_END_TOKENS
+from agentrl_cli.tracking.session import Budget, Session
+from agentrl_cli.tracking.structured_output import constrain
+from agentrl_cli.tracking.template import ChatTemplate
+from agentrl_cli.tracking.transport import SharedClient
+from agentrl_cli.tracking.tree import ConversationTree
 
 _log = get_logger(__name__)
+
+#: Sampling twice what failed once would hide the failure and cost a turn.
+_NO_RETRY = {"x-should-retry": "false"}
+_BUSY_SECONDS = 1
+#: Which repetition of a call this is, as the SDKs of OpenAI and Anthropic say it; 0: the first.
+_RETRY_HEADER = "x-stainless-retry-count"
+
+
+class WireProtocol(Protocol):
+    """One API as agents speak it: how its requests are read and its replies written."""
+
+    @property
+    def path(self) -> str:
+        """Such as ``/v1/chat/completions``."""
+        ...
+
+    @property
+    def id_prefix(self) -> str:
+        """What ids of its replies begin with."""
+        ...
+
+    def parse(self, body: dict[str, Any], session: Session) -> ModelRequest:
+        """The request in a JSON body; the session's sampling holds where it says nothing.
+
+        Raises:
+            RequestError: naming the key, what was found and what is allowed.
+        """
+        ...
+
+    def format_reply(self, calls: ModelCalls, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The body of a reply that is not streamed."""
+        ...
+
+    def open_writer(self, calls: ModelCalls) -> StreamWriter:
+        """Writes the events of a reply that is streamed."""
+        ...
+
+    def format_error(self, problem: Problem) -> dict[str, Any]:
+        """The body of an error."""
+        ...
+
 
 #: Every API that agents may speak; what is recorded is the same.
 _PROTOCOLS: tuple[WireProtocol, ...] = (
@@ -58,10 +99,22 @@ _PROTOCOLS: tuple[WireProtocol, ...] = (
 #: Whose errors are shown where no protocol was asked for.
 _DEFAULT_PROTOCOL = _PROTOCOLS[0]
 _ANTHROPIC_PROTOCOL = _PROTOCOLS[2]
-_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
-#: Sampling twice what failed once would hide the failure and cost a turn.
-_NO_RETRY = {"x-should-retry": "false"}
-_BUSY_SECONDS = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a gateway takes at once; more is refused in the words of the protocol."""
+
+    max_body_bytes: int = 64 * 2**20
+    """Of one request: status 413."""
+    max_messages: int = 20_000
+    """Of one request: status 413."""
+    max_tools: int = 2_000
+    """Of one request: status 413."""
+    max_session_calls: int = 256
+    """Calls of one session in flight: status 429."""
+    max_calls: int = 8192
+    """Calls of all sessions in flight: status 429."""
 
 
 class BaseGateway(ABC):
@@ -78,20 +131,13 @@ class BaseGateway(ABC):
     ) -> None:
         self.model_name = model_name
         self.limits = limits or Limits()
-        self._answers = AnswerBook()
+        self.http_client = SharedClient(self)
         self._protocols = {protocol.path: protocol for protocol in protocols}
-        self.app = CallRouter(
-            self._protocols,
-            self._answer_call,
-            [
-                Route("/v1/models", self._list_models, methods=["GET"]),
-                Route("/v1/{path:path}", self._unknown_path, methods=_METHODS),
-            ],
-        )
-        self.http_client = SharedClient(self.app)
+        self._replies = ReplyBook()
         self._sessions: dict[bytes, Session] = {}
+        self._further_routes: Router | None = None
         self._on_close: list[Callable[[], None]] = []
-        self._server = GatewayServer(self.app)
+        self._socket = GatewaySocket(self._serve)
 
     @abstractmethod
     def build_tree(self) -> ConversationTree:
@@ -99,9 +145,9 @@ class BaseGateway(ABC):
 
     @abstractmethod
     async def answer(
-        self, protocol: WireProtocol, body: dict[str, Any], session: Session
-    ) -> Response:
-        """The response to a call of the session; exceptions become errors."""
+        self, protocol: WireProtocol, body: dict[str, Any], session: Session, reply: Reply
+    ) -> None:
+        """Makes the reply to a call of the session; exceptions become errors."""
 
     def open_session(
         self,
@@ -130,12 +176,12 @@ class BaseGateway(ABC):
         """Forgets the session's key and cancels its calls; records stay with whoever holds it."""
         session.is_closed = True
         self._sessions.pop(_digest(session.key), None)
-        for answer in self._answers.drop_session(session.id):
-            answer.cancel()
+        for reply in self._replies.drop_session(session.id):
+            reply.cancel()
 
     async def end_session(self, session: Session) -> None:
         """As :meth:`close_session`; returns when the calls are on record as cancelled."""
-        running = self._answers.list_running(session.id)
+        running = self._replies.list_running(session.id)
         self.close_session(session)
         await wait_cancelled(running)
 
@@ -145,12 +191,14 @@ class BaseGateway(ABC):
         return len(self._sessions)
 
     def add_routes(self, routes: Iterable[BaseRoute], *on_close: Callable[[], None]) -> None:
-        """Serves further paths before those of calls; ``on_close`` runs before the socket ends."""
-        self.app.routes[:0] = list(routes)
+        """Serves further paths on the socket; ``on_close`` runs before the socket is closed."""
+        self._further_routes = Router([*routes], default=self._serve_call)
         self._on_close += on_close
 
-    async def serve(self, port: int = 0, host: str = LOOPBACK) -> str:
+    def open_socket(self, port: int = 0, host: str = LOOPBACK) -> str:
         """The base_url of a socket, opened on first use: ``http://127.0.0.1:N/v1``.
+
+        For the gateway's event loop, which serves it as soon as it gets to run.
 
         Args:
             port: on first use, where to open it; 0: at a free port.
@@ -159,104 +207,149 @@ class BaseGateway(ABC):
         Raises:
             UserInputError: the port is not free.
         """
-        return f"{await self._server.start(port, host)}/v1"
+        return f"{self._socket.open(port, host)}/v1"
+
+    async def serve(self, port: int = 0, host: str = LOOPBACK) -> str:
+        """As :meth:`open_socket`; returns when requests are answered there."""
+        base_url = self.open_socket(port, host)
+        await self._socket.wait_started()
+        return base_url
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that the socket was opened in."""
+        assert self._socket.loop is not None, "the socket is not open"
+        return self._socket.loop
+
+    @property
+    def socket_urls(self) -> tuple[str, ...]:
+        """The base_url of the socket; empty: it was not opened."""
+        return (f"{self._socket.url}/v1",) if self._socket.url else ()
 
     async def close(self) -> None:
         """Ends all sessions, the socket and the in-process client."""
-        for tell in self._on_close:
-            tell()
+        for notify in self._on_close:
+            notify()
         sessions = list(self._sessions.values())
-        running = [answer for s in sessions for answer in self._answers.list_running(s.id)]
+        running = [reply for s in sessions for reply in self._replies.list_running(s.id)]
         for session in sessions:
             self.close_session(session)
         await wait_cancelled(running)
-        await self._server.stop()
+        await self._socket.stop()
         await self.http_client.end()
 
-    # -- routes ---------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------
 
-    async def _list_models(self, request: Request) -> Response:
-        if self._find_session(request) is None:
-            return refuse(_guess_protocol(request), unknown_key_problem())
-        # The keys of OpenAI's form and those of Anthropic's; either SDK passes over the others.
-        name = self.model_name
-        model = {"id": name, "object": "model", "created": 0, "owned_by": "agentrl"}
-        model |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-        page = {"object": "list", "data": [model]}
-        return JSONResponse({**page, "has_more": False, "first_id": name, "last_id": name})
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The gateway as an ASGI app; model calls pass no router, whose search takes time."""
+        if self._further_routes is None or scope["path"] in self._protocols:
+            await self._serve_call(scope, receive, send)
+        else:
+            await self._further_routes(scope, receive, send)
 
-    async def _unknown_path(self, request: Request) -> Response:
-        served = ", ".join(f"POST {path}" for path in self._protocols)
-        message = (
-            f"{request.method} {request.url.path} is not served here; served are {served} "
-            "and GET /v1/models"
-        )
-        if request.url.path.startswith("/v1/responses/"):
-            message += ". Replies are kept to be continued: send previous_response_id"
-        if request.url.path.startswith("/v1/v1/"):
-            message += ". Anthropic's SDK adds /v1 itself: give it a base_url that ends before it"
-        return refuse(_guess_protocol(request), Problem(404, message))
+    async def _serve_call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            reply = await self.respond(
+                request.method, scope["path"], request.headers, request.stream()
+            )
+        except ClientDisconnect:
+            return
+        await ReplyStream(reply).send(receive, send)
 
-    async def _answer_call(self, path: str, request: Request) -> Response:
-        protocol = self._protocols[path]
-        session = self._find_session(request)
+    async def respond(
+        self, method: str, path: str, headers: Mapping[str, str], body: AsyncIterable[bytes]
+    ) -> Reply:
+        """The reply to a request, in flight or complete; the body of strangers is not read.
+
+        Raises:
+            ClientDisconnect: the body never came to its end.
+        """
+        session = self._find_session(headers)
+        protocol = self._protocols.get(path)
+        if protocol is None or method != "POST":
+            return self._respond_besides(method, path, headers, session)
         if session is None:
             return refuse(protocol, unknown_key_problem())
         try:
-            data = await read_body(request, self.limits)
+            data = await read_body(body, self.limits)
             if session.is_closed:
                 return refuse(protocol, unknown_key_problem())
-            key = CallKey(session.id, protocol.path, hashlib.sha256(data).digest())
-            repeated = self._answers.find(key) if is_retry(request) else None
+            key = CallKey(session.id, path, hashlib.sha256(data).digest())
+            repeated = self._replies.find(key) if _is_retry(headers) else None
             if repeated is not None:
                 return repeated
-            body = parse_json(data)
+            parsed = parse_json(data)
             self._check_load(session, key)
         except ClientDisconnect:
-            return Response(status_code=499)
+            raise
         except Exception as error:
             return refuse(protocol, describe_error(error))
-        answer = self._answers.begin(key)
-        answer.start(self._make_answer(answer, protocol, body, session))
-        return answer
+        reply = self._replies.begin(key)
+        reply.start(self._make_reply(reply, protocol, parsed, session))
+        return reply
 
-    async def _make_answer(
-        self, answer: Answer, protocol: WireProtocol, body: dict[str, Any], session: Session
+    def _respond_besides(
+        self, method: str, path: str, headers: Mapping[str, str], session: Session | None
+    ) -> Reply:
+        """The reply to what is no model call."""
+        is_anthropic = "anthropic-version" in headers or "x-api-key" in headers
+        protocol = _ANTHROPIC_PROTOCOL if is_anthropic else _DEFAULT_PROTOCOL
+        if (method, path) == ("GET", "/v1/models"):
+            if session is None:
+                return refuse(protocol, unknown_key_problem())
+            # The keys of OpenAI's form and of Anthropic's; either SDK ignores the other's.
+            name = self.model_name
+            model = {"id": name, "object": "model", "created": 0, "owned_by": "agentrl"}
+            model |= {"type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+            page = {"object": "list", "data": [model], "has_more": False}
+            reply = Reply(has_ended=True)
+            reply.set_body({**page, "first_id": name, "last_id": name})
+            return reply
+        served = ", ".join(f"POST {served_path}" for served_path in self._protocols)
+        message = f"{method} {path} is not served here; served are {served} and GET /v1/models"
+        if path.startswith("/v1/responses/"):
+            message += ". Replies are kept to be continued: send previous_response_id"
+        if path.startswith("/v1/v1/"):
+            message += ". Anthropic's SDK adds /v1 itself: give it a base_url that ends before it"
+        return refuse(protocol, Problem(404, message))
+
+    async def _make_reply(
+        self, reply: Reply, protocol: WireProtocol, body: dict[str, Any], session: Session
     ) -> None:
-        """Makes a call's answer, for as long as the session may last and anybody reads."""
-        is_whole = False
+        """Makes a call's reply, for as long as the session may last and anybody reads."""
+        is_complete = False
         try:
             async with asyncio.timeout(session.seconds_left) as scope:
-                response = await self.answer(protocol, body, session)
-                await answer.take(response)
-            is_whole = response.status_code < 400
+                await self.answer(protocol, body, session, reply)
+            is_complete = reply.status < 400
         except asyncio.CancelledError:
             if session.is_closed:
-                await _fail(answer, protocol, unknown_key_problem())
+                await _fail(reply, protocol, unknown_key_problem())
             raise
         except Exception as error:
             cause = session.end_for_time() if scope.expired() else error
-            await _fail(answer, protocol, describe_error(cause))
+            await _fail(reply, protocol, describe_error(cause))
         finally:
-            self._answers.end(answer, is_whole=is_whole)
+            await self._replies.end(reply, is_complete=is_complete)
 
     def _check_load(self, session: Session, key: CallKey) -> None:
         """Raises BusyError when so many calls are in flight that one more is too many."""
         limits = self.limits
-        if len(self._answers.list_running(session.id)) >= limits.max_session_calls:
-            self._answers.refuse(key)
+        if len(self._replies.list_running(session.id)) >= limits.max_session_calls:
+            self._replies.refuse(key)
             raise BusyError(
                 f"this session has {limits.max_session_calls} calls in flight, and may have no "
                 "more: wait for one of them"
             )
-        if self._answers.num_running >= limits.max_calls:
-            self._answers.refuse(key)
+        if self._replies.num_running >= limits.max_calls:
+            self._replies.refuse(key)
             raise BusyError(f"{limits.max_calls} calls are in flight: ask again in a moment")
 
-    def _find_session(self, request: Request) -> Session | None:
-        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    def _find_session(self, headers: Mapping[str, str]) -> Session | None:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
         keys = [bearer] if scheme.lower() == "bearer" else []
-        for key in (*keys, request.headers.get("x-api-key", "")):
+        for key in (*keys, headers.get("x-api-key", "")):
             session = self._sessions.get(_digest(key))
             if session is not None and hmac.compare_digest(key.encode(), session.key.encode()):
                 return session
@@ -270,9 +363,9 @@ class Gateway(BaseGateway):
         engine: what samples.
         tokenizer: the model's Hugging Face tokenizer, with its chat template.
         tool_call_parser: how the model writes tool calls; ``auto``: as its chat template does.
-        reasoning_parser: how it writes thoughts; likewise.
-        keep_thinking: True: a turn is continued with its thoughts, also where the chat template
-            strips them from the history.
+        reasoning_parser: how it writes reasoning; likewise.
+        keep_reasoning: True: a turn is continued with its reasoning, also where the chat template
+            strips it from the history.
     """
 
     def __init__(
@@ -282,28 +375,29 @@ class Gateway(BaseGateway):
         *,
         tool_call_parser: str = "auto",
         reasoning_parser: str = "auto",
-        keep_thinking: bool = False,
+        keep_reasoning: bool = False,
     ) -> None:
         super().__init__(engine.model_name, _PROTOCOLS)
         self.engine = engine
         formats = choose_formats(tokenizer, tool_call_parser, reasoning_parser)
         _log.info(formats.describe())
         self.template = ChatTemplate(tokenizer, formats)
-        self._keep_thinking = keep_thinking
+        self._keep_reasoning = keep_reasoning
 
     def build_tree(self) -> ConversationTree:
         """A tree whose prompts the model's chat template makes."""
-        return ConversationTree(self.template, keep_thinking=self._keep_thinking)
+        return ConversationTree(self.template, keep_reasoning=self._keep_reasoning)
 
     async def answer(
-        self, protocol: WireProtocol, body: dict[str, Any], session: Session
-    ) -> Response:
-        """The engine's answer."""
+        self, protocol: WireProtocol, body: dict[str, Any], session: Session, reply: Reply
+    ) -> None:
+        """Lets the engine make the reply."""
         request = protocol.parse(body, session)
-        check_size(request, self.limits)
+        _check_size(request, self.limits)
         if isinstance(protocol, CountTokensProtocol):
             plan = session.plan_prompt(request.messages, request.inputs)
-            return JSONResponse(protocol.format_count(len(plan.prompt_ids)))
+            reply.set_body(protocol.format_count(len(plan.prompt_ids)))
+            return
         sampling = await self._hold_to_rules(request, session)
         await session.wait_for_tokens(sampling, request.num_choices)
         calls = ModelCalls(
@@ -320,15 +414,17 @@ class Gateway(BaseGateway):
             ),
         )
         if request.stream:
-            return await _stream(protocol, calls)
-        reply = protocol.format_reply(calls, await calls.complete())
-        return Response(json.dumps(reply, ensure_ascii=False), media_type="application/json")
+            writer = protocol.open_writer(calls)
+            reply.begin_stream(writer.fail)
+            await calls.stream(writer, reply)
+        else:
+            reply.set_body(protocol.format_reply(calls, await calls.complete()))
 
     async def _hold_to_rules(self, request: ModelRequest, session: Session) -> Sampling:
         """The request's sampling, under what it asks of the reply's form."""
         if request.rules == ReplyRules():
             return request.sampling
-        # Whether the prompt ends inside a thought decides what may come first.
+        # Whether the prompt ends inside its reasoning decides what may come first.
         prompt_ids = session.plan_prompt(request.messages, request.inputs).prompt_ids
         prompt_end = self.template.decode_all(prompt_ids[-PROMPT_END_TOKENS:])
         return await constrain(request, self.template.formats, prompt_end)
@@ -342,10 +438,10 @@ def get_gateway(
     tokenizer: Any,
     tool_call_parser: str = "auto",
     reasoning_parser: str = "auto",
-    keep_thinking: bool = False,
+    keep_reasoning: bool = False,
 ) -> Gateway:
     """The gateway of an engine, shared by all who hold it: building one takes tens of ms."""
-    key = (id(engine), id(tokenizer), tool_call_parser, reasoning_parser, keep_thinking)
+    key = (id(engine), id(tokenizer), tool_call_parser, reasoning_parser, keep_reasoning)
     gateway = _GATEWAYS.get(key)
     if gateway is None:
         gateway = Gateway(
@@ -353,46 +449,60 @@ def get_gateway(
             tokenizer,
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
-            keep_thinking=keep_thinking,
+            keep_reasoning=keep_reasoning,
         )
         _GATEWAYS[key] = gateway
     return gateway
 
 
-async def _stream(protocol: WireProtocol, calls: ModelCalls) -> Response:
-    events = protocol.stream_events(calls)
-    try:
-        # What fails before the first token fails with a status, not inside a stream.
-        first = await anext(events)
-    except BaseException:
-        await events.aclose()
-        raise
-    return StreamingResponse(_continue_events(first, events), media_type="text/event-stream")
+async def read_body(body: AsyncIterable[bytes], limits: Limits) -> bytes:
+    """A request's body.
+
+    Raises:
+        TooLargeError: it is larger.
+    """
+    data = bytearray()
+    async for piece in body:
+        data += piece
+        if len(data) > limits.max_body_bytes:
+            raise TooLargeError(f"the body is larger than {limits.max_body_bytes} bytes")
+    return bytes(data)
 
 
-async def _continue_events(first: bytes, events: AsyncGenerator[bytes]) -> AsyncIterator[bytes]:
-    async with aclosing(events):
-        yield first
-        async for event in events:
-            yield event
+def _check_size(request: ModelRequest, limits: Limits) -> None:
+    """Refuses what would take long merely to look at."""
+    for name, found, limit in (
+        ("messages", len(request.messages), limits.max_messages),
+        ("tools", len(request.inputs.tools), limits.max_tools),
+    ):
+        if found > limit:
+            raise TooLargeError(f"the request has {found} {name}; allowed are {limit}", name)
 
 
-async def _fail(answer: Answer, protocol: WireProtocol, problem: Problem) -> None:
-    event = protocol.format_stream_error(problem, answer.num_pieces)
-    await answer.fail(refuse(protocol, problem), event)
-
-
-def _guess_protocol(request: Request) -> WireProtocol:
-    """Whose errors a request understands that is no call of any protocol."""
-    is_anthropic = "anthropic-version" in request.headers or "x-api-key" in request.headers
-    return _ANTHROPIC_PROTOCOL if is_anthropic else _DEFAULT_PROTOCOL
+def _is_retry(headers: Mapping[str, str]) -> bool:
+    """Whether an SDK says that it sends this request again."""
+    count = headers.get(_RETRY_HEADER, "0")
+    return count.isascii() and count.isdigit() and count.strip("0") != ""
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def refuse(protocol: WireProtocol, problem: Problem) -> Response:
-    """The error response that says what went wrong, in the protocol's shape."""
+def refuse(protocol: WireProtocol, problem: Problem) -> Reply:
+    """The reply that says what went wrong, in the protocol's shape."""
+    return _set_problem(Reply(has_ended=True), protocol, problem)
+
+
+async def _fail(reply: Reply, protocol: WireProtocol, problem: Problem) -> None:
+    """Says what went wrong: as a whole reply, or as the last event of a stream that has begun."""
+    if reply.pieces and reply.format_failure is not None:
+        await reply.add(reply.format_failure(problem))
+    else:
+        _set_problem(reply, protocol, problem)
+
+
+def _set_problem(reply: Reply, protocol: WireProtocol, problem: Problem) -> Reply:
     headers = {"retry-after": str(_BUSY_SECONDS)} if problem.status == 429 else _NO_RETRY
-    return JSONResponse(protocol.format_error(problem), status_code=problem.status, headers=headers)
+    reply.set_body(protocol.format_error(problem), problem.status, headers)
+    return reply

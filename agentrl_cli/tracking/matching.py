@@ -1,8 +1,8 @@
 """When are two messages the same message? Equality by meaning, as a fingerprint.
 
 Frameworks send an assistant's turn back in many spellings: ``content`` null, missing
-or empty, arguments with other key order, keys added with null, its chain of thought as a key
-of its own, inside the content, or left out. Those are the same turn.
+or empty, arguments with other key order, keys added with null, its reasoning as a key of its
+own, inside the content, or left out. Those are the same turn.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from agentrl_cli.records import BreakCause, Message
+from agentrl_cli.records import Message, MismatchCause
 
-_THINKING = re.compile(r"<think>.*?</think>\s*|^.*?</think>\s*", re.DOTALL)
-#: Keys under which thoughts come back; canonical is the first.
-_THOUGHT_KEYS = ("reasoning_content", "reasoning")
+_REASONING = re.compile(r"<think>.*?</think>\s*|^.*?</think>\s*", re.DOTALL)
+#: Keys under which reasoning comes back; the first is the canonical one.
+_REASONING_KEYS = ("reasoning_content", "reasoning")
 #: Made once: ``json.dumps`` with options makes an encoder for every call.
 _write_json = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 #: Keys whose meaning is covered below, or that only number the pieces of a stream.
@@ -34,58 +34,58 @@ def extract_text(content: Any) -> str:
     return "".join(part.get("text") or "" for part in content)
 
 
-def strip_thinking(text: str) -> str:
+def strip_reasoning(text: str) -> str:
     """``text`` without ``<think>`` blocks, also where the opening tag was in the prompt."""
-    return _THINKING.sub("", text)
+    return _REASONING.sub("", text)
 
 
-def extract_thought(message: Message) -> str:
-    """The chain of thought of an assistant message, as a key of its own or inside the content.
+def extract_reasoning(message: Message) -> str:
+    """The reasoning of an assistant message, from a key of its own or inside the content.
 
     Empty: it has none, or came back without it.
     """
-    for key in _THOUGHT_KEYS:
-        thought = message.get(key)
-        if isinstance(thought, str) and thought.strip():
-            return thought.strip()
+    for key in _REASONING_KEYS:
+        reasoning = message.get(key)
+        if isinstance(reasoning, str) and reasoning.strip():
+            return reasoning.strip()
     head, found, _ = extract_text(message.get("content")).partition("</think>")
     return head.strip().removeprefix("<think>").strip() if found else ""
 
 
-def holds_thought_in_content(message: Message) -> bool:
-    """Whether an assistant message has its chain of thought between tags in its content."""
+def holds_reasoning_in_content(message: Message) -> bool:
+    """Whether an assistant message has its reasoning between tags in its content."""
     return "</think>" in extract_text(message.get("content"))
 
 
 def extract_answer(message: Message) -> str:
-    """The text of an assistant message without its chain of thought."""
+    """The text of an assistant message without its reasoning."""
     text = extract_text(message.get("content"))
-    if "</think>" in text and not any(message.get(key) for key in _THOUGHT_KEYS):
-        return strip_thinking(text).lstrip()
+    if "</think>" in text and not any(message.get(key) for key in _REASONING_KEYS):
+        return strip_reasoning(text).lstrip()
     return text.lstrip()
 
 
-def replays_thought(message: Message, thought: str) -> bool:
-    """Whether a message has the thought that was sampled; frameworks may leave it out."""
-    return extract_thought(message) in ("", thought)
+def replays_reasoning(message: Message, reasoning: str) -> bool:
+    """Whether a message has the reasoning that was sampled; frameworks may leave it out."""
+    return extract_reasoning(message) in ("", reasoning)
 
 
-def write_thought(message: Message, thought: str) -> Message:
-    """The assistant message with ``thought`` as its chain of thought, in the canonical form."""
-    bare = {key: value for key, value in message.items() if key not in _THOUGHT_KEYS}
+def write_reasoning(message: Message, reasoning: str) -> Message:
+    """The assistant message with ``reasoning``, in the canonical form."""
+    bare = {key: value for key, value in message.items() if key not in _REASONING_KEYS}
     bare["content"] = extract_answer(message)
-    return {**bare, _THOUGHT_KEYS[0]: thought} if thought else bare
+    return {**bare, _REASONING_KEYS[0]: reasoning} if reasoning else bare
 
 
 def normalize_message(message: Message) -> list[Any]:
     """The meaning of a message as plain JSON data; equal meaning gives equal data.
 
-    A chain of thought is no part of it: whether it came back is another question.
+    Reasoning is no part of it: whether it came back is another question.
     """
     role = "system" if message["role"] == "developer" else message["role"]
     is_reply = role == "assistant"
     text = extract_answer(message) if is_reply else extract_text(message.get("content"))
-    known = _KNOWN_KEYS.union(_THOUGHT_KEYS) if is_reply else _KNOWN_KEYS
+    known = _KNOWN_KEYS.union(_REASONING_KEYS) if is_reply else _KNOWN_KEYS
     extras = {k: v for k, v in message.items() if k not in known and _carries_meaning(v)}
     calls = [_normalize_call(call) for call in message.get("tool_calls") or ()]
     return [role, text, calls, extras]
@@ -114,21 +114,21 @@ def fingerprint_prefixes(messages: Iterable[Message]) -> list[bytes]:
     return digests
 
 
-def diagnose_edit(sampled: Message, replayed: Message) -> BreakCause:
+def diagnose_edit(sampled: Message, replayed: Message) -> MismatchCause:
     """Why ``replayed`` is not the turn that was ``sampled`` at its place."""
     _, text, calls, extras = normalize_message(sampled)
     _, other_text, other_calls, other_extras = normalize_message(replayed)
     # All of a call but its arguments.
     rests, other_rests = ([[*c[:2], c[3]] for c in side] for side in (calls, other_calls))
-    same_thought = replays_thought(replayed, extract_thought(sampled))
-    same_rest = text == other_text and extras == other_extras and same_thought
+    same_reasoning = replays_reasoning(replayed, extract_reasoning(sampled))
+    same_rest = text == other_text and extras == other_extras and same_reasoning
     if same_rest and calls != other_calls and rests == other_rests:
-        return BreakCause.TOOL_ARGUMENTS_CHANGED
-    # Who takes the thought away takes white space along.
-    has_lost_thought = extract_thought(sampled) and not extract_thought(replayed)
-    if has_lost_thought and calls == other_calls and text.strip() == other_text.strip():
-        return BreakCause.THINKING_STRIPPED
-    return BreakCause.HISTORY_EDITED
+        return MismatchCause.TOOL_ARGUMENTS_CHANGED
+    # Whoever removes the reasoning removes white space with it.
+    has_lost_reasoning = extract_reasoning(sampled) and not extract_reasoning(replayed)
+    if has_lost_reasoning and calls == other_calls and text.strip() == other_text.strip():
+        return MismatchCause.THINKING_STRIPPED
+    return MismatchCause.HISTORY_EDITED
 
 
 def _carries_meaning(value: Any) -> bool:

@@ -1,31 +1,27 @@
-"""Runs a checked request on the engine: sample, record, hand out, whole or piece by piece."""
+"""Runs a checked request on the engine: sample, record, write the reply, whole or as a stream."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from agentrl_cli.engine.protocol import Generation, InferenceEngine
-from agentrl_cli.records import Interaction, Message
-from agentrl_cli.tracking.model_request import ModelRequest
+from agentrl_cli.engine.protocol import Generation, InferenceEngine, join_pieces
+from agentrl_cli.records import Interaction
+from agentrl_cli.tracking.formats.call_scanner import ParsedText
+from agentrl_cli.tracking.protocols.model_request import (
+    ModelRequest,
+    Problem,
+    build_assistant_message,
+)
+from agentrl_cli.tracking.replay import Reply
 from agentrl_cli.tracking.reply_text import ReplyReader
-from agentrl_cli.tracking.session import Call, Session
+from agentrl_cli.tracking.session import OpenCall, Session
 from agentrl_cli.tracking.template import ChatTemplate
-from agentrl_cli.tracking.tool_calls import ParsedText
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """What a choice of a streamed reply got."""
-
-    index: int
-    parsed: ParsedText
-    """What is new; nothing in the first piece, which says that the choice began."""
-    generation: Generation | None
-    """The tokens that came; None: text that was held back until no more tokens could come."""
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +33,30 @@ class Choice:
     generation: Generation
 
 
+class StreamWriter(Protocol):
+    """Writes the events of one streamed reply; nothing where there is nothing to say yet."""
+
+    def begin_choice(self, index: int) -> bytes:
+        """The first tokens of a choice came."""
+        ...
+
+    def write(self, index: int, parsed: ParsedText, generation: Generation | None) -> bytes:
+        """What a choice got, with the tokens; None: text held back until no more could come."""
+        ...
+
+    def end_choice(self, choice: Choice) -> bytes:
+        """A choice is on record."""
+        ...
+
+    def end(self) -> bytes:
+        """All choices have ended."""
+        ...
+
+    def fail(self, problem: Problem) -> bytes:
+        """The stream breaks off."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class ModelCalls:
     """The calls of one request: one for each choice."""
@@ -45,7 +65,7 @@ class ModelCalls:
     template: ChatTemplate
     session: Session
     request: ModelRequest
-    calls: Sequence[Call]
+    calls: Sequence[OpenCall]
 
     @property
     def id(self) -> str:
@@ -53,9 +73,9 @@ class ModelCalls:
         return self.calls[0].id
 
     @property
-    def started_at(self) -> float:
-        """Unix time of arrival, seconds."""
-        return self.calls[0].started_at
+    def created(self) -> int:
+        """Unix time of arrival, in whole seconds."""
+        return int(self.calls[0].started_at)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -68,10 +88,8 @@ class ModelCalls:
         Raises:
             EngineError: a choice failed; the others are cancelled.
         """
-        works = [self._generate(call) for call in self.calls]
         try:
-            # Nearly every request asks for one choice, which needs no task of its own.
-            generations = [await works[0]] if len(works) == 1 else await _gather(works)
+            generations = await _run_all([self._generate(call) for call in self.calls])
             parsed = [
                 self.open_reader(call).read(generation.completion_ids)
                 for call, generation in zip(self.calls, generations, strict=True)
@@ -84,22 +102,21 @@ class ModelCalls:
             for index, call in enumerate(self.calls)
         ]
 
-    async def stream(self) -> AsyncGenerator[Piece | Choice]:
-        """Text as soon as it is certain; each choice ends with its record.
+    async def stream(self, writer: StreamWriter, reply: Reply) -> None:
+        """Writes text as soon as it is certain; each choice ends with its record.
 
-        A choice is recorded before it is yielded: clients hang up right after the end.
+        A choice is recorded before its end is written: clients hang up right after it.
         """
-        streams = [self._stream(index, call) for index, call in enumerate(self.calls)]
-        merged = streams[0] if len(streams) == 1 else _merge(streams)
         try:
-            async with aclosing(merged):
-                async for item in merged:
-                    yield item
+            await _run_all(
+                [self._stream(index, call, writer, reply) for index, call in enumerate(self.calls)]
+            )
         except BaseException as error:
             self._fail_rest(error)
             raise
+        await reply.add(writer.end())
 
-    async def _generate(self, call: Call) -> Generation:
+    async def _generate(self, call: OpenCall) -> Generation:
         try:
             return await self.engine.generate(
                 call.plan.prompt_ids, call.sampling, session_id=self.session.id
@@ -113,7 +130,7 @@ class ModelCalls:
         for call in self.calls:
             self.session.fail_call(call, error)
 
-    def open_reader(self, call: Call) -> ReplyReader:
+    def open_reader(self, call: OpenCall) -> ReplyReader:
         """A reader of what the call samples."""
         return ReplyReader(
             self.template,
@@ -124,7 +141,7 @@ class ModelCalls:
             prompt_ids=call.plan.prompt_ids,
         )
 
-    async def _stream(self, index: int, call: Call) -> AsyncGenerator[Piece | Choice]:
+    async def _stream(self, index: int, call: OpenCall, writer: StreamWriter, reply: Reply) -> None:
         reader = self.open_reader(call)
         whole = ParsedText()
         pieces: list[Generation] = []
@@ -135,88 +152,37 @@ class ModelCalls:
             async with aclosing(stream) as generations:  # type: ignore[type-var]
                 async for generation in generations:
                     if not pieces:
-                        yield Piece(index, ParsedText(), None)
+                        await reply.add(writer.begin_choice(index))
                     pieces.append(generation)
                     parsed = reader.feed(generation.completion_ids)
                     whole.add(parsed)
-                    yield Piece(index, parsed, generation)
+                    await reply.add(writer.write(index, parsed, generation))
             rest = reader.finish()
             whole.add(rest)
-            yield Piece(index, rest, None)
+            await reply.add(writer.write(index, rest, None))
         except BaseException as error:
             self.session.fail_call(call, error)
             raise
-        yield self._record(index, call, _join(pieces), whole)
+        choice = self._record(index, call, join_pieces(pieces), whole)
+        await reply.add(writer.end_choice(choice))
 
-    def _record(self, index: int, call: Call, generation: Generation, parsed: ParsedText) -> Choice:
+    def _record(
+        self, index: int, call: OpenCall, generation: Generation, parsed: ParsedText
+    ) -> Choice:
         finish_reason = "tool_calls" if parsed.tool_calls else generation.finish_reason or "stop"
-        interaction = self.session.complete_call(
-            call, generation, build_reply(parsed), finish_reason
-        )
+        message = build_assistant_message(parsed.content, parsed.tool_calls, parsed.reasoning)
+        interaction = self.session.complete_call(call, generation, message, finish_reason)
         return Choice(index, interaction, generation)
 
 
-def build_reply(parsed: ParsedText) -> Message:
-    """The assistant message of a completion, as chat completions write it."""
-    content = parsed.content or (None if parsed.tool_calls else "")
-    reply: Message = {"role": "assistant", "content": content}
-    if parsed.tool_calls:
-        reply["tool_calls"] = parsed.tool_calls
-    if parsed.reasoning:
-        reply["reasoning_content"] = parsed.reasoning
-    return reply
-
-
-def _join(pieces: list[Generation]) -> Generation:
-    last = pieces[-1]
-    return Generation(
-        completion_ids=tuple(t for p in pieces for t in p.completion_ids),
-        rollout_logprobs=tuple(x for p in pieces for x in p.rollout_logprobs),
-        versions=tuple(v for p in pieces for v in p.versions),
-        finish_reason=last.finish_reason,
-        stop_text=last.stop_text,
-        top_logprobs=tuple(t for p in pieces for t in p.top_logprobs),
-    )
-
-
-async def _gather(works: list[Coroutine[Any, Any, Generation]]) -> list[Generation]:
+async def _run_all(works: list[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
     """What all return; when one fails, the others are cancelled."""
+    if len(works) == 1:
+        # Nearly every request asks for one choice, which needs no task of its own.
+        return [await works[0]]
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _merge(
-    streams: Sequence[AsyncIterator[Piece | Choice]],
-) -> AsyncGenerator[Piece | Choice]:
-    """What all streams yield, as it comes; when one fails, the others are cancelled."""
-    queue: asyncio.Queue[Piece | Choice | BaseException | None] = asyncio.Queue()
-
-    async def run(stream: AsyncIterator[Piece | Choice]) -> None:
-        try:
-            async with aclosing(stream):  # type: ignore[type-var]
-                async for item in stream:
-                    queue.put_nowait(item)
-            queue.put_nowait(None)
-        except BaseException as error:
-            queue.put_nowait(error)
-            raise
-
-    tasks = [asyncio.ensure_future(run(stream)) for stream in streams]
-    try:
-        num_open = len(tasks)
-        while num_open:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                num_open -= 1
-            else:
-                yield item
     finally:
         for task in tasks:
             task.cancel()

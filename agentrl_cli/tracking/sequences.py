@@ -1,18 +1,20 @@
 """Interactions to token sequences: the one place where turns are merged.
 
-A turn whose prompt and completion ids are a prefix of the next turn's prompt is
-part of the same sequence, so that every sampled token is trained exactly once.
+A turn whose prompt and completion ids are a prefix of the next turn's prompt is part of the same
+sequence, so that every sampled token is trained exactly once. A workflow exports sequences, and the
+trainer makes its samples of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any
 
-from agentrl_cli.records import Interaction, InteractionStatus
+from agentrl_cli.records import ExportStyle, Interaction, InteractionStatus
 
-ExportStyle = Literal["concat", "individual"]
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,30 +22,93 @@ class Span:
     """Where one interaction's completion lies in a sequence: tokens ``start`` to ``end`` - 1."""
 
     interaction: Interaction
-    start: int
-    end: int
     trained: bool
     """False: another sequence trains these tokens, or they carry no gradient (greedy)."""
+
+    @property
+    def start(self) -> int:
+        """The completion's first token."""
+        return len(self.interaction.prompt_ids)
+
+    @property
+    def end(self) -> int:
+        """The token after the completion."""
+        return self.start + len(self.interaction.completion_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """One flat token sequence; all per-token tuples have the length of ``input_ids``."""
+    """One flat token sequence: an interaction, with all turns that it extends.
 
-    input_ids: tuple[int, ...]
-    loss_mask: tuple[bool, ...]
-    """True = trained on."""
-    rollout_logprobs: tuple[float, ...]
-    """0.0 where not sampled."""
-    versions: tuple[int, ...]
-    """-1 where not sampled."""
+    All per-token tuples have the length of ``input_ids``.
+    """
+
     spans: tuple[Span, ...]
     """The merged turns, in order."""
+    style: ExportStyle
+    """How turns were merged."""
 
     @property
-    def last(self) -> Interaction:
+    def interaction(self) -> Interaction:
         """The interaction that the sequence ends with."""
         return self.spans[-1].interaction
+
+    @property
+    def id(self) -> str:
+        """The interaction's id."""
+        return self.interaction.id
+
+    @property
+    def reward(self) -> float | None:
+        """The return if credit was handed out, else the interaction's own reward."""
+        interaction = self.interaction
+        return interaction.reward if interaction.turn_return is None else interaction.turn_return
+
+    @property
+    def input_ids(self) -> tuple[int, ...]:
+        """The tokens."""
+        return self.interaction.prompt_ids + self.interaction.completion_ids
+
+    @property
+    def loss_mask(self) -> tuple[bool, ...]:
+        """True = trained on."""
+        return self._spread(False, lambda span: [span.trained] * (span.end - span.start))
+
+    @property
+    def rollout_logprobs(self) -> tuple[float, ...]:
+        """0.0 where not sampled."""
+        return self._spread(0.0, lambda span: span.interaction.rollout_logprobs)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """-1 where not sampled."""
+        return self._spread(-1, lambda span: span.interaction.versions)
+
+    def _spread(self, default: Any, read: Callable[[Span], Sequence[Any]]) -> tuple[Any, ...]:
+        """What every span's tokens have, ``default`` for all others."""
+        values = [default] * len(self.input_ids)
+        for span in self.spans:
+            values[span.start : span.end] = read(span)
+        return tuple(values)
+
+    def to_tensor_dict(self) -> dict[str, torch.Tensor]:
+        """Tensors of shape [1, T], and ``rewards`` of shape [1].
+
+        ``input_ids`` int64; ``loss_mask`` bool, True = trained on; ``logprobs`` float32,
+        the rollout's, 0 where not sampled; ``versions`` int32, -1 where not sampled;
+        ``attention_mask`` bool, all True; ``rewards`` float32, NaN when unscored.
+        """
+        import torch
+
+        reward = float("nan") if self.reward is None else self.reward
+        return {
+            "input_ids": torch.tensor([self.input_ids], dtype=torch.int64),
+            "loss_mask": torch.tensor([self.loss_mask], dtype=torch.bool),
+            "logprobs": torch.tensor([self.rollout_logprobs], dtype=torch.float32),
+            "versions": torch.tensor([self.versions], dtype=torch.int32),
+            "attention_mask": torch.ones((1, len(self.input_ids)), dtype=torch.bool),
+            "rewards": torch.tensor([reward], dtype=torch.float32),
+        }
 
 
 def build_sequences(interactions: Iterable[Interaction], style: ExportStyle) -> list[TokenSequence]:
@@ -60,13 +125,16 @@ def build_sequences(interactions: Iterable[Interaction], style: ExportStyle) -> 
         if i.status is InteractionStatus.COMPLETED and i.completion_ids
     }
     if style == "individual":
-        return [_merge([i], trained_ids=set()) for i in usable.values()]
-    extended = {i.parent_id for i in usable.values() if _extends(i, usable)}
-    trained_ids: set[str] = set()
+        chains = [[interaction] for interaction in usable.values()]
+    else:
+        extended = {i.parent_id for i in usable.values() if _extends(i, usable)}
+        chains = [_chain(last, usable) for last in usable.values() if last.id not in extended]
+    seen: set[str] = set()
     sequences = []
-    for last in usable.values():
-        if last.id not in extended:
-            sequences.append(_merge(_chain(last, usable), trained_ids))
+    for chain in chains:
+        spans = [Span(turn, turn.id not in seen and turn.temperature > 0) for turn in chain]
+        seen.update(turn.id for turn in chain)
+        sequences.append(TokenSequence(tuple(spans), style))
     return sequences
 
 
@@ -80,24 +148,3 @@ def _chain(last: Interaction, usable: dict[str, Interaction]) -> list[Interactio
     while _extends(chain[-1], usable):
         chain.append(usable[chain[-1].parent_id or ""])
     return chain[::-1]
-
-
-def _merge(chain: list[Interaction], trained_ids: set[str]) -> TokenSequence:
-    """One sequence of the chain's turns; adds the turns it trains to ``trained_ids``."""
-    last = chain[-1]
-    input_ids = last.prompt_ids + last.completion_ids
-    loss_mask = [False] * len(input_ids)
-    logprobs = [0.0] * len(input_ids)
-    versions = [-1] * len(input_ids)
-    spans = []
-    for turn in chain:
-        start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.completion_ids)
-        trained = turn.id not in trained_ids and turn.temperature > 0
-        trained_ids.add(turn.id)
-        loss_mask[start:end] = [trained] * (end - start)
-        logprobs[start:end] = turn.rollout_logprobs
-        versions[start:end] = turn.versions
-        spans.append(Span(turn, start, end, trained))
-    return TokenSequence(
-        input_ids, tuple(loss_mask), tuple(logprobs), tuple(versions), tuple(spans)
-    )

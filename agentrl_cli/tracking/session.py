@@ -14,10 +14,9 @@ from typing import Any
 
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.errors import EngineError
-from agentrl_cli.records import Interaction, InteractionStatus, Message, StopReason
+from agentrl_cli.records import ExportStyle, Interaction, InteractionStatus, Message, StopReason
 from agentrl_cli.tracking.credit import compute_turn_returns, parse_reward
-from agentrl_cli.tracking.export import ExportedInteraction, export_interactions
-from agentrl_cli.tracking.sequences import ExportStyle
+from agentrl_cli.tracking.sequences import TokenSequence, build_sequences
 from agentrl_cli.tracking.template import TemplateInputs
 from agentrl_cli.tracking.tree import ConversationTree, PromptPlan
 
@@ -27,11 +26,11 @@ class Budget:
     """Limits of one session; None: no limit."""
 
     max_turns: int | None = None
-    """Most model calls, failed ones included."""
+    """Maximum number of model calls, failed ones included."""
     max_tokens: int | None = None
-    """Most sampled tokens over all calls."""
+    """Maximum number of sampled tokens over all calls."""
     max_seconds: float | None = None
-    """Most seconds from the session's start to the end of its last call."""
+    """Maximum number of seconds from the session's start to the end of its last call."""
 
 
 _COLLECTED: ContextVar[list[Session] | None] = ContextVar("collected sessions", default=None)
@@ -56,7 +55,7 @@ class BudgetExceededError(Exception):
 
 
 @dataclass(slots=True)
-class Call:
+class OpenCall:
     """A model call in progress: one choice of one request."""
 
     id: str
@@ -77,8 +76,8 @@ class Session:
         sampling: holds where a request does not say otherwise.
         budget: its limits.
         key: its secret; None: a random one.
-        max_kept: most calls on record: then all of them are forgotten, for a session that serves
-            for ever. None: every call is kept.
+        max_kept: maximum number of calls on record: then all of them are forgotten, for a session
+            that never ends. None: every call is kept.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Session:
         self.stop_reason: StopReason | None = None
         """The same as a name."""
         self.is_closed = False
-        """True: its key opens nothing any more."""
+        """True: its key is no longer valid."""
         self.engine_error: EngineError | None = None
         """The last engine error that a call of this session crossed."""
         self._tree = tree
@@ -110,7 +109,7 @@ class Session:
         self._clock = 0
         self._opened = self._last_active = time.monotonic()
         self._max_kept = max_kept
-        self._open_calls: dict[int, Call] = {}
+        self._open_calls: dict[int, OpenCall] = {}
         self._call_ended = asyncio.Event()
         collected = _COLLECTED.get()
         if collected is not None:
@@ -154,7 +153,7 @@ class Session:
         inputs: TemplateInputs,
         sampling: Sampling,
         num_choices: int,
-    ) -> list[Call]:
+    ) -> list[OpenCall]:
         """Admits one request and plans its prompt: one call per choice.
 
         Raises:
@@ -170,7 +169,7 @@ class Session:
             call_id = completion_id if index == 0 else f"{completion_id}-{index}"
             seed = self._derive_seed(sampling.seed, started, index)
             calls.append(
-                Call(
+                OpenCall(
                     call_id, messages, plan, replace(sampling, seed=seed),
                     started, now, time.perf_counter(),
                 )
@@ -181,7 +180,7 @@ class Session:
 
     def complete_call(
         self,
-        call: Call,
+        call: OpenCall,
         generation: Generation,
         reply: Message,
         finish_reason: str,
@@ -204,7 +203,7 @@ class Session:
         self._tree.add(call.plan, interaction)
         return interaction
 
-    def fail_call(self, call: Call, error: BaseException) -> None:
+    def fail_call(self, call: OpenCall, error: BaseException) -> None:
         """Records a call that ended without a reply: it is no parent and earns nothing.
 
         A call that was recorded before stays as it is.
@@ -260,9 +259,11 @@ class Session:
             if turn_return != interaction.turn_return:
                 self._interactions[interaction.id] = replace(interaction, turn_return=turn_return)
 
-    def export_interactions(self, style: ExportStyle = "concat") -> dict[str, ExportedInteraction]:
-        """Completed interactions as training material, by id."""
-        return export_interactions(self._interactions.values(), style)
+    def export_interactions(self, style: ExportStyle = "concat") -> dict[str, TokenSequence]:
+        """Completed interactions as training material, by id; with ``concat``, merged sequences by
+        the id of their last interaction."""
+        sequences = build_sequences(self._interactions.values(), style)
+        return {sequence.id: sequence for sequence in sequences}
 
     @property
     def seconds_left(self) -> float | None:
@@ -296,30 +297,31 @@ class Session:
         return replace(sampling, max_tokens=wanted)
 
     def touch(self) -> None:
-        """Says that whoever has the session is at work."""
+        """Records that the session's client is active."""
         self._last_active = time.monotonic()
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds since the last sign of life; 0 while a call is in flight."""
+        """Seconds since the last activity; 0 while a call is in flight."""
         return 0.0 if self._open_calls else time.monotonic() - self._last_active
 
-    def _keep(self, call: Call, interaction: Interaction) -> None:
+    def _keep(self, call: OpenCall, interaction: Interaction) -> None:
         self.touch()
         self._open_calls.pop(id(call), None)
+        # Wakes whoever waits at this moment.
         self._call_ended.set()
-        self._call_ended = asyncio.Event()
+        self._call_ended.clear()
         if self._max_kept is not None and len(self._interactions) >= self._max_kept:
             self._interactions.clear()
             self._tree.clear()
         self._interactions[call.id] = interaction
 
-    def _describe(self, call: Call) -> Interaction:
+    def _describe(self, call: OpenCall) -> Interaction:
         return Interaction(
             id=call.id,
             parent_id=call.plan.parent_id,
             extends_parent=call.plan.extends_parent,
-            break_cause=call.plan.break_cause,
+            mismatch_cause=call.plan.mismatch_cause,
             messages=call.messages,
             tools=call.plan.inputs.tools,
             prompt_ids=call.plan.prompt_ids,

@@ -19,16 +19,16 @@ from typing import Any
 
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.records import Message
+from agentrl_cli.tracking.formats.call_scanner import make_encodable
+from agentrl_cli.tracking.formats.format_choice import choose_formats, collect_template_text
+from agentrl_cli.tracking.formats.reply_formats import ReplyFormats
 from agentrl_cli.tracking.matching import (
     extract_answer,
+    extract_reasoning,
     extract_text,
-    extract_thought,
     parse_arguments,
-    write_thought,
+    write_reasoning,
 )
-from agentrl_cli.tracking.parsers.choosing import choose_formats, collect_template_text
-from agentrl_cli.tracking.parsers.formats import ReplyFormats
-from agentrl_cli.tracking.tool_calls import make_encodable
 
 #: Stands for a sampled turn while rendering. Plain letters: no template escapes them. Another in
 #: every process: in no text that an agent sends, be it this file, may it be found.
@@ -43,13 +43,13 @@ class TemplateError(UserInputError):
 
 @dataclass(frozen=True, slots=True)
 class SplitPrompt:
-    """A rendered prompt, parted around its last sampled turn."""
+    """A rendered prompt, split around its last sampled turn."""
 
     before: str
     after: str
     """Begins with the template's end of turn."""
     text: str
-    """The whole, as later prompts are compared with it."""
+    """The whole prompt, which later prompts are compared with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class ChatTemplate:
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        formats: how the model writes calls and thoughts; None: chosen by the template.
+        formats: how the model writes calls and reasoning; None: chosen by the template.
     """
 
     def __init__(self, tokenizer: Any, formats: ReplyFormats | None = None) -> None:
@@ -84,7 +84,7 @@ class ChatTemplate:
         # A run of bytes is decoded as one: what its first ones are depends on the last.
         self.decodes_in_runs = b"ByteFallback" in _dump_decoder(tokenizer)
         self._wants_text = False
-        self._thought_key = _find_thought_key(collect_template_text(tokenizer.chat_template))
+        self._reasoning_key = _find_reasoning_key(collect_template_text(tokenizer.chat_template))
 
     def render(self, messages: Sequence[Message], inputs: TemplateInputs) -> str:
         """The prompt text, ending where the assistant's turn begins.
@@ -108,7 +108,7 @@ class ChatTemplate:
         except TemplateError as error:
             if not any(message.get("tool_calls") for message in messages):
                 raise
-            # Most templates want arguments as objects, DeepSeek's put them together as text.
+            # Most templates expect arguments as objects; DeepSeek's concatenate them as text.
             wants_text = not self._wants_text
             try:
                 text = self._apply(messages, inputs, is_prompt, wants_text=wants_text)
@@ -122,7 +122,7 @@ class ChatTemplate:
     ) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
-                [_to_template_message(m, self._thought_key, wants_text) for m in messages],
+                [_to_template_message(m, self._reasoning_key, wants_text) for m in messages],
                 tools=list(inputs.tools) or None,
                 add_generation_prompt=is_prompt,
                 tokenize=False,
@@ -253,7 +253,7 @@ def _find_hidden_ids(special: dict[int, str], formats: ReplyFormats) -> frozense
             return frozenset()
         shown.update(formats.tool_calls.special_texts)
     if formats.reasoning is not None:
-        shown.update((formats.reasoning.syntax.begin, formats.reasoning.syntax.end))
+        shown.update((formats.reasoning.begin, formats.reasoning.end))
     return frozenset(i for i, text in special.items() if text not in shown)
 
 
@@ -277,12 +277,12 @@ def _find_backend(tokenizer: Any) -> Any:
 
 def make_placeholder(reply: Message | None) -> Message:
     """The message that stands for a sampled turn while rendering, and what was sampled."""
-    bare = write_thought(reply or {"role": "assistant", "content": ""}, "")
+    bare = write_reasoning(reply or {"role": "assistant", "content": ""}, "")
     return {"role": "assistant", "content": PLACEHOLDER, _SAMPLED_KEY: bare}
 
 
-def _find_thought_key(template: str) -> str | None:
-    """Where a template looks for a chain of thought; None: in the content."""
+def _find_reasoning_key(template: str) -> str | None:
+    """Where a template looks for reasoning; None: in the content."""
     if "reasoning_content" in template:
         return "reasoning_content"
     for key in ("thinking", "reasoning"):
@@ -291,13 +291,13 @@ def _find_thought_key(template: str) -> str | None:
     return None
 
 
-def _to_template_message(message: Message, thought_key: str | None, wants_text: bool) -> Message:
+def _to_template_message(message: Message, reasoning_key: str | None, wants_text: bool) -> Message:
     """A message as templates expect it: text content, no nulls, and arguments as objects, or as
     JSON text with ``wants_text``."""
     rendered = {k: v for k, v in message.items() if v is not None and k != _SAMPLED_KEY}
     rendered["content"] = extract_text(message.get("content"))
     if message["role"] == "assistant":
-        rendered = _place_thought(rendered, thought_key)
+        rendered = _place_reasoning(rendered, reasoning_key)
     if message["role"] == "developer":
         rendered["role"] = "system"
     if message.get("tool_calls"):
@@ -317,16 +317,16 @@ def _to_template_function(function: dict[str, Any], wants_text: bool) -> dict[st
     return {**function, "arguments": arguments}
 
 
-def _place_thought(message: Message, key: str | None) -> Message:
-    """The assistant message with its chain of thought where the template looks for it."""
-    thought = extract_thought(message)
-    # Inside the content every template that knows of thoughts finds it itself.
-    if not thought or "</think>" in message["content"]:
+def _place_reasoning(message: Message, key: str | None) -> Message:
+    """The assistant message with its reasoning where the template looks for it."""
+    reasoning = extract_reasoning(message)
+    # Inside the content every template that knows of reasoning finds it itself.
+    if not reasoning or "</think>" in message["content"]:
         return message
-    placed = write_thought(message, "")
+    placed = write_reasoning(message, "")
     if key is not None:
-        return {**placed, key: thought}
-    return {**placed, "content": f"<think>\n{thought}\n</think>\n\n{extract_answer(message)}"}
+        return {**placed, key: reasoning}
+    return {**placed, "content": f"<think>\n{reasoning}\n</think>\n\n{extract_answer(message)}"}
 
 
 def make_template_inputs(

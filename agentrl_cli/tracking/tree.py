@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Protocol
 
-from agentrl_cli.records import BreakCause, Interaction, Message
+from agentrl_cli.records import Interaction, Message, MismatchCause
 from agentrl_cli.tracking.matching import (
     diagnose_edit,
     digest_meaning,
-    extract_thought,
+    extract_reasoning,
     fingerprint,
     fingerprint_prefixes,
-    holds_thought_in_content,
-    replays_thought,
+    holds_reasoning_in_content,
+    replays_reasoning,
     write_meaning,
-    write_thought,
+    write_reasoning,
 )
 from agentrl_cli.tracking.template import (
     PLACEHOLDER,
+    ChatTemplate,
     SplitPrompt,
     TemplateInputs,
     make_placeholder,
@@ -35,23 +35,23 @@ class PromptPlan:
     parent_id: str | None
     extends_parent: bool
     """True: ``prompt_ids`` begins with the parent's prompt and completion ids."""
-    break_cause: BreakCause | None
+    mismatch_cause: MismatchCause | None
     inputs: TemplateInputs
     skeleton: tuple[Message, ...]
     """The request's messages, a placeholder standing for every sampled turn of the path."""
     skeleton_text: str
     """``skeleton`` as the template renders it."""
     prefix_digests: list[bytes]
-    thoughts: frozenset[str] = frozenset()
-    """The sampled turns whose chains of thought stand in ``prompt_ids``, by id."""
+    with_reasoning: frozenset[str] = frozenset()
+    """The sampled turns whose reasoning is in ``prompt_ids``, by id."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
     interaction: Interaction
     plan: PromptPlan
-    thought: str
-    """The chain of thought that was sampled; empty: none."""
+    reasoning: str
+    """The reasoning that was sampled; empty: none."""
     parent: _Node | None
 
     @property
@@ -60,9 +60,10 @@ class _Node:
         return len(self.plan.prefix_digests) - 1
 
     @property
-    def thoughts(self) -> frozenset[str]:
-        """The turns whose chains of thought stand in the tokens up to here."""
-        return self.plan.thoughts | {self.interaction.id} if self.thought else self.plan.thoughts
+    def with_reasoning(self) -> frozenset[str]:
+        """The turns whose reasoning is in the tokens up to here."""
+        own = {self.interaction.id} if self.reasoning else set()
+        return self.plan.with_reasoning | own
 
     @property
     def path(self) -> Iterator[_Node]:
@@ -73,40 +74,8 @@ class _Node:
             node = node.parent
 
     def is_replayed_in(self, messages: Sequence[Message]) -> bool:
-        """Whether no turn of the path came back with another thought than it was sampled with."""
-        return all(replays_thought(messages[n.position], n.thought) for n in self.path)
-
-
-class TurnTemplate(Protocol):
-    """What a tree needs of a :class:`~agentrl_cli.tracking.template.ChatTemplate`."""
-
-    def render(self, messages: Sequence[Message], inputs: TemplateInputs) -> str:
-        """The prompt's text."""
-        ...
-
-    def render_past(self, messages: Sequence[Message], inputs: TemplateInputs) -> str:
-        """The messages' text, without what begins the assistant's turn."""
-        ...
-
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of template text."""
-        ...
-
-    def split_at_last_turn(
-        self, skeleton: Sequence[Message], inputs: TemplateInputs
-    ) -> SplitPrompt | None:
-        """The texts around the last sampled turn; None where a splice is impossible."""
-        ...
-
-    def join(
-        self,
-        prompt_ids: tuple[int, ...],
-        completion_ids: tuple[int, ...],
-        text_after: str,
-        finish_reason: str | None,
-    ) -> tuple[int, ...]:
-        """A sampled turn's own ids, followed by those of the text after it."""
-        ...
+        """Whether no turn of the path came back with other reasoning than was sampled."""
+        return all(replays_reasoning(messages[n.position], n.reasoning) for n in self.path)
 
 
 class ConversationTree:
@@ -116,9 +85,9 @@ class ConversationTree:
     parent.
     """
 
-    def __init__(self, template: TurnTemplate, *, keep_thinking: bool = False) -> None:
+    def __init__(self, template: ChatTemplate, *, keep_reasoning: bool = False) -> None:
         self._template = template
-        self._keep_thinking = keep_thinking
+        self._keep_reasoning = keep_reasoning
         self._by_conversation: dict[bytes, list[_Node]] = {}
         self._by_request: dict[bytes, list[_Node]] = {}
         self._by_id: dict[str, _Node] = {}
@@ -127,7 +96,7 @@ class ConversationTree:
         self._given: set[bytes] = set()
 
     def clear(self) -> None:
-        """Forgets every turn: what continues one of them is tokenized anew."""
+        """Forgets every turn: what continues one of them is tokenized again."""
         self._by_conversation.clear()
         self._by_request.clear()
         self._by_id.clear()
@@ -150,7 +119,7 @@ class ConversationTree:
                 prompt_ids=ids,
                 parent_id=None,
                 extends_parent=False,
-                break_cause=edit,
+                mismatch_cause=edit,
                 inputs=inputs,
                 skeleton=tuple(messages),
                 skeleton_text=text,
@@ -162,14 +131,14 @@ class ConversationTree:
         """Makes a completed interaction available as a parent."""
         reply = interaction.reply or {"role": "assistant", "content": ""}
         parent = self._by_id.get(plan.parent_id or "")
-        node = _Node(interaction, plan, extract_thought(reply), parent)
+        node = _Node(interaction, plan, extract_reasoning(reply), parent)
         self._by_id[interaction.id] = node
         request, meaning = plan.prefix_digests[-1], write_meaning(reply)
         self._by_conversation.setdefault(digest_meaning(meaning, request), []).append(node)
         self._by_request.setdefault(request, []).append(node)
         system = _find_system_digest(interaction.messages, plan.prefix_digests)
         self._replies.add((system, digest_meaning(meaning)))
-        if plan.break_cause is None:
+        if plan.mismatch_cause is None:
             turns = zip(interaction.messages, plan.prefix_digests[1:], strict=True)
             self._given.update(digest for m, digest in turns if m["role"] == "assistant")
 
@@ -179,22 +148,22 @@ class ConversationTree:
         """The deepest sampled turn that the messages replay, and how many they replay.
 
         Of equal replies to an equal prompt, the latest: replies that differ in a tool
-        call's id are not equal. Which of several thoughts led to an equal reply is told by
-        the thought, where it came back.
+        call's id are not equal. Of equal replies after different reasoning, the one whose
+        reasoning came back, if any did.
         """
         for length in range(len(messages), 0, -1):
             if messages[length - 1]["role"] == "assistant":
                 known = self._by_conversation.get(digests[length], ())
                 nodes = [node for node in known if node.is_replayed_in(messages)]
                 if nodes:
-                    thought = extract_thought(messages[length - 1])
-                    exact = [node for node in nodes if node.thought == thought]
+                    reasoning = extract_reasoning(messages[length - 1])
+                    exact = [node for node in nodes if node.reasoning == reasoning]
                     return (exact or nodes)[-1], length
         return None, 0
 
     def _find_edit(
         self, messages: Sequence[Message], digests: list[bytes], num_known: int
-    ) -> BreakCause | None:
+    ) -> MismatchCause | None:
         """Why the messages after the known ones do not replay a turn that they resemble."""
         system = _find_system_digest(messages, digests)
         for position in range(num_known, len(messages)):
@@ -204,12 +173,12 @@ class ConversationTree:
             siblings = self._by_request.get(digests[position])
             if siblings:
                 causes = [diagnose_edit(n.interaction.reply or {}, message) for n in siblings]
-                named = [c for c in causes if c is not BreakCause.HISTORY_EDITED]
-                return named[-1] if named else BreakCause.HISTORY_EDITED
-            # What stood in an unbroken request before is given, though a reply may equal it.
+                named = [c for c in causes if c is not MismatchCause.HISTORY_EDITED]
+                return named[-1] if named else MismatchCause.HISTORY_EDITED
+            # What stood in a matching request before is given, though a reply may equal it.
             is_given = digests[position + 1] in self._given
             if not is_given and (system, fingerprint(message)) in self._replies:
-                return BreakCause.HISTORY_EDITED
+                return MismatchCause.HISTORY_EDITED
         return None
 
     def _continue(
@@ -218,14 +187,14 @@ class ConversationTree:
         messages: Sequence[Message],
         num_known: int,
         inputs: TemplateInputs,
-        edit: BreakCause | None,
+        edit: MismatchCause | None,
         digests: list[bytes],
     ) -> PromptPlan:
         turn = parent.interaction
         new_messages = messages[num_known:]
         skeleton = (*parent.plan.skeleton, make_placeholder(turn.reply), *new_messages)
         split = self._template.split_at_last_turn(skeleton, inputs)
-        shown = self._find_shown_thoughts(parent, messages, inputs)
+        shown = self._find_shown_reasoning(parent, messages, inputs)
         cause = self._find_obstacle(parent, inputs, split, shown)
         if split is not None and cause is None:
             return PromptPlan(
@@ -234,16 +203,16 @@ class ConversationTree:
                 ),
                 parent_id=turn.id,
                 extends_parent=True,
-                break_cause=edit,
+                mismatch_cause=edit,
                 inputs=inputs,
                 skeleton=skeleton,
                 skeleton_text=split.text,
                 prefix_digests=digests,
-                thoughts=parent.thoughts,
+                with_reasoning=parent.with_reasoning,
             )
 
-        # No splice: tokenize the whole. Often the tokens agree all the same.
-        restored = _restore_thoughts(parent, messages, shown)
+        # No splice: tokenize the whole prompt. Often the tokens agree all the same.
+        restored = _restore_reasoning(parent, messages, shown)
         text = self._template.render(restored, inputs)
         ids = self._template.encode(text)
         known_ids = turn.prompt_ids + turn.completion_ids
@@ -252,29 +221,30 @@ class ConversationTree:
             prompt_ids=ids,
             parent_id=turn.id,
             extends_parent=extends,
-            break_cause=edit if extends else cause,
+            mismatch_cause=edit if extends else cause,
             inputs=inputs,
             skeleton=restored,
             skeleton_text=text,
             prefix_digests=digests,
-            thoughts=shown,
+            with_reasoning=shown,
         )
 
-    def _find_shown_thoughts(
+    def _find_shown_reasoning(
         self, parent: _Node, messages: Sequence[Message], inputs: TemplateInputs
     ) -> frozenset[str]:
-        """The turns whose thoughts the template shows in this prompt.
+        """The turns whose reasoning the template shows in this prompt.
 
-        Marks take the thoughts' places, for a thought may be a word that stands elsewhere too.
+        Marks stand in for the reasoning, which may be a word that occurs elsewhere too.
         """
-        nodes = {n.interaction.id: n for n in parent.path if n.interaction.id in parent.thoughts}
+        turns = parent.with_reasoning
+        nodes = {n.interaction.id: n for n in parent.path if n.interaction.id in turns}
         if not nodes:
             return frozenset()
         marked = list(messages)
         marks = {}
         for number, node in enumerate(nodes.values()):
-            marks[node.interaction.id] = mark = f"{PLACEHOLDER}THOUGHT{number}X"
-            marked[node.position] = write_thought(messages[node.position], mark)
+            marks[node.interaction.id] = mark = f"{PLACEHOLDER}REASONING{number}X"
+            marked[node.position] = write_reasoning(messages[node.position], mark)
         text = self._template.render(marked, inputs)
         return frozenset(turn for turn, mark in marks.items() if mark in text)
 
@@ -284,24 +254,26 @@ class ConversationTree:
         inputs: TemplateInputs,
         split: SplitPrompt | None,
         shown: frozenset[str],
-    ) -> BreakCause | None:
+    ) -> MismatchCause | None:
         """What keeps the sampled ids from standing in this prompt; None: nothing."""
         if inputs != parent.plan.inputs:
-            return BreakCause.TEMPLATE_CHANGED
-        is_stripped = shown != parent.thoughts
-        if is_stripped and not self._keep_thinking:
-            return BreakCause.THINKING_STRIPPED
+            return MismatchCause.TEMPLATE_CHANGED
+        is_stripped = shown != parent.with_reasoning
+        if is_stripped and not self._keep_reasoning:
+            return MismatchCause.THINKING_STRIPPED
         if split is None:
-            return BreakCause.RETOKENIZED
+            return MismatchCause.RETOKENIZED
         if not self._shows_past(parent.plan, split.before):
-            return BreakCause.THINKING_STRIPPED if is_stripped else BreakCause.TEMPLATE_CHANGED
+            return (
+                MismatchCause.THINKING_STRIPPED if is_stripped else MismatchCause.TEMPLATE_CHANGED
+            )
         return None
 
     def _shows_past(self, plan: PromptPlan, before: str) -> bool:
         """Whether the text before a sampled turn is what the turn was sampled after.
 
         It may lack what only a generation prompt has, or have more: what the model wrote
-        itself, such as an empty thought; or it begins the turn in another way.
+        itself, such as empty reasoning; or it may begin the turn in another way.
         """
         past = plan.skeleton_text
         if past.startswith(before) or before.startswith(past):
@@ -309,19 +281,19 @@ class ConversationTree:
         return before.startswith(self._template.render_past(plan.skeleton, plan.inputs))
 
 
-def _restore_thoughts(
+def _restore_reasoning(
     parent: _Node, messages: Sequence[Message], shown: frozenset[str]
 ) -> tuple[Message, ...]:
-    """The messages with the sampled thoughts that the template shows, and without the others.
+    """The messages with the sampled reasoning that the template shows, and without any other.
 
-    A thought that came back inside the content is left to the template.
+    Reasoning that came back inside the content is left to the template.
     """
     restored = list(messages)
     for node in parent.path:
         message = messages[node.position]
-        if node.thought and not holds_thought_in_content(message):
-            thought = node.thought if node.interaction.id in shown else ""
-            restored[node.position] = write_thought(message, thought)
+        if node.reasoning and not holds_reasoning_in_content(message):
+            reasoning = node.reasoning if node.interaction.id in shown else ""
+            restored[node.position] = write_reasoning(message, reasoning)
     return tuple(restored)
 
 

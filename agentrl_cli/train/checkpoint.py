@@ -9,10 +9,12 @@ written by the same functions. All of it is safetensors and JSON: nothing is unp
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -22,8 +24,7 @@ from transformers import PreTrainedModel
 from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.models.lora import is_adapter_folder, load_adapter_weights
 from agentrl_cli.models.pretrained import without_progress_bars
-from agentrl_cli.store.files import store_errors
-from agentrl_cli.train.random_states import collect_random_states, restore_random_states
+from agentrl_cli.store.atomic_files import store_errors
 
 #: Counts changes of the layout below.
 FORMAT_VERSION = 1
@@ -55,7 +56,7 @@ def save_learner_state(folder: Path, *, step: int, facts: Mapping[str, Any]) -> 
 
 
 def load_learner_state(folder: Path, facts: Mapping[str, Any]) -> int:
-    """The step of a checkpoint that this learner can go on from; sets the generators.
+    """The step of a checkpoint that this learner can resume from; sets the generators.
 
     Raises:
         RunFolderError: not a checkpoint, of another version, or made with other ``facts``.
@@ -137,7 +138,7 @@ def describe_damage(folder: Path, error: Exception) -> str:
     """The message of a checkpoint that cannot be read, and the way out."""
     return (
         f"the checkpoint {folder} is damaged: {error}. Delete that folder and type the same "
-        "command again: the run goes on from the checkpoint before it, or from the start, and "
+        "command again: the run resumes from the checkpoint before it, or from the start, and "
         "learns from the stored trajectories, which are not sampled again"
     )
 
@@ -157,7 +158,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     if version != FORMAT_VERSION:
         raise RunFolderError(
             f"{folder} is written in format {version!r}, and this version of agentrl reads format "
-            f"{FORMAT_VERSION}. Go on with the version that wrote it (manifest.json of the run "
+            f"{FORMAT_VERSION}. Continue with the version that wrote it (manifest.json of the run "
             "names it), or begin a new run from its weights: trial_name=NAME "
             f"model.path={folder}"
         )
@@ -166,3 +167,49 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
     save_file({name: t.detach().contiguous().cpu() for name, t in tensors.items()}, path)
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds the global generators of Python, numpy and torch.
+
+    Nothing of agentrl draws from them: samples and orders have seeds of their own. Agents, tools
+    and rewards that run in the trainer's process may.
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def collect_random_states() -> dict[str, Tensor]:
+    """The states of all generators, as tensors by name."""
+    _, words, gauss = random.getstate()
+    states = {"cpu": torch.get_rng_state(), "python": torch.tensor(words, dtype=torch.int64)}
+    if gauss is not None:
+        states["python_gauss"] = torch.tensor([gauss], dtype=torch.float64)
+    numpy_state: Any = np.random.get_state(legacy=False)
+    if numpy_state["bit_generator"] == "MT19937":
+        key = numpy_state["state"]["key"].astype(np.int64).tolist()
+        words = [*key, numpy_state["state"]["pos"], numpy_state["has_gauss"]]
+        states["numpy"] = torch.tensor(words, dtype=torch.int64)
+        states["numpy_gauss"] = torch.tensor([numpy_state["gauss"]], dtype=torch.float64)
+    if torch.cuda.is_available():
+        states |= {f"cuda:{i}": s for i, s in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def restore_random_states(states: Mapping[str, Tensor]) -> None:
+    """Puts back what :func:`collect_random_states` gave; a generator that is not in it stays."""
+    torch.set_rng_state(states["cpu"])
+    if "python" in states:
+        gauss = states.get("python_gauss")
+        words = tuple(states["python"].tolist())
+        random.setstate((3, words, None if gauss is None else gauss.item()))
+    if "numpy" in states:
+        *key, position, has_gauss = states["numpy"].tolist()
+        cached = float(states["numpy_gauss"].item())
+        np.random.set_state(
+            ("MT19937", np.array(key, dtype=np.uint32), position, has_gauss, cached)
+        )
+    for index in range(torch.cuda.device_count()):
+        if f"cuda:{index}" in states:
+            torch.cuda.set_rng_state(states[f"cuda:{index}"], index)

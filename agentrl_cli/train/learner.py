@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,18 +13,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.config.machine import count_usable_cores
 from agentrl_cli.records import Trajectory
 from agentrl_cli.train.checkpoint import load_learner_state, save_learner_state
-from agentrl_cli.train.critic import Critic, describe_critic, open_critic
-from agentrl_cli.train.faults import FaultReport, SaveFault
-from agentrl_cli.train.optimizer import compute_learning_rate
-from agentrl_cli.train.policy import Policy, open_policy
+from agentrl_cli.train.data.samples import build_scoring_sample
+from agentrl_cli.train.model.critic import Critic
+from agentrl_cli.train.model.optimizer import compute_learning_rate
+from agentrl_cli.train.model.policy import Policy
+from agentrl_cli.train.monitor.update_metrics import UpdateMetrics
+from agentrl_cli.train.non_finite import NonFiniteReport
 from agentrl_cli.train.ranks import SINGLE, Ranks
-from agentrl_cli.train.samples import build_scoring_sample
-from agentrl_cli.train.step_batch import build_step_batch
-from agentrl_cli.train.step_updates import StepUpdates
-from agentrl_cli.train.threads import use_threads
-from agentrl_cli.train.update_metrics import UpdateMetrics
+from agentrl_cli.train.step_updates import StepUpdates, build_step_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class Learner:
     """A model in training. Its methods block; call them from one thread at a time.
 
-    ``step`` counts the updates made; a saved and loaded learner goes on bit for bit.
+    ``step`` counts the updates made; a learner that is saved and loaded continues bit for bit.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Learner:
             published: what :meth:`weights` gives: all weights (an adapter added to them), or
                 the adapter's, as ``engine.weight_transfer.kind`` lora sends them.
             ranks: the processes that train the model together, which call the same methods in
-                the same order; what a method gives is whole on rank 0.
+                the same order. Whole weights are given and written on rank 0 alone.
 
         Raises:
             MissingExtraError: an adapter is asked for and peft is not installed.
-            ModelError: an architecture whose attention or output head agentrl cannot follow,
+            ModelError: an architecture whose attention or output head agentrl does not support,
                 or an adapter that does not fit.
             ValueError: ``kl`` is set and ``reference_model`` is missing, or a critic is to be
                 trained and ``critic_model`` is.
@@ -82,18 +82,18 @@ class Learner:
         self._config = config
         self._train = config.train
         self._ranks = ranks
-        self._policy: Policy = open_policy(
+        self._policy = Policy(
             model,
             config,
-            ranks,
             reference_model=reference_model if uses_reference else None,
             tokenizer=tokenizer,
             device=torch.device(device),
             published=published,
+            ranks=ranks,
         )
         self._critic: Critic | None = None
         if config.train.critic is not None and critic_model is not None:
-            self._critic = open_critic(critic_model, config, ranks, torch.device(device))
+            self._critic = Critic(critic_model, config, torch.device(device), ranks)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -104,7 +104,6 @@ class Learner:
         self,
         trajectories: Sequence[Trajectory],
         policy_version: int,
-        save_fault: SaveFault | None = None,
     ) -> dict[str, float]:
         """Improves the model on the trajectories of one step; metrics of the update.
 
@@ -113,7 +112,6 @@ class Learner:
                 took the place of are left out.
             policy_version: of the weights before the update; tokens of other versions count
                 in ``off_policy_fraction``.
-            save_fault: keeps a micro-batch whose loss or gradient is not finite.
 
         Returns:
             ``loss``, ``grad_norm``, ``learning_rate``, ``approx_kl``, ``clipfrac``, ``kl``,
@@ -135,7 +133,7 @@ class Learner:
         self.step += 1
         batch = build_step_batch(trajectories, self._config, self._policy, self._critic)
         metrics = UpdateMetrics(batch.samples, policy_version)
-        faults = FaultReport(self._config, self.step, self._ranks, save_fault)
+        faults = NonFiniteReport(self._config, self.step, self._ranks)
         updates = StepUpdates(
             self._policy,
             self._critic,
@@ -164,21 +162,21 @@ class Learner:
         starts: Sequence[int] | None = None,
         temperature: float = 1.0,
         top_p: float = 1.0,
-        replaced: Mapping[str, Tensor] | None = None,
     ) -> list[list[float]]:
         """Logprobs of the tokens of each list from position ``starts[i]`` (default 1) to its end.
 
-        They are of the distribution that is sampled from at ``temperature`` and ``top_p``.
-        Tensors in ``replaced`` stand for the published ones of that name; of two names of one
-        tensor, for the one given alone.
+        They are of the distribution that is sampled from at ``temperature`` and ``top_p``. Of
+        several ranks rank 0 says which: its arguments are broadcast, those of others do not matter.
         """
         use_threads(self._train.num_threads, self._ranks.count)
-        starts = [1] * len(token_id_lists) if starts is None else starts
+        lists = [[int(token) for token in ids] for ids in token_id_lists]
+        first = [1] * len(lists) if starts is None else [int(start) for start in starts]
+        lists, first, temperature, top_p = self._ranks.broadcast([lists, first, temperature, top_p])
         samples = [
             build_scoring_sample(ids, start, temperature=temperature, top_p=top_p)
-            for ids, start in zip(token_id_lists, starts, strict=True)
+            for ids, start in zip(lists, first, strict=True)
         ]
-        scored = self._policy.score([s for s in samples if s.num_targets], replaced)
+        scored = self._policy.score([s for s in samples if s.num_targets])
         return [scored[id(sample)].tolist() if id(sample) in scored else [] for sample in samples]
 
     def weights(self) -> dict[str, Tensor]:
@@ -189,14 +187,11 @@ class Learner:
         """
         return self._policy.weights()
 
-    def published_names(self) -> Mapping[str, str]:
-        """Every name of a published tensor -> the one it has in :meth:`weights`."""
-        return self._policy.published_names()
-
     def save(self, folder: str | Path) -> None:
         """Writes a folder that ``AutoModelForCausalLM.from_pretrained`` and :meth:`load` read.
 
         With an adapter it holds the adapter alone, in peft's format, and names its base model.
+        Of several ranks rank 0 writes; the folder that the others name does not matter.
 
         Raises:
             StoreError: it cannot be written.
@@ -209,18 +204,31 @@ class Learner:
         self._ranks.barrier()
 
     def load(self, folder: str | Path) -> None:
-        """Goes on from what :meth:`save` wrote: weights, optimizer, step, random states.
+        """Resumes from what :meth:`save` wrote: weights, optimizer, step, random states.
 
         Raises:
             RunFolderError: not a checkpoint of this kind of learner.
             StoreError: it is damaged.
         """
         step = load_learner_state(Path(folder), self._describe())
-        self._policy.load(Path(folder))
-        if self._critic is not None:
-            self._critic.load(Path(folder))
+        self._ranks.in_turn(lambda: self._policy.load(Path(folder)))
+        critic = self._critic
+        if critic is not None:
+            self._ranks.in_turn(lambda: critic.load(Path(folder)))
         self.step = step
 
     def _describe(self) -> dict[str, Any]:
         """What must be equal where a checkpoint is loaded."""
-        return self._policy.describe() | describe_critic(self._critic)
+        critic = None if self._critic is None else self._critic.describe()
+        return self._policy.describe() | {"critic": critic}
+
+
+def use_threads(num_threads: int | None, num_processes: int) -> None:
+    """Sets the CPU threads of the calling thread, which OpenMP keeps apart.
+
+    Without ``num_threads`` and OMP_NUM_THREADS, this process's part of the usable cores.
+    """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, count_usable_cores() // num_processes))

@@ -3,31 +3,100 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.engine.protocol import InferenceEngine
-from agentrl_cli.errors import RolloutFailedError
+from agentrl_cli.engine.protocol import InferenceEngine, ServerFaultCounter
+from agentrl_cli.errors import AlarmError, RolloutFailedError
 from agentrl_cli.log import Observer
 from agentrl_cli.records import Trajectory
-from agentrl_cli.rollout.background import BackgroundLoop
+from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.train.alarms import Alarms
-from agentrl_cli.train.engine_faults import EngineFaults
+from agentrl_cli.store.trajectory_file import decode_trajectories, encode_trajectories
 from agentrl_cli.train.learner import Learner
-from agentrl_cli.train.loggers import MetricsLogger
-from agentrl_cli.train.metrics import summarize_trajectories
-from agentrl_cli.train.progress import BatchProgress
+from agentrl_cli.train.monitor.alarm_rules import Alarms
+from agentrl_cli.train.monitor.batch_metrics import BatchProgress, summarize_trajectories
+from agentrl_cli.train.monitor.loggers import MetricsLogger
 from agentrl_cli.train.publish import publish_and_verify, resolve_probe_tolerance
-from agentrl_cli.train.saving import CheckpointSaver
-from agentrl_cli.train.stop_flag import StopFlag
+from agentrl_cli.train.ranks import Ranks
+from agentrl_cli.train.resume import CheckpointSaver
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingLoop:
+    """One run from its first step, or from where it was interrupted, to its last.
+
+    Every rank runs it, and calls the learner's methods in the same order. Rank 0 alone has a
+    ``coordinator`` with everything else; the others hear from it what comes next.
+    """
+
+    config: ExperimentConfig
+    learner: Learner
+    ranks: Ranks
+    coordinator: RunCoordinator | None
+
+    def run(self) -> bool:
+        """Trains until the last step or a request to stop; True when the last step is done.
+
+        Raises:
+            AlarmError: an alarm ends the run; the step is saved.
+        """
+        main, first_step = self.coordinator, self.learner.step + 1
+        if main is not None:
+            main.begin(first_step)
+        self._publish(first_step - 1)
+        if main is not None:
+            main.evaluate_if_due(first_step - 1)
+        for step in range(first_step, self.config.train.total_steps + 1):
+            batch = self._broadcast_batch(None if main is None else main.collect(step))
+            if batch is None:
+                return False
+            metrics = self._learn(step, batch) | self._publish(step)
+            is_saved = None if main is None else main.finish_step(step, batch, metrics)
+            if self.ranks.broadcast(is_saved):
+                self._save(step)
+            if main is not None:
+                main.stop_if_alarmed(step)
+        return True
+
+    def _broadcast_batch(self, batch: list[Trajectory] | None) -> list[Trajectory] | None:
+        """The batch of rank 0 on every rank; None: the run was asked to stop."""
+        if self.ranks.count == 1:
+            return batch
+        content = self.ranks.broadcast_bytes(b"" if batch is None else encode_trajectories(batch))
+        return decode_trajectories(content) if content else None
+
+    def _learn(self, step: int, batch: Sequence[Trajectory]) -> dict[str, float]:
+        """Updates the learner; an engine on the same GPU makes room for it meanwhile."""
+        with nullcontext() if self.coordinator is None else self.coordinator.released_engine():
+            return self.learner.update(batch, policy_version=step - 1)
+
+    def _publish(self, version: int) -> dict[str, float]:
+        """Gives the engine the learner's weights, verified, and lets rollouts use them."""
+        # Rank 0 may have servers to wait for.
+        self.ranks.broadcast(None)
+        if self.coordinator is not None:
+            return self.coordinator.publish(version)
+        self.learner.weights()
+        self.learner.compute_logprobs([])
+        return {}
+
+    def _save(self, step: int) -> None:
+        """Writes a checkpoint, and deletes those that are not kept."""
+        if self.coordinator is not None:
+            self.coordinator.save(step)
+        else:
+            self.learner.save(Path())
 
 
 @dataclass(slots=True, kw_only=True)
-class TrainingLoop:
-    """One run from its first step, or from where it was interrupted, to its last.
+class RunCoordinator:
+    """What rank 0 does in a run besides training: it collects, publishes, records, evaluates.
 
     The trajectories of a step are on disk before the step learns from them, and a step is
     a function of the weights before it and of its trajectories. So whatever a killed run
@@ -53,43 +122,26 @@ class TrainingLoop:
     loggers: Sequence[MetricsLogger]
     stop: StopFlag
     _step_started: float = field(default=0.0, init=False)
-    _faults: EngineFaults = field(init=False)
+    _rollout_seconds: float = field(default=0.0, init=False)
     _alarms: Alarms = field(init=False)
 
-    def __post_init__(self) -> None:
-        self._faults = EngineFaults(self.engine)
-
-    def run(self) -> bool:
-        """Trains until the last step or a request to stop; True when the last step is done.
-
-        Raises:
-            AlarmError: an alarm rang that ends the run; the step is saved.
-        """
-        last_step = self.config.train.total_steps
-        first_step = self.learner.step + 1
+    def begin(self, first_step: int) -> None:
+        """Makes the run folder that of a run whose next step is ``first_step``."""
         self.folder.truncate_metrics(first_step - 1)
-        self.folder.discard_micro_batches(first_step - 1)
         lines = self.folder.read_metrics()
         self._alarms = Alarms(self.config, self.folder.path, self.observer, lines)
-        self.publish(first_step - 1)
-        self.evaluate_if_due(first_step - 1)
-        for step in range(first_step, last_step + 1):
-            if self.stop.is_set():
-                return False
-            self._step_started = time.perf_counter()
-            batch = self.collect(step)
-            collected = time.perf_counter()
-            metrics = self.learn(step, batch)
-            metrics |= self.publish(step)
-            metrics |= {"rollout_seconds": collected - self._step_started}
-            self.record(step, batch, metrics)
-            self.stop_if_alarmed(step)
-            self.evaluate_if_due(step)
-            self.save_if_due(step)
-        return True
 
-    def collect(self, step: int) -> list[Trajectory]:
-        """The trajectories of a step, on disk: made now, or before an interruption."""
+    def collect(self, step: int) -> list[Trajectory] | None:
+        """The trajectories of a step, on disk: made now, or before an interruption; None when the
+        run was asked to stop."""
+        if self.stop.is_set():
+            return None
+        self._step_started = time.perf_counter()
+        batch = self._collect(step)
+        self._rollout_seconds = time.perf_counter() - self._step_started
+        return batch
+
+    def _collect(self, step: int) -> list[Trajectory]:
         if step < self.first_rolled_step:
             self.observer.on_message(f"step {step}: its stored trajectories are used again")
             return self.folder.read_trajectories(step)
@@ -106,24 +158,23 @@ class TrainingLoop:
 
     def compute_deadline(self) -> float:
         """Seconds after which the next batch is there, those that are made ahead of it too."""
-        config, num_spares = self.config, self.config.resolve_max_replaced_groups()
-        num_groups = config.train_dataset.batch_size + num_spares
+        config, num_backup_tasks = self.config, self.config.resolve_max_backup_tasks()
+        num_groups = config.train_dataset.batch_size + num_backup_tasks
         num_steps_ahead = config.rollout.max_staleness + 1
-        # At worst every spare replaces the one before it.
+        # At worst every backup task replaces the one before it.
         return config.rollout.compute_deadline(
-            num_groups * config.gconfig.n_samples * num_steps_ahead, max_in_a_row=1 + num_spares
+            num_groups * config.gconfig.n_samples * num_steps_ahead,
+            max_in_a_row=1 + num_backup_tasks,
         )
 
-    def learn(self, step: int, batch: Sequence[Trajectory]) -> dict[str, float]:
-        """Updates the learner; an engine on the same GPU makes room for it meanwhile."""
+    @contextmanager
+    def released_engine(self) -> Iterator[None]:
+        """A block in which an engine on the trainer's GPU leaves it its memory."""
         self.observer.on_stage("train")
-        engine = self.config.engine
-        self.background.run(self.engine.release_memory(), engine.compute_release_deadline())
-        metrics = self.learner.update(
-            batch, policy_version=step - 1, save_fault=self.folder.write_micro_batch
-        )
-        self.background.run(self.engine.reclaim_memory(), engine.compute_release_deadline())
-        return metrics
+        deadline = self.config.engine.compute_release_deadline()
+        self.background.run(self.engine.release_memory(), deadline)
+        yield
+        self.background.run(self.engine.reclaim_memory(), deadline)
 
     def publish(self, version: int) -> dict[str, float]:
         """Gives the engine the learner's weights, verified, and lets rollouts use them."""
@@ -141,16 +192,27 @@ class TrainingLoop:
         self.scheduler.set_policy_version(version)
         return metrics
 
+    def finish_step(
+        self, step: int, batch: Sequence[Trajectory], metrics: Mapping[str, float]
+    ) -> bool:
+        """Records the step and evaluates when it is due; True when it is to be saved."""
+        self.record(step, batch, metrics)
+        if self._find_alarm(step) is not None:
+            return True
+        self.evaluate_if_due(step)
+        return self.stop.is_set() or self.saver.is_due(step)
+
     def record(self, step: int, batch: Sequence[Trajectory], metrics: Mapping[str, float]) -> None:
         """Writes the step's line of metrics and shows it."""
-        seconds = time.perf_counter() - self._step_started
+        seconds, engine = time.perf_counter() - self._step_started, self.engine
         num_tokens = sum(t.num_completion_tokens for t in batch)
         line = {
             "step": float(step),
             **summarize_trajectories(batch, policy_version=step - 1),
-            "num_resting_tasks": float(self.scheduler.count_resting(step)),
+            "num_tasks_in_cooldown": float(self.scheduler.count_cooling(step)),
             **metrics,
-            **self._faults.take(),
+            "rollout_seconds": self._rollout_seconds,
+            **(engine.take_fault_metrics() if isinstance(engine, ServerFaultCounter) else {}),
             "reward_seconds": sum(t.reward_seconds for t in batch),
             "tokens_per_second": num_tokens / seconds,
             "train_tokens_per_second": metrics["train_tokens"] / metrics["train_seconds"],
@@ -162,14 +224,17 @@ class TrainingLoop:
         for logger in self.loggers:
             logger.log(step, line)
         self.observer.on_step(line)
-        self._alarms.tell()
+        self._alarms.report()
 
     def stop_if_alarmed(self, step: int) -> None:
-        """Saves and raises where an alarm ends the run; after the last step nothing is left to."""
-        error = self._alarms.find_stop()
-        if error is not None and step < self.config.train.total_steps:
-            self.save(step)
+        """Raises the alarm that ends the run, if there is one."""
+        error = self._find_alarm(step)
+        if error is not None:
             raise error
+
+    def _find_alarm(self, step: int) -> AlarmError | None:
+        """After the last step nothing is left to stop."""
+        return self._alarms.find_stop() if step < self.config.train.total_steps else None
 
     def evaluate_if_due(self, step: int) -> None:
         """Evaluates before the first step, after the last, and every ``eval_every_steps``."""
@@ -178,12 +243,15 @@ class TrainingLoop:
         if due and self.config.valid_dataset is not None and step not in self.folder.eval_steps():
             self.evaluate(step)
 
-    def save_if_due(self, step: int) -> None:
-        """Saves when it is due, and when asked to stop."""
-        if self.stop.is_set() or self.saver.is_due(step):
-            self.save(step)
-
     def save(self, step: int) -> None:
         """Writes a checkpoint, and deletes those that are not kept."""
         self.observer.on_stage("save")
         self.saver.save(step)
+
+
+class StopFlag(Protocol):
+    """Whether the run has been asked to end after the step in progress."""
+
+    def is_set(self) -> bool:
+        """True once it has."""
+        ...

@@ -1,9 +1,9 @@
 """Masks of constrained tokens: what their engine let them be chosen from.
 
-The logprob of a constrained token is that of the tokens its structural tag allowed. The masks
-are made once more from the recorded ids, by walking the same grammar. A mask of a vocabulary of
-150,000 is 19 kB of bits, but a grammar has few of them, which come again and again: each is kept
-once, and is unpacked only for the tokens whose logits stand in memory.
+The logprob of a constrained token is taken over the tokens that its structural tag allowed. The
+masks are made again from the recorded ids, by walking the same grammar. A mask for a vocabulary of
+150,000 has 19 kB, but a grammar has few distinct ones: each is kept once, and is unpacked only for
+the tokens whose logits are in memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl_cli.engine.embedded_sampling import unpack_masks
+from agentrl_cli.engine.embedded.token_sampling import unpack_masks
 from agentrl_cli.engine.grammar import GrammarError, TokenGrammars
 from agentrl_cli.log import get_logger
 
@@ -84,7 +84,7 @@ class MaskMaker:
         try:
             matcher = self._grammars.start(tag)
         except GrammarError as error:
-            _log.warning("tokens were sampled under a structural tag that is none: %s", error)
+            _log.warning("tokens were sampled under an invalid structural tag: %s", error)
             return None
         mask = np.empty((1, self._grammars.num_words), np.int32)
         for token in completion_ids:

@@ -1,91 +1,202 @@
-"""The processes that train one model together ("ranks"), as the code of an update sees them.
+"""The processes that train one model together ("ranks"), as one of them sees them.
 
 How several ranks make one update, which is that of one process:
 
-- Every rank holds a shard of the weights, of the optimizer's state and of nothing else (FSDP2,
-  ``sharding.py``). Rank 0 also has everything that a single trainer has: rollouts, the engine,
-  metrics, checkpoints. The others follow what it commands (``commands.py``): they read the step's
-  trajectories from the run folder, where they are before they are trained on.
+- Every rank runs the same program: the same loop (``loop.py``), the same learner. Each holds a
+  shard of the weights and of the optimizer's state (FSDP2, ``sharding.py``). Rank 0 alone has the
+  rollouts, the engine, metrics and checkpoints; it broadcasts each step's trajectories, and what
+  else it has decided.
 - Every rank builds all samples of the step, and so the same advantages and denominators; of each
-  minibatch it passes its own share through the model (``shares.py``). The parts of the loss add
-  up, so gradients are summed over ranks, never averaged.
+  minibatch it passes its own share through the model (``trained_model.py``). The parts of the loss
+  add up, so gradients are summed over ranks, never averaged.
 - A pass through a sharded model is a sequence of exchanges in which all ranks take part. So all
-  make equally many passes: who has fewer micro-batches makes passes of nothing, whose gradient is
+  make equally many passes: a rank with fewer micro-batches makes empty passes, whose gradient is
   0; and what goes wrong on one rank alone (a loss that is not finite) stops all of them at the end
-  of the minibatch, with one message. Forward passes for probes are shared out in the same way.
-- What needs the whole model (publication, checkpoint, diagnosis) works on a copy that rank 0
-  gathers parameter by parameter; the other ranks never hold more than one whole parameter. So a
+  of the minibatch, with one message.
+- What needs the whole model (publication, checkpoint) works on a copy that rank 0 gathers
+  parameter by parameter; the other ranks never hold more than one whole parameter. So a
   checkpoint is the files that one process writes, and any number of ranks reads it.
-- Every exchange has a deadline. A rank that fails or dies leaves the others waiting, at most until
-  then: the command that started them ends them all and starts them again from the last checkpoint.
+- Every exchange has a deadline, but for waiting until rank 0 has the next batch: its rollouts have
+  deadlines of their own. A rank that fails or dies breaks its connections to the others; the
+  command that started them ends them all and starts them again from the last checkpoint.
+
+A process that trains alone is a world of one: the same code, with nobody to exchange with.
+
+Small things (decisions, counts, logprobs) go through gloo on the CPU, shards through NCCL where
+the ranks have GPUs. Both stay on the loopback interface, and nothing is pickled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from agentrl_cli.train.rendezvous import RankLostError, Rendezvous
+
+#: How long a rank waits for the others in any exchange. The longest wait is while rank 0 writes a
+#: checkpoint to a slow disk, or another rank loads its model.
+EXCHANGE_SECONDS = 3600.0
+#: How long the others wait until rank 0 has something to broadcast. Far beyond any batch: gloo
+#: needs a number.
+_BROADCAST_SECONDS = 30 * 24 * 3600.0
+
+T = TypeVar("T")
+
+_LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 
 
-class Ranks(Protocol):
+@dataclass(frozen=True, slots=True)
+class Ranks:
     """What the ranks tell each other; every method is called by all of them, in one order."""
 
-    @property
-    def index(self) -> int:
-        """Of this process; 0 has the rollouts."""
-        ...
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        ...
+    index: int = 0
+    """Of this process; 0 has the rollouts."""
+    count: int = 1
+    mesh: DeviceMesh | None = None
+    """Over which weights are sharded; None: this process trains alone."""
+    _control: dist.ProcessGroup | None = None
+    _announcements: dist.ProcessGroup | None = None
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over the ranks, in float64, the same bits on each."""
-        ...
+        own = torch.tensor(values, dtype=torch.float64)
+        return torch.stack(self.gather_tensors(own)).sum(0).tolist()
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's ``value``, which JSON can hold, by rank."""
-        ...
+        if self.count == 1:
+            return [value]
+        parts = self.gather_tensors(_to_tensor(json.dumps(value).encode()))
+        return [json.loads(part.numpy().tobytes()) for part in parts]
 
     def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor of one dimension, on the CPU, by rank; lengths may differ."""
-        ...
+        own = tensor.detach().cpu()
+        if self.count == 1:
+            return [own]
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        dist.all_gather(lengths, torch.tensor([len(own)]), group=self._control)
+        longest = max(int(length) for length in lengths)
+        padded = own.new_zeros(longest)
+        padded[: len(own)] = own
+        parts = [torch.empty_like(padded) for _ in range(self.count)]
+        if longest:
+            dist.all_gather(parts, padded, group=self._control)
+        return [part[: int(length)] for part, length in zip(parts, lengths, strict=True)]
 
     def broadcast(self, value: Any) -> Any:
         """The value of rank 0, which JSON can hold; that of others does not matter."""
-        ...
+        if self.count == 1:
+            return value
+        return json.loads(self.broadcast_bytes(json.dumps(value).encode()))
+
+    def broadcast_bytes(self, content: bytes) -> bytes:
+        """The bytes of rank 0, for which the others wait as long as it takes."""
+        if self.count == 1:
+            return content
+        data = _to_tensor(content) if self.index == 0 else torch.empty(0, dtype=torch.uint8)
+        length = torch.tensor([len(data)])
+        dist.broadcast(length, 0, group=self._announcements)
+        if self.index > 0:
+            data = torch.empty(int(length), dtype=torch.uint8)
+        if int(length):
+            dist.broadcast(data, 0, group=self._control)
+        return data.numpy().tobytes()
 
     def barrier(self) -> None:
         """Returns when all have come here."""
-        ...
+        self.gather_tensors(torch.zeros(0))
+
+    def in_turn(self, action: Callable[[], T]) -> T:
+        """What ``action`` returns, called on one rank after the other: where each needs a whole
+        model for a moment, so that one stands in memory."""
+        for turn in range(self.count):
+            if turn == self.index:
+                result = action()
+            self.barrier()
+        return result
 
 
-class SingleRank:
-    """A process that trains alone."""
-
-    index = 0
-    count = 1
-
-    def sum(self, values: Sequence[float]) -> list[float]:
-        """The values."""
-        return list(values)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """The value."""
-        return [value]
-
-    def gather_tensors(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor."""
-        return [tensor.cpu()]
-
-    def broadcast(self, value: Any) -> Any:
-        """The value."""
-        return value
-
-    def barrier(self) -> None:
-        """Returns at once."""
+#: A process that trains alone.
+SINGLE = Ranks()
 
 
-SINGLE: Ranks = SingleRank()
+@contextmanager
+def open_ranks(
+    rendezvous: Rendezvous | None,
+    *,
+    on_gpu: bool = False,
+    exchange_seconds: float = EXCHANGE_SECONDS,
+) -> Iterator[Ranks]:
+    """Meets the other ranks (None: there are none), and leaves them when all have ended the block
+    without an error.
+
+    After an error others may be in the middle of an exchange, and to leave would be to wait.
+
+    Args:
+        rendezvous: which of them this process is.
+        on_gpu: each has a GPU of its own; shards then go through NCCL.
+        exchange_seconds: deadline of each exchange.
+
+    Raises:
+        RankLostError: another rank died, or did not come to an exchange in time.
+    """
+    if rendezvous is None:
+        yield SINGLE
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _LOOPBACK
+    if on_gpu:
+        torch.cuda.set_device(0)
+    deadline = timedelta(seconds=exchange_seconds)
+    with _naming_losses(rendezvous, exchange_seconds):
+        # A file, not MASTER_PORT: torch's own store would listen on every interface.
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=dist.FileStore(rendezvous.path, rendezvous.count),  # type: ignore[attr-defined]
+            rank=rendezvous.index,
+            world_size=rendezvous.count,
+            timeout=deadline,
+        )
+        ranks = Ranks(
+            rendezvous.index,
+            rendezvous.count,
+            DeviceMesh("cuda" if on_gpu else "cpu", list(range(rendezvous.count))),
+            dist.new_group(backend="gloo", timeout=deadline),
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=_BROADCAST_SECONDS)),
+        )
+        yield ranks
+        # Rank 0 has servers and agents to end.
+        ranks.broadcast(None)
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _naming_losses(rendezvous: Rendezvous, seconds: float) -> Iterator[None]:
+    """Gives errors of exchanges one type, wherever they were raised."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo has none of its own.
+        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+            raise
+        raise RankLostError(
+            f"another of the {rendezvous.count} processes that train together has ended, or has "
+            f"not answered for {seconds:g} s"
+        ) from error
+
+
+def _to_tensor(content: bytes) -> Tensor:
+    if not content:  # Which torch.frombuffer refuses.
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)

@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from torch import Tensor
+
+from agentrl_cli.config.algorithm_config import GaeAdvantageConfig
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.log import get_logger
-from agentrl_cli.train.critic import Critic
-from agentrl_cli.train.faults import ComputePart, FaultReport, Part, add_up_gradient, list_values
-from agentrl_cli.train.fixed_logprobs import FixedLogprobs
-from agentrl_cli.train.losses import LossInputs, compute_loss
-from agentrl_cli.train.minibatches import Minibatch, build_minibatches
-from agentrl_cli.train.optimizer import compute_learning_rate
-from agentrl_cli.train.packing import MicroBatch
-from agentrl_cli.train.policy import Policy, Trained
-from agentrl_cli.train.samples import Sample
-from agentrl_cli.train.step_batch import StepBatch
-from agentrl_cli.train.update_metrics import UpdateMetrics
-from agentrl_cli.train.value_targets import ValueTargets
+from agentrl_cli.records import Trajectory
+from agentrl_cli.train.data.minibatches import Minibatch, build_minibatches
+from agentrl_cli.train.data.packing import MicroBatch
+from agentrl_cli.train.data.samples import Sample, assign_advantages, build_samples
+from agentrl_cli.train.loss.advantages import compute_advantages
+from agentrl_cli.train.loss.gae import ValueTargets, assign_gae
+from agentrl_cli.train.loss.policy_loss import LossInputs, compute_loss
+from agentrl_cli.train.loss.reward_penalties import (
+    Penalties,
+    compute_overlong_penalties,
+    reduce_rewards,
+)
+from agentrl_cli.train.model.critic import Critic
+from agentrl_cli.train.model.optimizer import compute_learning_rate
+from agentrl_cli.train.model.policy import Policy
+from agentrl_cli.train.model.trained_model import TrainedModel
+from agentrl_cli.train.monitor.update_metrics import UpdateMetrics
+from agentrl_cli.train.non_finite import (
+    ComputePart,
+    NonFiniteReport,
+    Part,
+    add_up_gradient,
+    list_values,
+)
 
 _log = get_logger(__name__)
 
@@ -31,7 +48,7 @@ class StepUpdates:
         config: the experiment's.
         step: from 1.
         metrics: count what happens.
-        faults: are told of what is not finite.
+        faults: reports what is not finite.
     """
 
     def __init__(
@@ -42,7 +59,7 @@ class StepUpdates:
         *,
         step: int,
         metrics: UpdateMetrics,
-        faults: FaultReport,
+        faults: NonFiniteReport,
     ) -> None:
         self._policy = policy
         self._critic = critic
@@ -141,7 +158,7 @@ class StepUpdates:
 
     def _apply_gradient(
         self,
-        trained: Trained,
+        trained: TrainedModel[Any],
         samples: Sequence[Sample],
         compute_part: ComputePart,
         learning_rate: float,
@@ -162,3 +179,78 @@ class StepUpdates:
         trained.optimizer.zero_gradients()
         _log.warning("%s", self._faults.refuse(trained, fault, worst))
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The trajectories of a step, and what they were made into before its first update."""
+
+    trajectories: Sequence[Trajectory]
+    """All but those of groups that others took the place of."""
+    samples: Sequence[Sample]
+    """Of the scored ones."""
+    value_targets: ValueTargets | None
+    """What the critic learns from the samples; None: there is none."""
+    penalty_means: Mapping[str, float]
+
+    def summarize(self) -> dict[str, float]:
+        """The metrics of penalties, and of the critic's values, where there are any."""
+        values = {} if self.value_targets is None else self.value_targets.summarize()
+        return {**self.penalty_means, **values}
+
+
+def build_step_batch(
+    trajectories: Sequence[Trajectory],
+    config: ExperimentConfig,
+    policy: Policy,
+    critic: Critic | None,
+) -> StepBatch:
+    """The batch of a step's ``trajectories``, unscored ones included."""
+    kept = [t for t in trajectories if t.replaced_by is None]
+    samples = build_samples(kept, config.rollout.export_style, policy.build_mask_maker())
+    penalties = _compute_penalties(kept, samples, config, policy)
+    reduced = reduce_rewards(kept, penalties.amounts)
+    advantage = config.train.algorithm.advantage
+    value_targets = None
+    if critic is None or not isinstance(advantage, GaeAdvantageConfig):
+        samples = assign_advantages(samples, compute_advantages(reduced, advantage))
+    else:
+        samples, value_targets = assign_gae(
+            reduced, samples, critic.score(samples), advantage, config.rollout.turn_discount
+        )
+    return StepBatch(kept, samples, value_targets, penalties.means)
+
+
+def _compute_penalties(
+    trajectories: Sequence[Trajectory],
+    samples: Sequence[Sample],
+    config: ExperimentConfig,
+    policy: Policy,
+) -> Penalties:
+    """What is taken off the rewards."""
+    algorithm = config.train.algorithm
+    penalties = Penalties(len(trajectories))
+    if algorithm.overlong is not None:
+        limit = config.rollout.max_tokens_per_trajectory
+        amounts = compute_overlong_penalties(trajectories, algorithm.overlong, limit)
+        penalties.add("overlong", amounts)
+    if algorithm.kl is not None and algorithm.has_kl_reward:
+        penalties.add_kl(samples, policy.score_reference(samples), algorithm.kl)
+    return penalties
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLogprobs:
+    """Logprobs [targets] by ``id(sample)``, made once before the step's first update."""
+
+    proximal: Mapping[int, Tensor] | None
+    """None: those of the update's own forward pass."""
+    reference: Mapping[int, Tensor] | None
+    """None: there is no KL term."""
+
+    def join(self, batch: MicroBatch) -> tuple[Tensor | None, Tensor | None]:
+        """Those of the micro-batch's targets, on its device."""
+        return (
+            None if self.proximal is None else batch.join(self.proximal),
+            None if self.reference is None else batch.join(self.reference),
+        )

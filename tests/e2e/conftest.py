@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_cli.agents.building import AgentSource
+from agentrl_cli.agents.agent_building import AgentSource
 from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.records import Trajectory
@@ -17,7 +17,7 @@ from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow
 from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.rewards import AsyncRewardWrapper
 from agentrl_cli.rollout.workflow import Attempt
-from agentrl_cli.tracking.export import export_interactions
+from agentrl_cli.tracking.sequences import build_sequences
 
 
 @pytest.fixture(scope="session")
@@ -96,9 +96,9 @@ def check_exported_tensors(trajectories: Sequence[Trajectory], engine: Recording
     """Every token that the engine sampled is in one tensor, trained there, and no other is."""
     for style in ("concat", "individual"):
         tensors = [
-            exported.to_tensor_dict()
+            sequence.to_tensor_dict()
             for trajectory in trajectories
-            for exported in export_interactions(trajectory.interactions, style).values()
+            for sequence in build_sequences(trajectory.interactions, style)
         ]
         num_masked = sum(int(t["loss_mask"].sum()) for t in tensors)
         assert num_masked == sum(len(s.generation.completion_ids) for s in engine.sampled)
@@ -169,9 +169,9 @@ class Play:
     """Texts that the engine was asked to continue."""
 
     @property
-    def breaks(self) -> list[str]:
-        """The causes of all breaks, in the order of the calls."""
-        causes = (i.break_cause for i in self.trajectory.interactions)
+    def prefix_mismatches(self) -> list[str]:
+        """The causes of all prefix mismatches, in the order of the calls."""
+        causes = (i.mismatch_cause for i in self.trajectory.interactions)
         return [cause.value for cause in causes if cause is not None]
 
 

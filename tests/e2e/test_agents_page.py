@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_cli.config.imports import import_object
+from agentrl_cli.config.import_paths import import_object
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
 #: What an example imports, and the marker of the tests that need it.
@@ -52,6 +52,6 @@ async def test_example_runs(
     trajectory = played.trajectory
     assert (trajectory.failure, trajectory.reward) == (None, 1.0)
     assert (trajectory.final_answer, trajectory.num_turns) == ("resistance", len(replies))
-    assert played.breaks == []
+    assert played.prefix_mismatches == []
     if "look_up" in code:
         assert "unit of electrical resistance" in played.prompts[1]

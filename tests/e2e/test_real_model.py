@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from agentrl_cli.config.engine import EngineConfig
-from agentrl_cli.config.loading import load_config
+from agentrl_cli.config.config_file import load_config
+from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.models.calculator_tasks import build_rows
-from agentrl_cli.rollout.building import build_workflow
 from agentrl_cli.rollout.dataset import build_eval_tasks
 from agentrl_cli.rollout.scheduler import run_tasks
-from agentrl_cli.rollout.worker_agents import WorkerAgents
+from agentrl_cli.rollout.workers.worker_pool import WorkerAgents
+from agentrl_cli.rollout.workflow_building import build_workflow
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.gateway import Gateway
 
@@ -61,7 +61,8 @@ CELLS = [
 @pytest.fixture(scope="module")
 def calculator(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """The built-in model and its tokenizer, made in a minute where no cache has it."""
-    from agentrl_cli.models.loading import load_model, load_tokenizer, resolve_model_folder
+    from agentrl_cli.models.builtin_models import resolve_model_folder
+    from agentrl_cli.models.pretrained import load_model, load_tokenizer
 
     folder = resolve_model_folder("builtin:calculator", SilentObserver())
     assert Path(folder).is_dir()
@@ -71,7 +72,7 @@ def calculator(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 @pytest.fixture
 async def engine(calculator: tuple[Any, Any], recording_engine: Any) -> AsyncIterator[Any]:
     """The embedded engine with the built-in model."""
-    from agentrl_cli.engine.embedded import EmbeddedEngine
+    from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 
     config = EngineConfig(max_model_len=512, max_num_seqs=32, num_threads=1)
     engine = EmbeddedEngine(*calculator, config, model_name="calculator")
@@ -122,6 +123,8 @@ async def test_real_conversations_export_what_was_sampled(
     with_tool = [t for t in trajectories if t.num_tool_calls]
     assert len(with_tool) >= 4
     assert sum(t.reward or 0.0 for t in with_tool) >= len(with_tool) / 2
-    assert [i.break_cause for t in trajectories for i in t.interactions if i.break_cause] == []
+    assert [
+        i.mismatch_cause for t in trajectories for i in t.interactions if i.mismatch_cause
+    ] == []
     assert all(i.extends_parent for t in with_tool for i in t.interactions[1:])
     check_tensors(trajectories, engine)

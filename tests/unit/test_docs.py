@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agentrl_cli.config.loading import load_config, load_config_as
-from agentrl_cli.config.sft import SftConfig
-from agentrl_cli.tracking.parsers.table import (
+from agentrl_cli.config.config_file import load_config, load_config_as
+from agentrl_cli.config.sft_config import SftConfig
+from agentrl_cli.tracking.formats.format_table import (
     REASONING_ALIASES,
     REASONING_BY_TOOL_CALLS,
     REASONING_FORMATS,
@@ -37,13 +37,13 @@ def test_parsers_page_names_every_format_once() -> None:
     text = (ROOT / "docs" / "parsers.md").read_text(encoding="utf-8")
     rows = (
         "\n".join(line for line in part.splitlines() if line.startswith("|"))
-        for part in text.split("## Thoughts")
+        for part in text.split("## Reasoning\n")
     )
-    calls, thoughts = rows
+    calls, reasoning = rows
     for name in (*TOOL_CALL_FORMATS, *TOOL_CALL_ALIASES):
         assert len(re.findall(rf"[|,] `{re.escape(name)}`", calls)) == 1, name
     for name in (*REASONING_FORMATS, *REASONING_ALIASES, *REASONING_BY_TOOL_CALLS):
-        assert len(re.findall(rf"[|,] `{re.escape(name)}`", thoughts)) == 1, name
+        assert len(re.findall(rf"[|,] `{re.escape(name)}`", reasoning)) == 1, name
 
 
 def test_readme_begins_with_its_two_commands() -> None:

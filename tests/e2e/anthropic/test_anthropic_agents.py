@@ -15,7 +15,7 @@ pytest.importorskip("anthropic")
 from anthropic import AsyncAnthropic
 
 from agentrl_cli import build_anthropic_client
-from agentrl_cli.models.calculator_prompt import CALCULATE_TOOL, SYSTEM_PROMPT
+from agentrl_cli.models.calculator_tasks import CALCULATE_TOOL, SYSTEM_PROMPT
 from agentrl_cli.records import StopReason
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.tracking.sequences import build_sequences
@@ -39,7 +39,7 @@ async def test_a_tool_loop_is_one_sequence(play_agent, tool_call, builder):
     assert (trajectory.num_turns, trajectory.num_tool_calls) == (3, 3)
     assert "<tool_response>\n2\n</tool_response>" in played.prompts[1]
     assert "<tool_response>\n42\n</tool_response>" in played.prompts[2]
-    assert played.breaks == []
+    assert played.prefix_mismatches == []
     assert [i.turn_return for i in trajectory.interactions] == [1.0] * 3
     [sequence] = build_sequences(trajectory.interactions, "concat")
     assert sum(sequence.loss_mask) == trajectory.num_completion_tokens
@@ -135,6 +135,6 @@ def check_run(folder: RunFolder) -> None:
         for trajectory in folder.read_trajectories(step):
             assert trajectory.failure is None
             assert {i.id[:4] for i in trajectory.interactions} == {"msg_"}
-            assert {i.break_cause for i in trajectory.interactions} == {None}
+            assert {i.mismatch_cause for i in trajectory.interactions} == {None}
             sequences = build_sequences(trajectory.interactions, "concat")
             assert sum(sum(s.loss_mask) for s in sequences) == trajectory.num_completion_tokens

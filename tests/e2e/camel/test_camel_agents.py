@@ -12,8 +12,8 @@ from camel.agents import ChatAgent, TaskPlannerAgent
 from camel.societies import RolePlaying
 
 from agentrl_cli import TrackedCamelModel
-from agentrl_cli.agents.building import AgentSource
-from agentrl_cli.agents.camel import CharacterCounter
+from agentrl_cli.agents.agent_building import AgentSource
+from agentrl_cli.agents.camel_model import CharacterCounter
 from agentrl_cli.errors import BuilderError, EngineError
 from agentrl_cli.records import Boundary
 from builders.camel_agent import build_chat_agent, build_planner_team, build_role_playing
@@ -38,7 +38,7 @@ async def test_streamed_turns_without_text_beside_their_calls_are_one_sequence(
     trajectory = played.trajectory
     assert (trajectory.failure, trajectory.reward, trajectory.num_turns) == (None, 1.0, 3)
     assert all(i.extends_parent for i in trajectory.interactions[1:])
-    assert played.breaks == []
+    assert played.prefix_mismatches == []
 
 
 async def test_a_raising_tool_is_told_to_the_model(play_agent, tool_call):
@@ -53,7 +53,7 @@ async def test_a_raising_tool_is_told_to_the_model(play_agent, tool_call):
     assert (played.trajectory.failure, played.trajectory.reward) == (None, 1.0)
     assert "Error executing async tool 'divide': by nought" in played.prompts[1]
     assert "Tool 'no_tool' not found in registered tools" in played.prompts[2]
-    assert played.breaks == []
+    assert played.prefix_mismatches == []
 
 
 @pytest.mark.parametrize("delivery", ["whole", "streamed"])
@@ -79,7 +79,7 @@ async def test_a_planner_and_a_solver_share_the_outcome(play_agent, tool_call):
     # The plan is a conversation of its own: it hands over to the first call after it.
     assert (plan.parent_id, solve.parent_id, answer.parent_id) == (None, None, solve.id)
     assert [i.reward for i in trajectory.interactions] == [None, None, 1.0]
-    assert played.breaks == []
+    assert played.prefix_mismatches == []
 
 
 async def test_credit_fades_from_the_answer_to_the_plan(play_agent, tool_call):
@@ -119,7 +119,7 @@ async def test_two_players_talk_until_the_task_is_done(play_agent, tool_call):
     assert (tool_1.parent_id, assistant_1.parent_id, assistant_2.parent_id) == (
         None, tool_1.id, assistant_1.id,
     )  # fmt: skip
-    assert played.breaks == []
+    assert played.prefix_mismatches == []
     assert "What is 20 + 22?" in played.prompts[0]
     # The student's last word hands over to the call after it; the rest follows the tree.
     returns = {i.id: i.turn_return for i in trajectory.interactions}
@@ -176,7 +176,7 @@ async def test_a_function_that_blocks_steps_an_agent(play_agent, tool_call):
     call = tool_call("calculate", EXPRESSIONS[0])
     played = await play_agent(lambda: solve, call, "42")
     assert (played.trajectory.failure, played.trajectory.final_answer) == (None, "42")
-    assert played.breaks == []
+    assert played.prefix_mismatches == []
 
 
 def test_agents_that_would_not_be_recorded_are_refused(monkeypatch):

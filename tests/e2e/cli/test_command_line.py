@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from agentrl_cli.config.config_file import load_config
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.loading import load_config
 from agentrl_cli.records import Interaction, Trajectory
 from agentrl_cli.store.run_folder import RunFolder
 
@@ -115,7 +115,7 @@ def test_dry_run_shows_servers_and_says_what_cannot_be_started(folder: Path) -> 
     assert "engine.kind=embedded" in refused(done)
     assert "vllm-1" in done.stdout
     assert "--port 0: a free one is chosen" in done.stdout
-    assert "agentrl_cli.launch.trainer_process runs/demo/t0" in done.stdout
+    assert "agentrl_cli.launch.processes.trainer_program runs/demo/t0" in done.stdout
     assert not (folder / "runs").exists()
 
 
@@ -232,7 +232,7 @@ def test_a_run_is_inspected_while_it_goes_on(folder: Path, run: Path) -> None:
 
 def test_two_processes_cannot_train_in_one_folder(folder: Path, run: Path) -> None:
     code = (
-        "from agentrl_cli.config.loading import load_config\n"
+        "from agentrl_cli.config.config_file import load_config\n"
         "from agentrl_cli.store.run_folder import RunFolder\n"
         f"RunFolder.create_or_resume(load_config('c.yaml', ['output_dir={folder / 'runs'}']))\n"
     )
@@ -254,7 +254,7 @@ def test_two_processes_cannot_train_in_one_folder(folder: Path, run: Path) -> No
         (("runs/demo/t0", "nobody"), "no trajectory 'nobody'"),
         (("runs/demo/t0", "--step", "9"), "stored steps: 1 to 1"),
         (("runs/demo/t0", "--step", "x"), "Allowed: 12, 3-7"),
-        (("runs/demo/t0", "--min-reward", "1", "--max-reward", "0"), "nothing lies between"),
+        (("runs/demo/t0", "--min-reward", "1", "--max-reward", "0"), "nothing is in between"),
         (("runs/demo/t0", "--failure", "sometimes"), "--failure"),
         (("runs/demo/t0", "--tokenizer", "x"), "Add --tokens"),
     ],

@@ -85,7 +85,7 @@ def test_a_run_is_stopped_gone_on_with_measured_and_looked_at(folder: Path) -> N
     process = start(folder, "train", "--config", "c.yaml")
     output = interrupt(process, "step 2/", signal.SIGINT)
     assert "stopping: a step in progress is finished and saved" in output
-    assert "the same command goes on from here" in output
+    assert "the same command resumes from here" in output
 
     run = folder / "runs" / "demo" / "t0"
     saved = [p.name for p in (run / "checkpoints").iterdir()]
@@ -96,7 +96,7 @@ def test_a_run_is_stopped_gone_on_with_measured_and_looked_at(folder: Path) -> N
 
     total = len(steps) + 1
     output = finish(folder, "train", "--config", "c.yaml", f"train.total_steps={total}")
-    assert f"going on after step {total - 1}" in output
+    assert f"resuming after step {total - 1}" in output
     assert f"step {total}/{total}" in output
     assert "mean reward" in output
     checkpoint = f"runs/demo/t0/checkpoints/step-{total:06d}"
@@ -122,7 +122,7 @@ def test_a_warm_start_is_stopped_at_once_and_leaves_nothing(
     # A second later an update is under way.
     output = interrupt(process, "warm start (0/", signal.SIGTERM, seconds=1.0)
     assert "stopping: a step in progress" in output
-    assert "the same command goes on from here" in output
+    assert "the same command resumes from here" in output
     # A warm start that went on to its end would have left the model.
     assert [p.suffix for p in cache.iterdir()] == [".lock"]
     assert not (folder / "runs").exists()
@@ -142,4 +142,4 @@ def test_a_second_ctrl_c_stops_at_once(folder: Path) -> None:
     output = "".join(lines)
     assert "Traceback" not in output
     # The second may come when the step is already saved and the run has ended by itself.
-    assert code == 130 or "the same command goes on from here" in output, output
+    assert code == 130 or "the same command resumes from here" in output, output

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from agentrl_cli.config.engine import EngineConfig
-from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.engine.embedded import EmbeddedEngine
+from agentrl_cli.config.experiment import EngineConfig, ExperimentConfig
+from agentrl_cli.config.machine import Machine
+from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.engine.protocol import Generation, InferenceEngine, Sampling
-from agentrl_cli.launch.connecting import open_router
-from agentrl_cli.launch.handover import RunningServers
-from agentrl_cli.launch.servers import ServerFleet
+from agentrl_cli.launch.processes.trainer_spec import RunningServers
+from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.records import Interaction, InteractionStatus
 from agentrl_cli.tracking.client import TrackingClient
@@ -76,14 +77,14 @@ def check_against_engine(client: TrackingClient, engine: RecordingEngine) -> Non
     for exported in client.export_interactions().values():
         tensors = {name: t[0] for name, t in exported.to_tensor_dict().items() if t.dim() == 2}
         ids, mask = tensors["input_ids"].tolist(), tensors["loss_mask"].tolist()
-        for span in exported.sequence.spans:
+        for span in exported.spans:
             turn = span.interaction
             assert ids[: span.start] == list(turn.prompt_ids)
             assert ids[span.start : span.end] == list(turn.completion_ids)
             logprobs = tensors["logprobs"][span.start : span.end].tolist()
             assert logprobs == pytest.approx(turn.rollout_logprobs)
             trained[turn.id] += sum(mask[span.start : span.end])
-        assert sum(mask) == sum(sum(mask[s.start : s.end]) for s in exported.sequence.spans)
+        assert sum(mask) == sum(sum(mask[s.start : s.end]) for s in exported.spans)
     assert trained == {i.id: len(i.completion_ids) for i in completed}
 
 
@@ -155,18 +156,18 @@ def vllm_servers(
     vllm_config: ExperimentConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RunningServers]:
     """One real vLLM server, for the whole session."""
-    fleet = ServerFleet(
+    machine = Machine.detect({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    run = resolve_run(vllm_config, machine, purpose="train")
+    server_group = ServerGroup(
         vllm_config,
+        run,
         vllm_config.model.path,
-        purpose="train",
-        num_gpus=0,
         log_dir=tmp_path_factory.mktemp("conformance-logs"),
         observer=SilentObserver(),
     )
-    with fleet:
-        yield RunningServers(
-            kind="vllm", endpoints=tuple(fleet.endpoints), untied_head=False, num_gpus=0
-        )
+    with server_group:
+        server_group.wait()
+        yield RunningServers(run=run, endpoints=tuple(server_group.endpoints))
 
 
 @pytest.fixture(params=["embedded", pytest.param("vllm", marks=VLLM_MARKS)])

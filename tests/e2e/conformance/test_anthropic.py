@@ -87,7 +87,7 @@ async def test_a_tool_conversation_exports_what_was_sampled(
             messages.append({"role": "user", "content": "Go on."})
     interactions = tracking.interactions
     assert len(interactions) == len(choices)
-    assert [i.break_cause for i in interactions] == [None] * len(choices)
+    assert [i.mismatch_cause for i in interactions] == [None] * len(choices)
     assert all(i.extends_parent for i in interactions[1:])
     assert [i.structural_tag is not None for i in interactions[:3]] == [True] * 3
     check_sampled(tracking, engine)

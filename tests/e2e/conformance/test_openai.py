@@ -232,7 +232,7 @@ async def test_tool_conversation_is_trained_as_it_was_sampled(
             assert not calls
         talk.say("And then?")
     turns = client.interactions
-    assert [t.break_cause for t in turns] == [None] * len(plan)
+    assert [t.mismatch_cause for t in turns] == [None] * len(plan)
     assert [t.parent_id for t in turns[1:]] == [t.id for t in turns[:-1]]
     assert all(t.extends_parent for t in turns[1:])
     check_sampled(client, engine)

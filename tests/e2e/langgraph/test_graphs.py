@@ -15,7 +15,7 @@ from langgraph.graph import START, MessagesState, StateGraph
 from typing_extensions import TypedDict
 
 from agentrl_cli import GraphRun, build_chat_model
-from agentrl_cli.agents.building import AgentSource
+from agentrl_cli.agents.agent_building import AgentSource
 from agentrl_cli.errors import BuilderError, EngineError
 from agentrl_cli.records import Boundary, StopReason
 from builders.langgraph_agent import build_calculator_graph
@@ -57,7 +57,7 @@ async def test_the_ready_made_agent_runs_as_it_is(play_agent, tool_call):
     assert (played.trajectory.failure, played.trajectory.reward) == (None, 1.0)
     assert "Be brief." in played.prompts[0]
     assert "answer is 42" in played.prompts[1]
-    assert played.breaks == []
+    assert played.prefix_mismatches == []
 
 
 async def test_a_raising_tool_ends_the_trajectory_at_the_tool(play_agent, tool_call):
@@ -133,7 +133,7 @@ async def test_a_function_that_blocks_invokes_a_graph(play_agent, tool_call):
     call = tool_call("look_up", '{"word": "answer"}')
     played = await play_agent(lambda: solve, call, "42")
     assert (played.trajectory.failure, played.trajectory.final_answer) == (None, "42")
-    assert played.breaks == []
+    assert played.prefix_mismatches == []
     played = await play_agent(lambda: solve, row={"question": "wrong", "answer": "42"})
     failure = played.trajectory.failure
     assert (failure.boundary, failure.kind) == (Boundary.AGENT, "BlockingCallError")

@@ -13,16 +13,16 @@ import httpx2
 import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.imports import import_object
+from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.engine.protocol import Generation, Sampling
-from agentrl_cli.launch.online import serve_online
+from agentrl_cli.launch.model_serving import ListenAddress, serve_online
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.records import Trajectory
-from agentrl_cli.rollout.background import BackgroundLoop
-from agentrl_cli.rollout.building import build_workflow
+from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.dataset import Task
-from agentrl_cli.rollout.worker_agents import WorkerAgents
+from agentrl_cli.rollout.workers.worker_pool import WorkerAgents
 from agentrl_cli.rollout.workflow import Attempt
+from agentrl_cli.rollout.workflow_building import build_workflow
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.gateway import Gateway
@@ -238,8 +238,10 @@ def online_service(
     finished: queue.Queue[str] = queue.Queue()
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("AGENTRL_API_KEY", raising=False)
-        patch.setattr("agentrl_cli.launch.sources.load_engine", lambda *_, **__: engine)
-        opened = serve_online(config, observer=SilentObserver(), on_finished=finished.put)
+        patch.setattr("agentrl_cli.launch.completion_sources.load_engine", lambda *_, **__: engine)
+        opened = serve_online(
+            config, observer=SilentObserver(), on_finished=finished.put, address=ListenAddress()
+        )
         with opened as served:
             run_folder = RunFolder.open(folder / "runs" / "matrix" / "t0")
             service = OnlineService(served.text, run_folder, finished)

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from agentrl_cli.agents.building import AgentSource
-from agentrl_cli.config.imports import import_object
+from agentrl_cli.agents.agent_building import AgentSource
+from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.errors import BuilderError
 from agentrl_cli.records import InteractionStatus, Trajectory
 
@@ -41,8 +41,8 @@ class Framework:
     marker: str
     protocols: tuple[str, ...]
     builder: str
-    breaks: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)
-    """By delivery: the causes of the breaks that the framework makes; elsewhere there are none."""
+    mismatches: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)
+    """By delivery: the causes of the mismatches that the framework makes; none elsewhere."""
 
 
 PROTOCOLS = {"chat": "chatcmpl-", "responses": "resp_", "messages": "msg_"}
@@ -62,7 +62,7 @@ FRAMEWORKS = {
         ("chat",),
         "builders.camel_agent.build_chat_agent",
         # It sends a streamed turn back without the text that stood beside its tool call.
-        breaks={"streamed": ["history_edited"]},
+        mismatches={"streamed": ["history_edited"]},
     ),
     "langgraph": Framework(
         "langgraph",
@@ -177,9 +177,9 @@ def test_every_cell_trains_what_was_sampled(
     assert (trajectory.num_turns, trajectory.num_tool_calls) == (4, 4)
     assert all(i.id.startswith(PROTOCOLS[protocol]) for i in trajectory.interactions)
     assert engine.deliveries == [delivery] * 4
-    breaks = [i.break_cause for i in trajectory.interactions if i.break_cause is not None]
-    assert breaks == row.breaks.get(delivery, [])
-    assert [i.extends_parent for i in trajectory.interactions].count(True) == 3 - len(breaks)
+    mismatches = [i.mismatch_cause for i in trajectory.interactions if i.mismatch_cause is not None]
+    assert mismatches == row.mismatches.get(delivery, [])
+    assert [i.extends_parent for i in trajectory.interactions].count(True) == 3 - len(mismatches)
     # Broken or not, the outcome reaches every turn.
     assert [i.turn_return for i in trajectory.interactions] == [1.0] * 4
     check_tensors([trajectory], engine)

@@ -19,7 +19,7 @@ from agents import (
 from openai import AsyncOpenAI
 from pydantic import BaseModel
 
-from agentrl_cli.agents.building import AgentSource
+from agentrl_cli.agents.agent_building import AgentSource
 from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
 from agentrl_cli.records import Boundary, StopReason
 from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow

@@ -18,7 +18,7 @@ from agents import (
 )
 
 from agentrl_cli import AgentRun, build_run_config
-from agentrl_cli.agents.building import AgentSource
+from agentrl_cli.agents.agent_building import AgentSource
 from agentrl_cli.errors import BuilderError, EngineError
 from agentrl_cli.records import Boundary, InteractionStatus
 from builders.math_agent import build_math_team
@@ -48,7 +48,7 @@ async def test_handoffs_are_credited_through_the_team(play_agent, tool_call, api
     triage, solve, hand_over, check = trajectory.interactions
     assert [i.parent_id for i in trajectory.interactions] == [None, None, solve.id, None]
     assert [i.turn_return for i in (check, hand_over, solve, triage)] == [1.0, 0.5, 0.25, 0.125]
-    assert played.breaks == []
+    assert played.prefix_mismatches == []
 
 
 @pytest.mark.parametrize(("api", "delivery"), CELLS)
@@ -70,7 +70,7 @@ async def test_a_sub_agent_hands_its_credit_to_the_turn_after_it(
     assert (first.parent_id, helped.parent_id, last.parent_id) == (None, None, first.id)
     # The boss's call and its helper's both have the last turn as their successor.
     assert [i.turn_return for i in (first, helped, last)] == [0.5, 0.5, 1.0]
-    assert played.breaks == []
+    assert played.prefix_mismatches == []
 
 
 @pytest.mark.parametrize(("api", "delivery"), CELLS)
@@ -177,7 +177,7 @@ async def test_a_session_remembers_within_a_trajectory_and_not_beyond(play_agent
         assert all(i.extends_parent for i in trajectory.interactions[1:])
         assert "Are you sure?" in played.prompts[2]
         assert played.prompts[0].count("What is 20 + 22?") == 1
-        assert played.breaks == []
+        assert played.prefix_mismatches == []
 
 
 async def test_the_context_is_made_from_the_row(play_agent, tool_call):

@@ -21,7 +21,7 @@ async def test_the_example_agents_work(play_agent, tool_call, builder):
     played = await play_agent(builder, wrong, call, "42")
     assert (played.trajectory.failure, played.trajectory.reward) == (None, 1.0)
     assert "error: calculate() got an unexpected" in played.prompts[1]
-    assert played.breaks == []
+    assert played.prefix_mismatches == []
 
 
 async def test_a_turn_that_is_continued_twice_is_trained_once(play_agent):
@@ -77,17 +77,17 @@ async def test_a_blocking_agent_that_passes_its_deadline_is_cut_off(play_agent):
     assert failure.boundary is Boundary.TIMEOUT
     assert [i.status for i in played.trajectory.interactions] == [InteractionStatus.CANCELLED]
     assert await asyncio.to_thread(ended.wait, 30)
-    # The call in flight is refused for its time, or cut off; the next one finds nobody.
+    # The call in flight is refused for its time, or cut off; the next one is refused.
     first, second = (type(error).__name__ for error in errors)
-    assert first in ("BadRequestError", "BlockingCallError")
-    assert second == "BlockingCallError"
+    assert first in ("BadRequestError", "AuthenticationError")
+    assert second == "AuthenticationError"
     assert played.engine.sampled == []
 
 
 async def test_sixteen_blocking_agents_wait_at_the_same_time(
     play_agent, open_client, scripted_engine
 ):
-    from agentrl_cli.agents.building import AgentSource
+    from agentrl_cli.agents.agent_building import AgentSource
     from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
     from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow
     from agentrl_cli.rollout.dataset import build_eval_tasks

@@ -23,10 +23,10 @@ RUNS = f"""
 import os, random, signal, sys, time
 from pathlib import Path
 
-from agentrl_cli.config.loading import load_config
+from agentrl_cli.config.config_file import load_config
 from agentrl_cli.launch.trainer import PPOTrainer
-from agentrl_cli.launch.training import run_trainer
-import agentrl_cli.engine.embedded
+from agentrl_cli.launch.trainer import run_trainer
+import agentrl_cli.engine.embedded.embedded_engine
 
 sys.path.insert(0, ".")
 
@@ -76,11 +76,11 @@ for num_whole in (1, 3):
         assert not has_ended(pid)
         time.sleep(0.005)
         if (run_dir / f"trajectories/step-{{num_whole:06d}}.parquet").is_file():
-            seen = [path.name for path in (run_dir / "waiting").glob("*.arrows")]
+            seen = [path.name for path in (run_dir / "pending").glob("*.jsonl")]
     time.sleep(moments.uniform(0.0, 0.2))
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    print("killed with", seen, [p.stat().st_size for p in (run_dir / "waiting").iterdir()])
+    print("killed with", seen, [p.stat().st_size for p in (run_dir / "pending").iterdir()])
 assert os.waitpid(start("broken"), 0)[1] == 0
 """
 METRICS = ("loss", "grad_norm", "approx_kl", "entropy", "learning_rate", "reward_mean")
@@ -127,4 +127,4 @@ def test_losses_equal_those_of_a_run_that_never_stopped(project: Path) -> None:
             assert line_found[name] == pytest.approx(line[name], rel=1e-6, abs=1e-6), name
     # Else nothing was learned, and everything would be equal.
     assert any(line["grad_norm"] > 0 for line in lines)
-    assert list((found.path / "waiting").iterdir()) == []
+    assert list((found.path / "pending").iterdir()) == []

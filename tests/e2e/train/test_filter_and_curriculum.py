@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentrl_cli.config.loading import load_config
+from agentrl_cli.config.config_file import load_config
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.curriculum import build_task_stream, recall_outcomes
 from agentrl_cli.rollout.dataset import TaskStream
@@ -28,10 +28,8 @@ def judge(completions, level, **kwargs):
 #: Of every five tasks one is solved always and one never.
 LEVELS = ("always", "open", "open", "never", "open")
 NUM_ROWS, BATCH_SIZE, N_SAMPLES, NUM_STEPS, MAX_REPLACED = 20, 4, 4, 7, 2
-FILTER = (
-    f"rollout.filter={{kind: replace_groups_without_signal, max_replaced_groups: {MAX_REPLACED}}}"
-)
-CURRICULUM = "rollout.curriculum={kind: rest_tasks_without_signal, max_rest_epochs: 4}"
+FILTER = f"rollout.filter={{kind: dynamic_sampling, max_backup_tasks: {MAX_REPLACED}}}"
+CURRICULUM = "rollout.curriculum={kind: cooldown, max_cooldown_epochs: 4}"
 
 
 @pytest.fixture
@@ -91,12 +89,14 @@ def test_groups_without_signal_are_replaced_stored_and_not_trained_on(
     mode = (f"rollout.agent_mode={agent_mode}", "rollout.num_workers=2")
     folder = train(FILTER, *mode, kill_after=kill_after)
     rows = [json.loads(line) for line in (project / "rows.jsonl").read_text().splitlines()]
-    stream = TaskStream(rows, batch_size=BATCH_SIZE, shuffle=True, seed=1, num_spares=MAX_REPLACED)
+    stream = TaskStream(
+        rows, batch_size=BATCH_SIZE, shuffle=True, seed=1, num_backup_tasks=MAX_REPLACED
+    )
     num_replaced_of_steps = []
     for step, line in enumerate(folder.read_metrics(), start=1):
         trajectories = folder.read_trajectories(step)
         groups = group(trajectories)
-        planned = [*stream.batch(step), *stream.spares(step)]
+        planned = [*stream.batch(step), *stream.backup_tasks(step)]
         tasks = [(t.group_id, t.task_id) for t in planned]
         assert [(name, g[0].task_id) for name, g in groups.items()] == tasks[: len(groups)]
         assert all(len(g) == N_SAMPLES for g in groups.values())
@@ -105,7 +105,7 @@ def test_groups_without_signal_are_replaced_stored_and_not_trained_on(
         assert replaced == flat[: len(replaced)]
         assert len(groups) - len(replaced) == BATCH_SIZE
         assert len(replaced) == min(len(flat), MAX_REPLACED)
-        assert line["num_replaced_groups"] == len(replaced)
+        assert line["num_filtered_groups"] == len(replaced)
         assert line["num_groups_without_signal"] == len(flat)
         assert line["num_trajectories"] == len(trajectories)
         rewards = [t.reward for t in trajectories if t.reward is not None]
@@ -156,9 +156,9 @@ def test_tasks_solved_always_or_never_rest_and_a_killed_run_chooses_the_same(
         stored = group(folder.read_trajectories(step))
         planned = [(t.group_id, t.task_id) for t in stream.batch(step)]
         assert [(name, g[0].task_id) for name, g in stored.items()] == planned
-        assert line["num_resting_tasks"] == stream.count_resting(step)
-        assert line["num_replaced_groups"] == 0
+        assert line["num_tasks_in_cooldown"] == stream.count_cooling(step)
+        assert line["num_filtered_groups"] == 0
         counts.update(t.task["level"] == "open" for g in stored.values() for t in g[:1])
-    assert folder.read_metrics()[-1]["num_resting_tasks"] > 0
+    assert folder.read_metrics()[-1]["num_tasks_in_cooldown"] > 0
     # Six of ten tasks are open; of 28 turns they would have 17 or less without a rest.
     assert counts[True] > 0.6 * NUM_STEPS * BATCH_SIZE + 1

@@ -1,4 +1,4 @@
-"""The configuration of every framework trains, by the command, without a break."""
+"""The configuration of every framework trains by the command, without a prefix mismatch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_configuration_trains(name: str, package: str, tmp_path: Path) -> None:
     folder = RunFolder.open(tmp_path / name / "t0")
     [metrics] = folder.read_metrics()
     assert (metrics["num_trajectories"], metrics["failures"]) == (128, 0)
-    assert [v for k, v in metrics.items() if k.startswith("breaks_") and v] == []
+    mismatches = [v for k, v in metrics.items() if k.startswith("prefix_mismatches_")]
+    assert mismatches == [0] * 5
     trajectories = folder.read_trajectories(1)
     assert any(t.num_tool_calls for t in trajectories)
     agents = {t.agent_name for t in trajectories}

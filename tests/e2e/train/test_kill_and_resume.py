@@ -63,7 +63,6 @@ def test_killed_three_times_the_run_finishes_with_every_task_once(
     assert max(last_steps) > 0, "no kill came after a step: the test shows nothing"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_interrupted_run_learns_what_an_undisturbed_one_does(
     project: Path, agentrl: Callable[..., subprocess.Popen[str]]

@@ -24,7 +24,7 @@ ARGUMENTS = (
     "train.save_every_steps=2",
     "rollout.max_staleness=0",
 )
-MODULES = ("trainer_process", "rank_process")
+PROGRAM = "agentrl_cli.launch.processes.trainer_program"
 
 
 def count_steps(run_dir: Path) -> int:
@@ -33,10 +33,11 @@ def count_steps(run_dir: Path) -> int:
 
 
 def find_rank(command: subprocess.Popen[str], index: int) -> psutil.Process | None:
-    """The process of a rank, not the guard before it."""
+    """The process of a rank, not the process reaper before it."""
     for process in psutil.Process(command.pid).children(recursive=True):
         try:
-            if process.cmdline()[2:3] == [f"agentrl_cli.launch.{MODULES[index]}"]:
+            is_rank = process.cmdline()[2:3] == [PROGRAM]
+            if is_rank and process.environ()["RANK"] == str(index):
                 return process
         except psutil.NoSuchProcess:
             continue
@@ -85,5 +86,5 @@ def test_each_rank_is_killed_and_the_run_is_that_of_one_process(
     more = agentrl(*ARGUMENTS, "trial_name=two", "train.total_steps=7", "train.num_processes=1")
     output, _ = more.communicate(timeout=400)
     assert more.returncode == 0, output
-    assert f"going on after step {NUM_STEPS}" in output
+    assert f"resuming after step {NUM_STEPS}" in output
     assert count_steps(run_dir) == NUM_STEPS + 1

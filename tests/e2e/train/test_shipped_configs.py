@@ -42,28 +42,50 @@ def run(arguments: list[str], folder: Path = ROOT, **environment: str) -> str:
     return result.stdout
 
 
+@pytest.mark.openai_agents
+@pytest.mark.timeout(1200)
+def test_the_quickstart_runs_in_small(tmp_path: Path) -> None:
+    """Two steps: what they teach is for the whole quickstart to show."""
+    pytest.importorskip("agents")
+    command = ["-m", "agentrl_cli", "train", "--config", "configs/quickstart.yaml"]
+    output = run(
+        [*command, "train.total_steps=2", "valid_dataset.limit=16", f"output_dir={tmp_path}"]
+    )
+    folder = RunFolder.open(tmp_path / "quickstart" / "t0")
+    check_steps(folder, 2)
+    assert [folder.read_eval_report(step)["num_tasks"] for step in folder.eval_steps()] == [16, 16]
+    for promised in ("before", "after", "agentrl inspect-trajectories", "agentrl eval"):
+        assert promised in output
+    assert folder.latest_checkpoint() is not None
+
+
+def check_steps(folder: RunFolder, num_steps: int) -> None:
+    """No trajectory failed, none is older than allowed, and what was sampled was trained."""
+    metrics = folder.read_metrics()
+    assert [line["step"] for line in metrics] == list(range(1, num_steps + 1))
+    assert sum(line["failures"] for line in metrics) == 0
+    assert max(line["staleness_max"] for line in metrics) <= 1
+    assert max(line["probe_gap_max"] for line in metrics) < 1e-3
+    mismatches = [
+        v for line in metrics for k, v in line.items() if k.startswith("prefix_mismatches_")
+    ]
+    assert mismatches == [0] * (5 * num_steps)
+
+
 @pytest.mark.slow
 @pytest.mark.openai_agents
 @pytest.mark.timeout(1200)
 def test_quickstart_teaches_the_agent_to_use_its_tool(tmp_path: Path) -> None:
     pytest.importorskip("agents")
     command = ["-m", "agentrl_cli", "train", "--config", "configs/quickstart.yaml"]
-    output = run([*command, f"output_dir={tmp_path}"])
+    run([*command, f"output_dir={tmp_path}"])
     folder = RunFolder.open(tmp_path / "quickstart" / "t0")
     steps = folder.eval_steps()
     before, after = (folder.read_eval_report(step) for step in (steps[0], steps[-1]))
     assert before["mean_reward"] <= 0.45
     assert after["mean_reward"] >= 0.95
     assert before["failures"] == after["failures"] == {}
-    metrics = folder.read_metrics()
-    assert sum(line["failures"] for line in metrics) == 0
-    assert max(line["staleness_max"] for line in metrics) <= 1
-    assert max(line["probe_gap_max"] for line in metrics) < 1e-3
-    breaks = [v for line in metrics for k, v in line.items() if k.startswith("breaks_")]
-    assert len(breaks) == 5 * len(metrics)
-    assert sum(breaks) == 0
-    for promised in ("before", "after", "agentrl inspect-trajectories", "agentrl eval"):
-        assert promised in output
+    check_steps(folder, 15)
     checkpoint = folder.latest_checkpoint()
     assert checkpoint is not None
     report = run(
@@ -121,7 +143,10 @@ def test_python_example_of_the_readme_trains(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.openai_agents
 @pytest.mark.timeout(1200)
-def test_math_config_runs_on_a_local_file_with_either_agent(tmp_path: Path) -> None:
+def test_math_config_runs_on_a_local_file_with_either_agent(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    """On a random model: what a trained one samples differs between processors."""
     pytest.importorskip("agents")
     data = tmp_path / "train.jsonl"
     data.write_text("\n".join(map(json.dumps, ROWS)))
@@ -130,7 +155,7 @@ def test_math_config_runs_on_a_local_file_with_either_agent(tmp_path: Path) -> N
         run(
             [
                 *("-m", "agentrl_cli", "train", "--config", "configs/gsm8k-math.yaml"),
-                *("model.path=builtin:calculator", "engine.kind=embedded", "model.dtype=float32"),
+                *(f"model.path={model_folder}", "engine.kind=embedded", "model.dtype=float32"),
                 *(f"train_dataset.path={data}", f"valid_dataset.path={data}"),
                 *("valid_dataset.limit=4", "engine.max_model_len=1024", "gconfig.max_tokens=48"),
                 *("gconfig.n_samples=2", "train_dataset.batch_size=4", "train.total_steps=3"),

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from agentrl_cli.config.loading import load_config
-from agentrl_cli.engine.server import ServerEndpoint
+from agentrl_cli.config.config_file import load_config
+from agentrl_cli.config.machine import Machine
+from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.engine.protocol import ServerEndpoint
 from agentrl_cli.errors import EngineError, ImportPathError, RunFolderError
-from agentrl_cli.launch.child_trainer import ChildTrainer
-from agentrl_cli.launch.events import TrainerReport
-from agentrl_cli.launch.handover import RunningServers
 from agentrl_cli.launch.plan import PlannedProcess
+from agentrl_cli.launch.processes.trainer_events import TrainerReport
+from agentrl_cli.launch.processes.trainer_group import TrainerGroup
+from agentrl_cli.launch.processes.trainer_spec import RunningServers
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.store.run_folder import RunFolder
 
@@ -27,7 +29,7 @@ ROOT = Path(__file__).parents[3]
 AGENT = """
 import os
 
-print("the agent is imported", [name for name in os.environ if name.startswith("AGENTRL_SE")])
+print("the agent is imported", [name for name in os.environ if name.startswith("AGENTRL_TRAINER")])
 
 
 def build(api_key):
@@ -72,15 +74,19 @@ def run(
         endpoint = ServerEndpoint(
             name="vllm-0", base_url=f"http://127.0.0.1:{closed_port}", api_key="sk-of-the-server"
         )
-        servers: Any = RunningServers(
-            kind="vllm", endpoints=(endpoint,), untied_head=False, num_gpus=0
+        run = resolve_run(config, Machine(), purpose="train")
+        servers = RunningServers(run=run, endpoints=(endpoint,))
+        command = (
+            sys.executable,
+            "-m",
+            "agentrl_cli.launch.processes.trainer_program",
+            str(folder.path),
         )
-        command = (sys.executable, "-m", "agentrl_cli.launch.trainer_process", str(folder.path))
         log = folder.log_path("trainer")
         with folder:
-            trainer = ChildTrainer(
-                PlannedProcess(name="trainer", role="trainer", argv=command),
-                log,
+            trainer = TrainerGroup(
+                [PlannedProcess(name="trainer", role="trainer", argv=command)],
+                log.parent,
                 servers,
                 secrets=[["agent_builder_kwargs", "api_key", "geheim"]],
                 observer=SilentObserver(),

@@ -70,13 +70,14 @@ def test_what_had_finished_is_used_and_the_rest_made_again(
         assert time.monotonic() < deadline
         time.sleep(0.02)
     # The last is judged and written after it has said that it is done.
-    while not (run_dir / "waiting").is_dir() or len(RunFolder.open(run_dir).read_waiting(1)) < 20:
+    pending = run_dir / "pending"
+    while sum(path.read_bytes().count(b"\n") for path in pending.glob("*")) < 20:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     killed.kill()
     killed.communicate()
     assert RunFolder.open(run_dir).trajectory_steps() == []
-    finished = {t.id: t for t in RunFolder.open(run_dir).read_waiting(1)}
+    finished = {t.id: t for t in RunFolder.open(run_dir).read_pending(1)}
     assert {t.step for t in finished.values()} == {1, 2}
 
     (project / "go").touch()
@@ -91,4 +92,4 @@ def test_what_had_finished_is_used_and_the_rest_made_again(
     assert {t.task["question"] for key, t in stored.items() if key not in finished} == {"slow"}
     # Each of the others was asked once for each sample, before or after the kill.
     assert count_done() == dict.fromkeys(QUESTIONS, 4)
-    assert list((run_dir / "waiting").iterdir()) == []
+    assert list(pending.iterdir()) == []

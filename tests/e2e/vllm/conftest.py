@@ -1,13 +1,15 @@
 """Tiny models and real vLLM servers that serve them, started as a run starts them.
 
-A start takes 40 s on one core: share ``untied_fleet`` and ``tied_fleet`` wherever a test leaves
-the servers as it found them, and start others with ``start_fleet`` only where it must not.
+A start takes 40 s on one core: share ``untied_server_group`` and ``tied_server_group`` wherever a
+test leaves the servers as it found them, and start others with ``start_server_group`` only where it
+does not.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +19,10 @@ import pytest
 from transformers import PreTrainedModel
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.launch.servers import ServerFleet
+from agentrl_cli.config.machine import Machine
+from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.launch.run_resolution import with_output_head
+from agentrl_cli.launch.servers.server_group import ServerGroup
 from agentrl_cli.log import SilentObserver
 
 _HERE = Path(__file__).parent
@@ -119,42 +124,52 @@ def _log_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("vllm-logs")
 
 
-def _build_fleet(config: ExperimentConfig, log_dir: Path, **arguments: Any) -> ServerFleet:
-    return ServerFleet(
-        config,
-        config.model.path,
-        **{"purpose": "train", "num_gpus": 0, "log_dir": log_dir, "observer": SilentObserver()}
-        | arguments,
-    )
+def _build_server_group(
+    config: ExperimentConfig,
+    log_dir: Path,
+    purpose: Any = "train",
+    untied_head: bool | None = None,
+    **arguments: Any,
+) -> ServerGroup:
+    machine = Machine.detect({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    run = resolve_run(config, machine, purpose=purpose)
+    run = with_output_head(run, config, config.model.path)
+    if untied_head is not None:
+        run = run.model_copy(update={"untied_head": untied_head})
+    arguments = {"log_dir": log_dir, "observer": SilentObserver(), **arguments}
+    return ServerGroup(config, run, config.model.path, **arguments)
 
 
 @pytest.fixture
-def start_fleet(tmp_path: Path) -> Iterator[Callable[..., ServerFleet]]:
-    """Starts servers of a test's own: ``start_fleet(config, purpose="train")``, ready on return."""
+def start_server_group(tmp_path: Path) -> Iterator[Callable[..., ServerGroup]]:
+    """Starts a test's own servers, ready on return: ``start_server_group(config)``."""
     with ExitStack() as stack:
 
-        def start(config: ExperimentConfig, **arguments: Any) -> ServerFleet:
-            fleet = _build_fleet(config, tmp_path / "logs", **arguments)
-            stack.callback(fleet.stop)
-            fleet.start()
-            return fleet
+        def start(config: ExperimentConfig, **arguments: Any) -> ServerGroup:
+            server_group = _build_server_group(config, tmp_path / "logs", **arguments)
+            stack.callback(server_group.stop)
+            server_group.start()
+            server_group.wait()
+            return server_group
 
         yield start
 
 
 @pytest.fixture(scope="session")
-def untied_fleet(untied_folder: Path, _log_root: Path) -> Iterator[ServerFleet]:
+def untied_server_group(untied_folder: Path, _log_root: Path) -> Iterator[ServerGroup]:
     """One server with the untied model, for the whole session.
 
     Leave it as it was: ready, the weights of the folder, version unknown to it.
     """
-    with _build_fleet(make_config(untied_folder), _log_root / "untied") as fleet:
-        yield fleet
+    with _build_server_group(make_config(untied_folder), _log_root / "untied") as server_group:
+        server_group.wait()
+        yield server_group
 
 
 @pytest.fixture(scope="session")
-def tied_fleet(tied_folder: Path, _log_root: Path) -> Iterator[ServerFleet]:
+def tied_server_group(tied_folder: Path, _log_root: Path) -> Iterator[ServerGroup]:
     """One server with the tied model, for the whole session: weights come with the first
     publication."""
-    with _build_fleet(make_config(tied_folder), _log_root / "tied") as fleet:
-        yield fleet
+    with _build_server_group(make_config(tied_folder), _log_root / "tied") as server_group:
+        server_group.wait()
+        yield server_group

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.engine.vllm import VllmServer
-from agentrl_cli.launch.connecting import open_router
-from agentrl_cli.launch.handover import RunningServers
-from agentrl_cli.launch.servers import ServerFleet
+from agentrl_cli.engine.vllm.vllm_server import VllmServer
+from agentrl_cli.launch.processes.trainer_spec import RunningServers
+from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
 from agentrl_cli.records import Trajectory
-from agentrl_cli.rollout.building import build_workflow, open_external_access, open_workers
 from agentrl_cli.rollout.dataset import build_eval_tasks
 from agentrl_cli.rollout.scheduler import run_tasks
+from agentrl_cli.rollout.workflow_building import build_workflow, open_external_access, open_workers
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.gateway import Gateway
 
@@ -31,20 +30,20 @@ NUM_SAMPLES = 2
 
 @pytest.fixture
 async def engine(
-    untied_fleet: ServerFleet,
+    untied_server_group: ServerGroup,
     untied_folder: Path,
     make_vllm_config: Callable[..., ExperimentConfig],
     recording_engine: Any,
 ) -> AsyncIterator[Any]:
     """The engine of a run on the session's server, and what it sampled."""
     config = make_vllm_config(untied_folder)
-    [endpoint] = untied_fleet.endpoints
-    servers = RunningServers(kind="vllm", endpoints=(endpoint,), untied_head=False, num_gpus=0)
+    [endpoint] = untied_server_group.endpoints
+    servers = RunningServers(run=untied_server_group.run, endpoints=(endpoint,))
     router = await open_router(config, config.model.path, servers, 0, {})
     yield recording_engine(router)
     await router.close()
-    # As the fleet's other users expect it.
-    server = VllmServer(endpoint, config.engine, model_name="m")
+    # As the other users of the group expect it.
+    server = VllmServer(endpoint, config.engine)
     await server._ask(
         "POST", "/update_weight_version", {"new_version": "default"}, leg="setting it back"
     )
@@ -72,7 +71,7 @@ def check(trajectories: Sequence[Trajectory]) -> None:
         assert trajectory.reward == 5.0
         assert trajectory.num_tool_calls >= 2
         turns = {i.id: i for i in trajectory.interactions}
-        assert [i.break_cause for i in turns.values() if i.break_cause is not None] == []
+        assert [i.mismatch_cause for i in turns.values() if i.mismatch_cause is not None] == []
         answer = trajectory.interactions[-1]
         second = turns.pop(answer.parent_id)
         first = turns.pop(second.parent_id)

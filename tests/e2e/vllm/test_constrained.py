@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,16 @@ import jsonschema
 import pytest
 import torch
 
-from agentrl_cli.config.engine import EngineConfig
-from agentrl_cli.engine.protocol import Generation, Sampling
-from agentrl_cli.engine.vllm import VllmServer
+from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.engine.protocol import Generation, Sampling, join_pieces
+from agentrl_cli.engine.vllm.vllm_server import VllmServer
 from agentrl_cli.errors import EngineError
-from agentrl_cli.launch.servers import ServerFleet
+from agentrl_cli.launch.servers.server_group import ServerGroup
 from agentrl_cli.records import Interaction, Trajectory
-from agentrl_cli.tracking.constraints import build_structural_tag
-from agentrl_cli.tracking.model_request import ReplyRules
-from agentrl_cli.tracking.parsers.choosing import find_tool_call_format
-from agentrl_cli.tracking.parsers.formats import ReplyFormats
+from agentrl_cli.tracking.formats.format_choice import find_tool_call_format
+from agentrl_cli.tracking.formats.reply_formats import ReplyFormats
+from agentrl_cli.tracking.protocols.model_request import ReplyRules
+from agentrl_cli.tracking.structured_output import build_structural_tag
 from agentrl_cli.train.learner import Learner
 
 #: float32 on both sides.
@@ -43,6 +43,16 @@ TOOL = {"type": "function", "function": {"name": "double", "parameters": SCHEMA}
 FORMATS = ReplyFormats(tool_calls=find_tool_call_format("hermes"))
 
 
+class TestedServer(VllmServer):
+    """Gives completions as a whole, too."""
+
+    __test__ = False
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+        pieces = self.stream(prompt_ids, sampling, stream_interval=CONFIG.max_model_len)
+        return join_pieces([piece async for piece in pieces])
+
+
 def build_tag(**rules: Any) -> str:
     tag = build_structural_tag(ReplyRules(**rules), [TOOL], FORMATS)
     assert tag is not None
@@ -56,15 +66,12 @@ ANSWER = build_tag(
 CALL = build_tag(tool_choice="required", parallel_tool_calls=False)
 
 
-@pytest.fixture(params=["/inference/v1/generate", "/v1/completions"])
-async def server(
-    request: pytest.FixtureRequest, untied_fleet: ServerFleet, untied_folder: Path
-) -> AsyncIterator[VllmServer]:
-    """A client that speaks to either endpoint, of weights that are version 1 meanwhile."""
-    (endpoint,) = untied_fleet.endpoints
-    client = VllmServer(endpoint, CONFIG, model_name="m")
+@pytest.fixture
+async def server(untied_server_group: ServerGroup) -> AsyncIterator[TestedServer]:
+    """A client of weights that are version 1 meanwhile."""
+    (endpoint,) = untied_server_group.endpoints
+    client = TestedServer(endpoint, CONFIG)
     await client.check_health()
-    client._knows_versions = request.param == "/inference/v1/generate"
     await client.set_policy_version(1)
     yield client
     await client._ask(
@@ -97,7 +104,7 @@ def build_trajectory(index: int, generation: Generation, sampling: Sampling) -> 
 
 
 async def test_what_is_sampled_obeys_and_the_trainer_agrees(
-    server: VllmServer,
+    server: TestedServer,
     build_tiny_model: Callable[..., Any],
     chat_tokenizer: Any,
     make_vllm_config: Callable[..., Any],
@@ -139,12 +146,16 @@ async def test_what_is_sampled_obeys_and_the_trainer_agrees(
     assert metrics["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("structural_tag", [None, ANSWER])
+# The whitespace allowed after the brace is at most 33 tokens, so that 60 reach a forced one.
+@pytest.mark.parametrize(("structural_tag", "max_tokens"), [(None, 12), (ANSWER, 60)])
 async def test_the_likeliest_tokens_are_those_of_a_plain_forward_pass(
-    server: VllmServer, build_tiny_model: Callable[..., Any], structural_tag: str | None
+    server: TestedServer,
+    build_tiny_model: Callable[..., Any],
+    structural_tag: str | None,
+    max_tokens: int,
 ) -> None:
     sampling = Sampling(
-        max_tokens=12, structural_tag=structural_tag, num_top_logprobs=20, temperature=0.8
+        max_tokens=max_tokens, structural_tag=structural_tag, num_top_logprobs=20, temperature=0.8
     )
     generation = await server.generate(PROMPT, sampling)
     ids = generation.completion_ids
@@ -166,7 +177,7 @@ async def test_the_likeliest_tokens_are_those_of_a_plain_forward_pass(
         assert min(len(tops) for tops in generation.top_logprobs) == 1
 
 
-async def test_a_tag_that_is_none_is_refused(server: VllmServer) -> None:
+async def test_a_tag_that_is_none_is_refused(server: TestedServer) -> None:
     tag = '{"type": "structural_tag", "format": {"type": "nonsense"}}'
     with pytest.raises(EngineError, match="tructural"):
         await server.generate(PROMPT, Sampling(max_tokens=5, structural_tag=tag))

@@ -17,9 +17,9 @@ from typing import IO, Any
 import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.engine.server import ServerEndpoint
+from agentrl_cli.engine.protocol import ServerEndpoint
 from agentrl_cli.errors import ModelError, UserInputError
-from agentrl_cli.launch.servers import ServerFleet
+from agentrl_cli.launch.servers.server_group import ServerGroup
 
 
 def call(
@@ -79,15 +79,15 @@ def wait_for(condition: Callable[[], object], seconds: float) -> None:
         time.sleep(0.05)
 
 
-def test_a_server_answers_who_has_its_key_and_nobody_else(untied_fleet: ServerFleet) -> None:
-    [endpoint] = untied_fleet.endpoints
+def test_a_server_answers_who_has_its_key_and_nobody_else(untied_server_group: ServerGroup) -> None:
+    [endpoint] = untied_server_group.endpoints
     assert generate(endpoint)
     status, models = call(endpoint, "/v1/models")
     assert (status, models["data"][0]["max_model_len"]) == (200, 512)
     for path in ("/pause", "/collective_rpc", "/update_weight_version", "/inference/v1/generate"):
         assert call(endpoint, path, {}, key=None)[0] == 401, path
         assert call(endpoint, path, {}, key="sk-wrong")[0] == 401, path
-    assert untied_fleet.untied_head is False
+    assert untied_server_group.run.untied_head is False
     log = Path(endpoint.log_path or "").read_text()
     assert endpoint.api_key not in log
     assert "is_paused" in str(call(endpoint, "/is_paused")[1]), "the endpoints for training are on"
@@ -99,7 +99,8 @@ import json, sys
 from dataclasses import asdict
 from pathlib import Path
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.launch.servers import ServerFleet
+from agentrl_cli.launch.run_resolution import resolve_run_here, with_output_head
+from agentrl_cli.launch.servers.server_group import ServerGroup
 from agentrl_cli.log import SilentObserver
 
 class Printing(SilentObserver):
@@ -107,10 +108,12 @@ class Printing(SilentObserver):
         print(json.dumps(text), flush=True)
 
 config = ExperimentConfig.model_validate_json(sys.argv[1])
-with ServerFleet(config, config.model.path, purpose="train", num_gpus=0,
-                 log_dir=Path(sys.argv[2]), observer=Printing()) as fleet:
-    started = {"pid": fleet.processes[0].pid, "untied_head": fleet.untied_head}
-    print(json.dumps(started | asdict(fleet.endpoints[0])), flush=True)
+run = with_output_head(resolve_run_here(config, "train"), config, config.model.path)
+options = {"log_dir": Path(sys.argv[2]), "observer": Printing()}
+with ServerGroup(config, run, config.model.path, **options) as server_group:
+    server_group.wait()
+    started = {"pid": server_group.processes[0].pid, "untied_head": run.untied_head}
+    print(json.dumps(started | asdict(server_group.endpoints[0])), flush=True)
     sys.stdin.read()
 """
 
@@ -137,15 +140,15 @@ def test_a_killed_server_comes_back_and_nothing_outlives_a_killed_launcher(
         try:
             assert launcher.stdout is not None
             started = read_until(launcher.stdout, lambda found: isinstance(found, dict))
-            guard, untied_head = started.pop("pid"), started.pop("untied_head")
+            reaper, untied_head = started.pop("pid"), started.pop("untied_head")
             endpoint = ServerEndpoint(**started)
             assert untied_head is True
-            first_life = [guard, *find_descendants(guard)]
-            assert len(first_life) >= 3, "a guard, an API server and an engine"
+            first_life = [reaper, *find_descendants(reaper)]
+            assert len(first_life) >= 3, "a process reaper, an API server and an engine"
             os.kill(first_life[1], signal.SIGKILL)
-            told = read_until(launcher.stdout, lambda found: "started again" in found)
-            assert told.startswith("vllm-0 died (killed by SIGKILL); it is started again")
-            assert not any(map(is_alive, first_life)), "ended before it is started again"
+            told = read_until(launcher.stdout, lambda found: "restarting" in found)
+            assert told.startswith("vllm-0 was killed by SIGKILL; restarting it")
+            assert not any(map(is_alive, first_life)), "ended before it is restarted"
             read_until(launcher.stdout, lambda found: "is ready" in found)
             assert generate(endpoint), "the same port and key"
             family = find_descendants(launcher.pid)
@@ -156,24 +159,24 @@ def test_a_killed_server_comes_back_and_nothing_outlives_a_killed_launcher(
 
 
 def test_a_model_that_does_not_fit_says_which_keys_change_it(
-    start_fleet: Callable[..., ServerFleet],
+    start_server_group: Callable[..., ServerGroup],
     make_vllm_config: Callable[..., ExperimentConfig],
     untied_folder: Path,
 ) -> None:
     config = make_vllm_config(untied_folder, {"max_model_len": 1024, "cpu_kv_cache_gib": 0.0002})
     with pytest.raises(ModelError) as error_info:
-        start_fleet(config)
+        start_server_group(config)
     text = str(error_info.value)
     assert text.startswith("vllm-0: the model does not fit. It says:\n  To serve at least one")
     assert "engine.max_model_len (1024), engine.cpu_kv_cache_gib (0.0002)" in text
 
 
 def test_an_unknown_argument_is_the_users_mistake(
-    start_fleet: Callable[..., ServerFleet],
+    start_server_group: Callable[..., ServerGroup],
     make_vllm_config: Callable[..., ExperimentConfig],
     untied_folder: Path,
 ) -> None:
     config = make_vllm_config(untied_folder, {"server_args": ["--no-such-flag", "3"]})
     with pytest.raises(UserInputError, match=r"unrecognized arguments: --no-such-flag") as info:
-        start_fleet(config)
+        start_server_group(config)
     assert "engine.server_args (['--no-such-flag', '3'])" in str(info.value)

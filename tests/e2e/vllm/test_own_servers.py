@@ -12,8 +12,10 @@ import pytest
 
 from agentrl_cli import PPOTrainer
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.launch.local import run_evaluation
-from agentrl_cli.launch.training import run_trainer
+from agentrl_cli.launch.completion_sources import EngineSource
+from agentrl_cli.launch.local_run import run_evaluation
+from agentrl_cli.launch.run_resolution import resolve_run_here
+from agentrl_cli.launch.trainer import run_trainer
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.store.run_folder import RunFolder
 
@@ -67,16 +69,11 @@ def test_a_trainer_from_python_and_an_evaluation_of_its_checkpoint(
 
     latest = folder.latest_checkpoint()
     assert latest is not None
-    report = run_evaluation(
-        config,
-        checkpoint=latest[1],
-        limit=3,
-        base_url=None,
-        model_name=None,
-        observer=SilentObserver(),
-    )
+    observer = SilentObserver()
+    source = EngineSource(config, resolve_run_here(config, "eval"), observer, latest[1])
+    report = run_evaluation(config, source, limit=3, observer=observer)
     assert report.failures == {}
     assert report.num_tasks == 3
     assert (folder.path / "logs" / "eval" / "vllm-0.log").is_file()
     left: Any = set(psutil.Process().children(recursive=True)) - before
-    assert [p for p in left if "guard.py" in " ".join(p.cmdline())] == []
+    assert [p for p in left if "process_reaper.py" in " ".join(p.cmdline())] == []

@@ -97,7 +97,7 @@ class Command:
 
     def find(self, kind: str) -> list[psutil.Process]:
         """Processes of a kind: ``trainer``, ``rank`` (a further one), ``server``, ``core`` (of a
-        server), ``guard``."""
+        server), ``reaper``."""
         return [p for p in self.processes() if classify(p) == kind]
 
     def count_steps(self) -> int:
@@ -110,7 +110,7 @@ class Command:
         return path.stat().st_mtime_ns > moment_ns and self.count_steps() > self._count_saved()
 
     def _count_saved(self) -> int:
-        """Steps of the last checkpoint: where a trainer that starts goes on."""
+        """Steps of the last checkpoint, from which a trainer that starts resumes."""
         saved = (self.run_dir / "checkpoints").glob("step-*")
         return max((int(path.name[5:]) for path in saved), default=0)
 
@@ -154,12 +154,10 @@ def classify(process: psutil.Process) -> str:
         command, parent = process.cmdline(), process.parent()
     except psutil.NoSuchProcess:
         return "gone"
-    if any(part.endswith("guard.py") for part in command):
-        return "guard"
-    if "agentrl_cli.launch.trainer_process" in command:
-        return "trainer"
-    if "agentrl_cli.launch.rank_process" in command:
-        return "rank"
+    if any(part.endswith("process_reaper.py") for part in command):
+        return "reaper"
+    if "agentrl_cli.launch.processes.trainer_program" in command:
+        return "trainer" if process.environ()["RANK"] == "0" else "rank"
     if "vllm.entrypoints.openai.api_server" in command:
         return "server"
     # The engine's core has no command line of its own; beside it is a tracker of resources.
@@ -260,16 +258,16 @@ def kill_a_trainer_and_then_a_server_with_calls(command: Command) -> None:
     strike(command.find("server")[0])
     assert "the trainer was killed by SIGKILL; it is started again" in command.output
     log = command.run_dir / "logs" / "trainer.log"
-    pattern = r"engine server vllm-\d is out, its (\d+) calls go on"
+    pattern = r"engine server vllm-\d is unhealthy \((\d+) more calls were running on it\)"
     command.wait_until(lambda: re.search(pattern, log.read_text()))
     num_calls = re.findall(pattern, log.read_text())[0]
-    assert int(num_calls) > 0, "no call was open: the test shows nothing"
+    assert int(num_calls) > 0, "no further call was open: the test shows nothing"
 
 
 def kill_at_random(command: Command) -> None:
     """Eighteen processes, trainers most of all: a server takes long to come back."""
     chance = random.Random(7)
-    kinds = ["trainer"] * 9 + ["server"] * 3 + ["core"] * 3 + ["guard"] * 3
+    kinds = ["trainer"] * 9 + ["server"] * 3 + ["core"] * 3 + ["reaper"] * 3
     chance.shuffle(kinds)
     command.set_pause(2.0)
     killed: list[str] = []
@@ -297,7 +295,7 @@ def test_the_command_is_killed_and_then_twenty_of_its_processes_and_nothing_is_l
     command = start()
     command.wait_until(lambda: command.count_steps() >= 1)
     everything = command.processes()
-    assert {classify(p) for p in everything} >= {"trainer", "server", "core", "guard"}
+    assert {classify(p) for p in everything} >= {"trainer", "server", "core", "reaper"}
     command.kill()
     _, alive = psutil.wait_procs(everything, timeout=20)
     assert [p for p in alive if is_alive(p)] == []

@@ -18,13 +18,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentrl_cli.config.engine import EngineConfig
-from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.engine.protocol import Generation, Sampling
-from agentrl_cli.engine.server import ServerEndpoint
-from agentrl_cli.engine.vllm import VllmServer
+from agentrl_cli.config.experiment import EngineConfig, ExperimentConfig
+from agentrl_cli.config.machine import Machine
+from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.engine.protocol import Generation, Sampling, ServerEndpoint, join_pieces
+from agentrl_cli.engine.vllm.vllm_server import VllmServer
 from agentrl_cli.errors import ContextLengthError, EngineError, EngineTimeoutError
-from agentrl_cli.launch.servers import ServerFleet
+from agentrl_cli.launch.servers.server_group import ServerGroup
 from agentrl_cli.log import SilentObserver
 
 #: float32 on both sides.
@@ -32,6 +32,16 @@ TOLERANCE = 1e-4
 ComputeTruth = Callable[..., torch.Tensor]
 PROMPT = (10, 20, 30, 40, 50)
 CONFIG = EngineConfig(max_model_len=512, generate_timeout_seconds=60, publish_timeout_seconds=60)
+
+
+class TestedServer(VllmServer):
+    """Gives completions as a whole, too."""
+
+    __test__ = False
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+        pieces = self.stream(prompt_ids, sampling, stream_interval=CONFIG.max_model_len)
+        return join_pieces([piece async for piece in pieces])
 
 
 def compute_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
@@ -50,7 +60,7 @@ def find_gap(logprobs: Sequence[float], expected: torch.Tensor) -> float:
     return (torch.tensor(logprobs, dtype=torch.float64) - expected).abs().max().item()
 
 
-async def publish(server: VllmServer, folder: Path, version: int) -> None:
+async def publish(server: TestedServer, folder: Path, version: int) -> None:
     await server.pause()
     await server.load_weights(folder)
     await server.set_policy_version(version)
@@ -93,22 +103,23 @@ def endpoint(
 ) -> Iterator[ServerEndpoint]:
     """A server that takes whole weights and adapters."""
     model = {"path": str(folders[0]), "dtype": "float32", "lora": {"rank": 4}}
-    fleet = ServerFleet(
-        make_vllm_config(folders[0], model=model),
+    config = make_vllm_config(folders[0], model=model)
+    server_group = ServerGroup(
+        config,
+        resolve_run(config, Machine.detect(), purpose="train"),
         str(folders[0]),
-        purpose="train",
-        num_gpus=0,
         log_dir=tmp_path_factory.mktemp("logs"),
         observer=SilentObserver(),
     )
-    with fleet:
-        yield fleet.endpoints[0]
+    with server_group:
+        server_group.wait()
+        yield server_group.endpoints[0]
 
 
 @pytest.fixture
-async def server(endpoint: ServerEndpoint, folders: list[Path]) -> AsyncIterator[VllmServer]:
+async def server(endpoint: ServerEndpoint, folders: list[Path]) -> AsyncIterator[TestedServer]:
     """A new client of the server, which holds the first weights as version 1."""
-    client = VllmServer(endpoint, CONFIG, model_name="m")
+    client = TestedServer(endpoint, CONFIG)
     await client.check_health()
     await publish(client, folders[0], 1)
     yield client
@@ -117,7 +128,7 @@ async def server(endpoint: ServerEndpoint, folders: list[Path]) -> AsyncIterator
 
 
 async def test_logprobs_are_those_of_the_distribution_sampled_from(
-    server: VllmServer, models: list[Any], compute_truth: ComputeTruth
+    server: TestedServer, models: list[Any], compute_truth: ComputeTruth
 ) -> None:
     """All at once, so that every batch mixes them."""
     samplings = [
@@ -137,7 +148,7 @@ async def test_logprobs_are_those_of_the_distribution_sampled_from(
             assert len(generation.completion_ids) == 24
 
 
-async def test_a_stream_is_the_completion_in_pieces(server: VllmServer) -> None:
+async def test_a_stream_is_the_completion_in_pieces(server: TestedServer) -> None:
     sampling = Sampling(max_tokens=100, seed=4)
     whole = await server.generate(PROMPT, sampling)
     stream = server.stream(PROMPT, sampling, stream_interval=16)
@@ -153,16 +164,11 @@ async def test_a_stream_is_the_completion_in_pieces(server: VllmServer) -> None:
 
 
 async def test_a_completion_spans_three_versions_and_says_so(
-    server: VllmServer, folders: list[Path], models: list[Any], compute_truth: ComputeTruth
+    server: TestedServer, folders: list[Path], models: list[Any], compute_truth: ComputeTruth
 ) -> None:
     """Each token is sampled after a forward pass of its own version over all before it: what
     older weights had computed for the completion is dropped at the pause."""
     generation = await sample_over_updates(server, folders)
-    check_spans(generation, models, compute_truth)
-
-
-def check_spans(generation: Generation, models: list[Any], compute_truth: ComputeTruth) -> None:
-    """Every token's logprob by its own version's weights alone, and by no others."""
     assert list(generation.versions) == sorted(generation.versions)
     assert len(generation.versions) == len(generation.completion_ids)
     for version, model in enumerate(models, 1):
@@ -174,7 +180,7 @@ def check_spans(generation: Generation, models: list[Any], compute_truth: Comput
         assert find_gap([logprobs[i] for i in others], expected[others]) > 0.1
 
 
-async def sample_over_updates(server: VllmServer, folders: list[Path]) -> Generation:
+async def sample_over_updates(server: TestedServer, folders: list[Path]) -> Generation:
     """A completion during which versions 2 and 3 are published."""
     for seed in range(8):
         await publish(server, folders[0], 1)
@@ -187,16 +193,12 @@ async def sample_over_updates(server: VllmServer, folders: list[Path]) -> Genera
                     version += 1
                     await publish(server, folders[version - 1], version)
         if {1, 2, 3} == set(pieces[-1].versions):
-            return replace(
-                pieces[-1],
-                completion_ids=sum((piece.completion_ids for piece in pieces), ()),
-                rollout_logprobs=sum((piece.rollout_logprobs for piece in pieces), ()),
-            )
+            return join_pieces(pieces)
     raise AssertionError("every completion ended before its second update")
 
 
 async def test_calls_of_new_weights_use_no_cache_of_old_ones(
-    server: VllmServer, folders: list[Path], models: list[Any], compute_truth: ComputeTruth
+    server: TestedServer, folders: list[Path], models: list[Any], compute_truth: ComputeTruth
 ) -> None:
     """Also if they are sent while the weights are replaced."""
     long = tuple(range(5, 205))
@@ -215,45 +217,8 @@ async def test_calls_of_new_weights_use_no_cache_of_old_ones(
     assert await server.policy_version() == 2
 
 
-@pytest.fixture
-def without_generate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the server lacked the newer endpoint."""
-
-    async def answer(self: VllmServer) -> bool:
-        return False
-
-    monkeypatch.setattr(VllmServer, "_has_generate", answer)
-
-
-@pytest.mark.usefixtures("without_generate")
-async def test_the_older_endpoint_serves_as_well(
-    server: VllmServer, models: list[Any], compute_truth: ComputeTruth
-) -> None:
-    samplings = [
-        Sampling(max_tokens=20, temperature=temperature, top_p=top_p, seed=2)
-        for temperature in (0.0, 0.7, 1.0)
-        for top_p in (1.0, 0.5)
-    ]
-    for sampling in samplings:
-        generation = await server.generate(PROMPT, sampling)
-        expected = compute_truth(models[0], PROMPT, generation, sampling)
-        assert find_gap(generation.rollout_logprobs, expected) < TOLERANCE
-        assert generation.versions == (1,) * len(generation.completion_ids)
-    scores = await server.score(range(5, 25), 3)
-    logits = compute_logits(models[0], range(5, 25))[2:-1]
-    assert find_gap(scores, pick(logits, range(8, 25))) < TOLERANCE
-
-
-@pytest.mark.usefixtures("without_generate")
-async def test_the_older_endpoint_claims_no_version_that_is_in_doubt(
-    server: VllmServer, folders: list[Path], models: list[Any], compute_truth: ComputeTruth
-) -> None:
-    generation = await sample_over_updates(server, folders)
-    check_spans(generation, models, compute_truth)
-
-
 async def test_scores_equal_a_forward_pass_whatever_the_cache_holds(
-    server: VllmServer, models: list[Any]
+    server: TestedServer, models: list[Any]
 ) -> None:
     ids = tuple(range(5, 105))
     await server.generate(ids, Sampling(max_tokens=2))
@@ -266,7 +231,7 @@ async def test_scores_equal_a_forward_pass_whatever_the_cache_holds(
 
 
 async def test_a_stop_text_ends_the_completion_and_keeps_its_tokens(
-    server: VllmServer, chat_tokenizer: Any
+    server: TestedServer, chat_tokenizer: Any
 ) -> None:
     sampling = Sampling(max_tokens=60, seed=5)
     ids = (await server.generate(PROMPT, sampling)).completion_ids
@@ -282,7 +247,7 @@ async def test_a_stop_text_ends_the_completion_and_keeps_its_tokens(
     assert (stopped.finish_reason, stopped.stop_text) == ("stop", text)
 
 
-async def test_a_stop_token_ends_the_completion_and_is_kept(server: VllmServer) -> None:
+async def test_a_stop_token_ends_the_completion_and_is_kept(server: TestedServer) -> None:
     sampling = Sampling(max_tokens=60, seed=5)
     ids = (await server.generate(PROMPT, sampling)).completion_ids
     place = next(i for i in range(5, len(ids)) if ids[i] not in ids[:i])
@@ -292,7 +257,7 @@ async def test_a_stop_token_ends_the_completion_and_is_kept(server: VllmServer) 
 
 
 async def test_the_models_own_end_token_ends_the_completion(
-    server: VllmServer, chat_tokenizer: Any
+    server: TestedServer, chat_tokenizer: Any
 ) -> None:
     """Random weights end at random: one of many does."""
     done = await asyncio.gather(
@@ -305,7 +270,7 @@ async def test_the_models_own_end_token_ends_the_completion(
         assert generation.stop_text is None
 
 
-async def test_a_seed_makes_the_same_tokens_whatever_else_runs(server: VllmServer) -> None:
+async def test_a_seed_makes_the_same_tokens_whatever_else_runs(server: TestedServer) -> None:
     alone = await server.generate(PROMPT, Sampling(max_tokens=30, seed=7))
     crowd = await asyncio.gather(
         *(server.generate(PROMPT, Sampling(max_tokens=30, seed=seed)) for seed in range(12))
@@ -316,27 +281,25 @@ async def test_a_seed_makes_the_same_tokens_whatever_else_runs(server: VllmServe
     assert unseeded[0].completion_ids != unseeded[1].completion_ids
 
 
-async def test_without_a_limit_the_room_is_filled(server: VllmServer) -> None:
+async def test_without_a_limit_the_room_is_filled(server: TestedServer) -> None:
     prompt = tuple(range(5, 255)) * 2
     generation = await server.generate(prompt, Sampling(seed=3))
     assert len(generation.completion_ids) == 12 or generation.finish_reason == "stop"
 
 
 async def test_a_prompt_without_room_is_refused(
-    server: VllmServer, endpoint: ServerEndpoint
+    server: TestedServer, endpoint: ServerEndpoint
 ) -> None:
     with pytest.raises(ContextLengthError, match=r"600 tokens and .* is 512"):
         await server.generate([5] * 600, Sampling())
     # The server itself may have been started with less than the configuration says.
-    generous = VllmServer(
-        endpoint, CONFIG.model_copy(update={"max_model_len": 4096}), model_name="m"
-    )
+    generous = TestedServer(endpoint, CONFIG.model_copy(update={"max_model_len": 4096}))
     with pytest.raises(ContextLengthError, match=r"600 tokens and .* is 512"):
         await generous.generate([5] * 600, Sampling(max_tokens=5))
     await generous.close()
 
 
-async def test_a_token_that_the_model_does_not_have_is_refused(server: VllmServer) -> None:
+async def test_a_token_that_the_model_does_not_have_is_refused(server: TestedServer) -> None:
     """As after a prompt was tokenized by another model's tokenizer."""
     with pytest.raises(EngineError, match="99999 is out of vocabulary"):
         await server.generate([5, 99999], Sampling(max_tokens=5))
@@ -345,7 +308,7 @@ async def test_a_token_that_the_model_does_not_have_is_refused(server: VllmServe
 
 @pytest.mark.parametrize("leave", ["close", "cancel"])
 async def test_leaving_a_completion_aborts_it_in_the_server(
-    server: VllmServer, endpoint: ServerEndpoint, leave: str
+    server: TestedServer, endpoint: ServerEndpoint, leave: str
 ) -> None:
     """Frozen meanwhile, so that it cannot end by itself."""
     for seed in range(20):
@@ -385,32 +348,8 @@ async def test_leaving_a_completion_aborts_it_in_the_server(
     assert await read_metric(endpoint, "generation_tokens_total") - num_tokens < 150
 
 
-async def test_a_frozen_completion_ends_at_its_deadline(
-    server: VllmServer, endpoint: ServerEndpoint
-) -> None:
-    hasty = VllmServer(
-        endpoint, CONFIG.model_copy(update={"generate_timeout_seconds": 0.5}), model_name="m"
-    )
-    await hasty.check_health()
-    await server.pause()
-    await server.check_health()
-    with pytest.raises(EngineTimeoutError, match=r"generate: .* within 0.5 s"):
-        await hasty.generate(PROMPT, Sampling(max_tokens=5))
-    await server.resume()
-    await hasty.generate(PROMPT, Sampling(max_tokens=5))
-    await hasty.close()
-
-
-async def test_a_folder_without_weights_does_no_harm(server: VllmServer, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"holds no \*.safetensors"):
-        await server.load_weights(tmp_path)
-    with pytest.raises(EngineError, match="holds no adapter_config"):
-        await server.load_adapter(tmp_path, 2)
-    await server.generate(PROMPT, Sampling(max_tokens=5))
-
-
 async def test_a_file_that_is_cut_off_says_so_and_a_whole_one_mends_it(
-    server: VllmServer,
+    server: TestedServer,
     folders: list[Path],
     models: list[Any],
     tmp_path: Path,
@@ -430,7 +369,7 @@ async def test_a_file_that_is_cut_off_says_so_and_a_whole_one_mends_it(
 
 
 async def test_a_wrong_key_says_so(endpoint: ServerEndpoint) -> None:
-    stranger = VllmServer(replace(endpoint, api_key="wrong"), CONFIG, model_name="m")
+    stranger = TestedServer(replace(endpoint, api_key="wrong"), CONFIG)
     for call in (stranger.check_health, stranger.policy_version, stranger.pause):
         with pytest.raises(EngineError, match="refused the key"):
             await call()
@@ -499,7 +438,7 @@ def compute_adapted(
 
 
 async def test_a_call_keeps_the_adapter_that_it_began_with(
-    server: VllmServer, models: list[Any], endpoint: ServerEndpoint, tmp_path: Path
+    server: TestedServer, models: list[Any], endpoint: ServerEndpoint, tmp_path: Path
 ) -> None:
     first, second = (write_adapter(tmp_path / str(i), models[0], i) for i in (1, 2))
 
@@ -509,12 +448,7 @@ async def test_a_call_keeps_the_adapter_that_it_began_with(
         return [name for name in ids if name.startswith("agentrl-adapter-")]
 
     async def finish(stream: Any, pieces: list[Generation]) -> Generation:
-        pieces += [piece async for piece in stream]
-        return replace(
-            pieces[-1],
-            completion_ids=sum((piece.completion_ids for piece in pieces), ()),
-            rollout_logprobs=sum((piece.rollout_logprobs for piece in pieces), ()),
-        )
+        return join_pieces(pieces + [piece async for piece in stream])
 
     base = server.stream(PROMPT, Sampling(max_tokens=150, seed=1))
     base_pieces = [await anext(base)]
@@ -547,11 +481,11 @@ async def test_a_call_keeps_the_adapter_that_it_began_with(
 
 
 async def test_a_server_whose_engine_process_hangs_is_not_well(
-    server: VllmServer, endpoint: ServerEndpoint, monkeypatch: pytest.MonkeyPatch
+    server: TestedServer, endpoint: ServerEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its other process, the one that listens, goes on answering /health."""
     core = find_engine_process(endpoint)
-    monkeypatch.setattr("agentrl_cli.engine.vllm._HEALTH_SECONDS", 1.0)
+    monkeypatch.setattr("agentrl_cli.engine.vllm.vllm_server._HEALTH_SECONDS", 1.0)
     core.suspend()
     try:
         status, _ = await ask_without_client(endpoint, "GET", "/health", endpoint.api_key)
@@ -571,7 +505,8 @@ def find_engine_process(endpoint: ServerEndpoint) -> psutil.Process:
     [listener] = [
         process
         for process in below
-        if port in process.cmdline() and not any("guard.py" in part for part in process.cmdline())
+        if port in process.cmdline()
+        and not any("process_reaper.py" in part for part in process.cmdline())
     ]
     [core] = [p for p in listener.children() if "EngineCore" in " ".join(p.cmdline())]
     return core

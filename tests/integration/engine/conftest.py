@@ -8,8 +8,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentrl_cli.config.engine import EngineConfig
-from agentrl_cli.engine.embedded import EmbeddedEngine
+from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 
 OpenEngine = Callable[..., AbstractAsyncContextManager[EmbeddedEngine]]
 

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from agentrl_cli.engine.grammar import TokenGrammars
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.errors import EngineError
-from agentrl_cli.tracking.constraints import build_structural_tag
-from agentrl_cli.tracking.model_request import ReplyRules
-from agentrl_cli.tracking.parsers.choosing import find_tool_call_format
-from agentrl_cli.tracking.parsers.formats import ReplyFormats
+from agentrl_cli.tracking.formats.format_choice import find_tool_call_format
+from agentrl_cli.tracking.formats.reply_formats import ReplyFormats
+from agentrl_cli.tracking.protocols.model_request import ReplyRules
+from agentrl_cli.tracking.structured_output import build_structural_tag
 
 SCHEMA = {
     "type": "object",
@@ -65,7 +65,7 @@ def prompt_ids(tiny_tokenizer: Any) -> list[int]:
 
 @pytest.fixture
 def compute_masked_truth(tiny_tokenizer: Any) -> Callable[..., torch.Tensor]:
-    """Logprobs [tokens, vocabulary] of a constrained completion by one plain forward pass."""
+    """Logprobs [tokens, vocabulary] of a completion by one plain forward pass."""
 
     @torch.no_grad()
     def compute(
@@ -76,23 +76,24 @@ def compute_masked_truth(tiny_tokenizer: Any) -> Callable[..., torch.Tensor]:
     ) -> torch.Tensor:
         logits = model(torch.tensor([[*prompt_ids, *completion_ids]])).logits[0].double()
         logits = logits[len(prompt_ids) - 1 : -1]
+        tag = sampling.structural_tag
         grammars = TokenGrammars(tiny_tokenizer, logits.shape[1], [tiny_tokenizer.eos_token_id])
-        matcher = grammars.start(sampling.structural_tag or "")
+        matcher = grammars.start(tag) if tag is not None else None
         rows = []
         for row, token in zip(logits, completion_ids, strict=True):
-            words = torch.zeros((1, grammars.num_words), dtype=torch.int32).numpy()
-            assert matcher.fill(words, 0)
-            allowed = torch.tensor(
-                [bool(int(words[0, i // 32]) >> (i % 32) & 1) for i in range(len(row))]
-            )
-            masked = (row / (sampling.temperature or 1.0)).masked_fill(~allowed, -torch.inf)
-            probs = masked.softmax(-1)
+            scaled = row / (sampling.temperature or 1.0)
+            if matcher is not None:
+                words = torch.zeros((1, grammars.num_words), dtype=torch.int32).numpy()
+                assert matcher.fill(words, 0)
+                bits = [int(words[0, i // 32]) >> (i % 32) & 1 for i in range(len(row))]
+                scaled = scaled.masked_fill(~torch.tensor(bits).bool(), -torch.inf)
+                assert matcher.accept(token)
             if sampling.top_p < 1:
+                probs = scaled.softmax(-1)
                 order = probs.argsort(descending=True)
                 before = probs[order].cumsum(0) - probs[order]
-                masked[order[before >= sampling.top_p]] = -torch.inf
-            rows.append(masked.log_softmax(-1))
-            assert matcher.accept(token)
+                scaled[order[before >= sampling.top_p]] = -torch.inf
+            rows.append(scaled.log_softmax(-1))
         return torch.stack(rows)
 
     return compute
@@ -123,6 +124,7 @@ async def sample(
     return await asyncio.gather(*(engine.generate(prompt_ids, sampling) for _ in range(num)))
 
 
+@pytest.mark.slow
 async def test_a_schema_is_always_obeyed_beside_calls_that_are_free(
     open_engine, tiny_tokenizer, build_tiny_model, prompt_ids, compute_masked_truth, compute_truth
 ):
@@ -150,6 +152,7 @@ async def test_a_schema_is_always_obeyed_beside_calls_that_are_free(
         assert generation.rollout_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "names", "most"),
     [
@@ -178,6 +181,7 @@ async def test_a_required_call_is_made_and_the_named_one_if_one_is_named(
     assert called == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("structural_tag", [None, build_tag(response_format=ANSWER)])
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.8), (0.0, 1.0)])
 async def test_top_logprobs_are_those_of_the_distribution_sampled_from(
@@ -200,20 +204,9 @@ async def test_top_logprobs_are_those_of_the_distribution_sampled_from(
     async with open_engine() as engine:
         generation = await engine.generate(prompt_ids, sampling)
     assert len(generation.top_logprobs) == len(generation.completion_ids)
-    if structural_tag is None:
-        with torch.no_grad():
-            ids = [*prompt_ids, *generation.completion_ids]
-            logits = build_tiny_model()(torch.tensor([ids])).logits[0].double()
-        truth = (logits[len(prompt_ids) - 1 : -1] / (temperature or 1.0)).log_softmax(-1)
-        for row in truth if top_p < 1 else ():
-            order = row.argsort(descending=True)
-            probs = row[order].exp()
-            row[order[probs.cumsum(0) - probs >= top_p]] = -torch.inf
-        truth = truth.log_softmax(-1)
-    else:
-        truth = compute_masked_truth(
-            build_tiny_model(), prompt_ids, generation.completion_ids, sampling
-        )
+    truth = compute_masked_truth(
+        build_tiny_model(), prompt_ids, generation.completion_ids, sampling
+    )
     for place, tops in enumerate(generation.top_logprobs):
         logprobs = [logprob for _, logprob in tops]
         assert logprobs == sorted(logprobs, reverse=True)
@@ -223,6 +216,7 @@ async def test_top_logprobs_are_those_of_the_distribution_sampled_from(
         assert len(tops) == min(5, int((truth[place] > -torch.inf).sum()))
 
 
+@pytest.mark.slow
 async def test_a_stream_a_pause_and_new_weights_leave_the_grammar_where_it_was(
     open_engine, tiny_tokenizer, build_tiny_model, prompt_ids
 ):
@@ -243,6 +237,7 @@ async def test_a_stream_a_pause_and_new_weights_leave_the_grammar_where_it_was(
     check_answer(tiny_tokenizer.decode(ids[:-1]))
 
 
+@pytest.mark.slow
 async def test_a_stop_text_ends_a_constrained_call(open_engine, tiny_tokenizer, prompt_ids):
     tag = build_tag(response_format=ANSWER)
     sampling = Sampling(max_tokens=400, stop=('"kind"',), structural_tag=tag)
@@ -252,6 +247,7 @@ async def test_a_stop_text_ends_a_constrained_call(open_engine, tiny_tokenizer, 
     assert '"kind"' in tiny_tokenizer.decode(generation.completion_ids)
 
 
+@pytest.mark.slow
 async def test_a_tag_that_is_none_is_refused_and_the_engine_lives_on(open_engine, prompt_ids):
     async with open_engine() as engine:
         for tag in ("{", '{"type": "structural_tag", "format": {"type": "nonsense"}}'):

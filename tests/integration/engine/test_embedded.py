@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentrl_cli.engine.embedded import EmbeddedEngine
+from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.engine.protocol import Generation, InferenceEngine, Sampling
 from agentrl_cli.errors import ContextLengthError, EngineError, EngineTimeoutError
 
@@ -256,22 +256,6 @@ async def test_bad_requests_are_refused_and_the_engine_lives_on(
         assert (await engine.generate([3], Sampling(max_tokens=2))).completion_ids
 
 
-async def test_unequal_sampling_shares_a_batch(open_engine, prompt_ids):
-    async with open_engine() as engine:
-        greedy = await engine.generate(prompt_ids, Sampling(max_tokens=16, temperature=0.0))
-        mixed = await asyncio.gather(
-            *(
-                engine.generate(prompt_ids, Sampling(max_tokens=16, temperature=t, seed=1))
-                for t in (0.0, 4.0, 0.0, 1.0, 1e-4, 4.0)
-            )
-        )
-    for index in (0, 2):
-        assert mixed[index].completion_ids == greedy.completion_ids
-        assert mixed[index].rollout_logprobs == (0.0,) * len(greedy.completion_ids)
-    assert mixed[1].completion_ids == mixed[5].completion_ids != mixed[3].completion_ids
-    assert mixed[4].completion_ids == greedy.completion_ids
-
-
 async def test_no_more_than_max_num_seqs_are_sampled_at_once(open_engine, prompt_ids):
     most = 0
     running = 0
@@ -339,7 +323,7 @@ async def test_a_small_cache_still_finishes_every_call(
     open_engine, build_tiny_model, compute_truth, prompt_ids, monkeypatch
 ):
     """Requests that were evicted go on where they were, with exact logprobs."""
-    monkeypatch.setattr("agentrl_cli.engine.embedded_sizes._HEADROOM", 0.2)
+    monkeypatch.setattr("agentrl_cli.engine.embedded.continuous_batching._HEADROOM", 0.2)
     async with open_engine(max_num_seqs=16, max_model_len=128) as engine:
         sampling = Sampling(max_tokens=80, temperature=1.0)
         asked = [[i + 3, *prompt_ids[:20]] for i in range(16)]
@@ -354,7 +338,7 @@ async def test_a_small_cache_still_finishes_every_call(
 async def test_cancelling_all_that_an_eviction_left_does_not_hold_the_queue(
     open_engine, prompt_ids, monkeypatch
 ):
-    monkeypatch.setattr("agentrl_cli.engine.embedded_sizes._HEADROOM", 0.2)
+    monkeypatch.setattr("agentrl_cli.engine.embedded.continuous_batching._HEADROOM", 0.2)
     async with open_engine(max_num_seqs=8, max_model_len=512) as engine:
         endless = Sampling(temperature=0.0)
         tasks = {

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from agentrl_cli.config.engine import EngineConfig
-from agentrl_cli.engine.embedded import EmbeddedEngine
-from agentrl_cli.engine.embedded_delivery import Command
+from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.errors import EngineError
 
@@ -107,9 +106,9 @@ async def test_the_trainers_threads_and_random_numbers_stay_its_own(open_engine)
     async with open_engine(num_threads=wanted) as engine:
         await asyncio.gather(*(engine.generate(IDS, Sampling(max_tokens=5)) for _ in range(4)))
         in_engine: list[int] = []
-        command = Command(lambda: in_engine.append(torch.get_num_threads()))
-        engine._manager.run_between_steps(command)
-        await command.future
+        await asyncio.wrap_future(
+            engine._manager.run_between_steps(lambda: in_engine.append(torch.get_num_threads()))
+        )
         elsewhere = await asyncio.to_thread(torch.get_num_threads)
         assert torch.equal(torch.rand(4), expected)
         assert torch.get_num_threads() == before
@@ -128,8 +127,8 @@ _LEAVES_ENGINES_RUNNING = """
 import asyncio, sys
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2Tokenizer
-from agentrl_cli.config.engine import EngineConfig
-from agentrl_cli.engine.embedded import EmbeddedEngine
+from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.engine.protocol import Sampling
 
 config = Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,

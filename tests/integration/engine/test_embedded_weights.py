@@ -121,7 +121,9 @@ async def test_the_tied_head_may_be_given_alone_or_twice(open_engine, build_tiny
 
 
 async def test_a_publication_past_its_deadline(open_engine, build_tiny_model, monkeypatch):
-    monkeypatch.setattr("agentrl_cli.engine.embedded.copy_weights", lambda *_: time.sleep(0.5))
+    monkeypatch.setattr(
+        "agentrl_cli.engine.embedded.embedded_engine.copy_weights", lambda *_: time.sleep(0.5)
+    )
     async with open_engine(publish_timeout_seconds=0.1) as engine:
         with pytest.raises(EngineTimeoutError, match=r"publishing weights .* 0\.1 s"):
             await engine.publish_weights(1, dict(build_tiny_model().named_parameters()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agentrl_cli.engine.embedded_calls import StopTextFinder
+from agentrl_cli.engine.embedded.token_sampling import StopTextFinder
 
 
 @pytest.mark.parametrize(
@@ -34,19 +34,3 @@ def test_a_stop_text_is_found_with_the_token_that_completes_it(tiny_tokenizer, t
     # With this token the text holds it, and before this token it held none of them.
     assert found in tiny_tokenizer.decode(ids[: place + 1])
     assert not any(one in tiny_tokenizer.decode(ids[:place]) for one in stop)
-
-
-def test_the_tiny_tokenizer_survives_a_folder(tiny_tokenizer, tmp_path):
-    from transformers import AutoTokenizer
-
-    tiny_tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
-    text = "What is 1234 plus 56? <tool_call>Grüße</tool_call><|im_end|>"
-    assert loaded.encode(text) == tiny_tokenizer.encode(text)
-    messages = [{"role": "user", "content": "12 + 34"}]
-    tools = [{"type": "function", "function": {"name": "calculate", "parameters": {}}}]
-    rendered = loaded.apply_chat_template(
-        messages, tools=tools, add_generation_prompt=True, tokenize=False
-    )
-    assert rendered.endswith("<|im_start|>user\n12 + 34<|im_end|>\n<|im_start|>assistant\n")
-    assert '"name": "calculate"' in rendered

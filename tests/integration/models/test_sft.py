@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from agentrl_cli.config.loading import load_config_as
-from agentrl_cli.config.sft import NewModelConfig, SftConfig
+from agentrl_cli.config.config_file import load_config_as
+from agentrl_cli.config.sft_config import NewModelConfig, SftConfig
 from agentrl_cli.errors import (
     ConfigError,
     DatasetError,
@@ -19,10 +19,10 @@ from agentrl_cli.errors import (
     StoppedError,
     UserInputError,
 )
-from agentrl_cli.log import SilentObserver
+from agentrl_cli.log import Observer, SilentObserver
 from agentrl_cli.models import sft_training
-from agentrl_cli.models.loading import load_model, load_tokenizer
-from agentrl_cli.models.sft import run_sft
+from agentrl_cli.models.builtin_models import resolve_model_folder
+from agentrl_cli.models.pretrained import load_model, load_tokenizer
 from agentrl_cli.models.sft_rows import EncodedRow
 from agentrl_cli.models.sft_training import (
     compute_learning_rate,
@@ -59,6 +59,13 @@ def build(tmp_path: Path) -> Callable[..., SftConfig]:
         return SftConfig.model_validate(data)
 
     return build_config
+
+
+def run_sft(config: SftConfig, observer: Observer) -> Path:
+    """As the command does."""
+    start = config.model.path
+    start = resolve_model_folder(start, observer) if start is not None else None
+    return train_and_save(config, start, observer)
 
 
 def read_all(folder: Path) -> dict[str, bytes]:

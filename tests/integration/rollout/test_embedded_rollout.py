@@ -7,10 +7,9 @@ import contextlib
 
 import pytest
 
-from agentrl_cli.agents.building import AgentSource
-from agentrl_cli.config.engine import EngineConfig
-from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
-from agentrl_cli.engine.embedded import EmbeddedEngine
+from agentrl_cli.agents.agent_building import AgentSource
+from agentrl_cli.config.experiment import EngineConfig, GenerationConfig, RolloutConfig
+from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.errors import RolloutFailedError
 from agentrl_cli.records import Boundary, InteractionStatus
 from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,10 @@ from transformers import AutoModelForCausalLM
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunError
 from agentrl_cli.records import Trajectory
-from agentrl_cli.train.commands import LeadingLearner, follow
 from agentrl_cli.train.learner import Learner
-from agentrl_cli.train.process_ranks import open_ranks
-from agentrl_cli.train.rank_place import RankLostError, RankPlace
-from agentrl_cli.train.ranks import SINGLE, Ranks
+from agentrl_cli.train.loop import TrainingLoop
+from agentrl_cli.train.ranks import SINGLE, Ranks, open_ranks
+from agentrl_cli.train.rendezvous import RankLostError, Rendezvous
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +35,6 @@ class Play:
     steps: Sequence[tuple[Any, ...]]
     reference_folder: str | None = None
     critic_folder: str | None = None
-    stored: Mapping[int, Sequence[Trajectory]] | None = None
-    """By step. With them the first rank alone plays the steps, and the others follow it."""
     exchange_seconds: float = 60.0
     published: str = "whole"
 
@@ -50,9 +46,7 @@ def play(part: Play, ranks: Ranks = SINGLE) -> list[Any]:
     def load(folder: str) -> Any:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
-    is_led = part.stored is not None and ranks.count > 1
-    kind = partial(LeadingLearner, sign_seconds=0.05) if is_led and ranks.index == 0 else Learner
-    learner = kind(
+    learner = Learner(
         load(part.model_folder),
         part.config,
         reference_model=load(part.reference_folder) if part.reference_folder else None,
@@ -60,11 +54,7 @@ def play(part: Play, ranks: Ranks = SINGLE) -> list[Any]:
         published=part.published,
         ranks=ranks,
     )
-    if is_led and ranks.index > 0:
-        follow(learner, ranks, part.stored.__getitem__)
-        return [learner.step]
-    with learner if is_led else nullcontext():
-        return [globals()[f"do_{name}"](learner, *arguments) for name, *arguments in part.steps]
+    return [globals()[f"do_{name}"](learner, *arguments) for name, *arguments in part.steps]
 
 
 def do_update(learner: Learner, batch: Sequence[Trajectory]) -> Any:
@@ -77,7 +67,7 @@ def do_update(learner: Learner, batch: Sequence[Trajectory]) -> Any:
 
 def do_gradient(learner: Learner, batch: Sequence[Trajectory]) -> Any:
     """The gradients of a batch's update, unclipped, in float64 by name, and its loss."""
-    from agentrl_cli.train.sharding import gather
+    from agentrl_cli.train.model.sharding import gather
 
     found: dict[str, torch.Tensor] = {}
     optimizer = learner._policy.optimizer
@@ -113,23 +103,13 @@ def do_logprobs(learner: Learner, ids: Sequence[Sequence[int]], **more: Any) -> 
     return learner.compute_logprobs(ids, **more)
 
 
-def do_replaced(learner: Learner, ids: Sequence[Sequence[int]], names: Sequence[str]) -> Any:
-    """Logprobs with some published tensors doubled, each alone."""
-    weights = learner.weights()
-    found = []
-    for name in names:
-        replaced = {name: 2 * weights.get(learner.published_names()[name], torch.zeros(1))}
-        found.append(learner.compute_logprobs(ids, replaced=replaced))
-    return found
-
-
 def do_weights(learner: Learner) -> Any:
     return {name: tensor.clone() for name, tensor in learner.weights().items()}
 
 
 def do_critic_weights(learner: Learner) -> Any:
     """The critic's trained weights, on every rank."""
-    from agentrl_cli.train.sharding import gather
+    from agentrl_cli.train.model.sharding import gather
 
     assert learner._critic is not None
     weights = learner._critic.optimizer.master_weights()
@@ -145,15 +125,55 @@ def do_load(learner: Learner, folder: str) -> int:
     return learner.step
 
 
-def do_think(learner: Learner, seconds: float) -> None:
-    """Nothing that others are needed for."""
-    time.sleep(seconds)
+def do_run(learner: Learner, batches: Sequence[Sequence[Trajectory]], folder: str) -> list[Any]:
+    """A whole run by the training loop, which saves after its first step; what rank 0 saw of it."""
+    coordinator = FakeCoordinator(learner, batches, folder) if learner._ranks.index == 0 else None
+    loop = TrainingLoop(
+        config=learner._config, learner=learner, ranks=learner._ranks, coordinator=coordinator
+    )
+    is_complete = loop.run()
+    return [is_complete, learner.step, coordinator and coordinator.seen]
 
 
-def do_elsewhere(learner: Learner, ids: Sequence[Sequence[int]]) -> Any:
-    """Logprobs, computed in another thread, as a publication does."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(learner.compute_logprobs, ids).result(60.0)
+class FakeCoordinator:
+    """Has the batches already, and nobody to publish to; asks to stop when none is left."""
+
+    def __init__(
+        self, learner: Learner, batches: Sequence[Sequence[Trajectory]], folder: str
+    ) -> None:
+        self.seen: list[Any] = []
+        self._learner = learner
+        self._batches = list(batches)
+        self._folder = folder
+
+    def begin(self, first_step: int) -> None:
+        self.seen.append(first_step)
+
+    def collect(self, step: int) -> Sequence[Trajectory] | None:
+        time.sleep(0.2)
+        return self._batches.pop(0) if self._batches else None
+
+    def released_engine(self) -> Any:
+        return nullcontext()
+
+    def publish(self, version: int) -> dict[str, float]:
+        """In another thread, as a publication does."""
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(self._learner.weights).result(60.0)
+            [found] = pool.submit(self._learner.compute_logprobs, [[1, 2, 3]]).result(60.0)
+        self.seen.append(found)
+        return {"version": version}
+
+    def finish_step(self, step: int, batch: Any, metrics: dict[str, float]) -> bool:
+        self.seen.append(metrics)
+        return step == 1
+
+    def save(self, step: int) -> None:
+        self._learner.save(self._folder)
+
+    def evaluate_if_due(self, step: int) -> None: ...
+
+    def stop_if_alarmed(self, step: int) -> None: ...
 
 
 def do_die(learner: Learner, index: int) -> None:
@@ -180,7 +200,7 @@ def do_hang(learner: Learner, index: int, where: str, seconds: float) -> None:
     policy.forward = sleep_and_go_on
 
 
-def run_rank(place: RankPlace, part: dict[str, Any], result_path: str) -> None:
+def run_rank(rendezvous: Rendezvous, part: dict[str, Any], result_path: str) -> None:
     """The whole life of a rank; what its steps gave, or how it lost another, is left in a file."""
 
     def leave(result: Any) -> None:
@@ -189,9 +209,8 @@ def run_rank(place: RankPlace, part: dict[str, Any], result_path: str) -> None:
 
     one = Play(**part)
     try:
-        with open_ranks(place, exchange_seconds=one.exchange_seconds) as ranks:
+        with open_ranks(rendezvous, exchange_seconds=one.exchange_seconds) as ranks:
             leave(play(one, ranks))
-            ranks.barrier()
     except RankLostError as error:
         leave(str(error))
 

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from agentrl_cli.errors import StoreError
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.train.data_cursor import DataCursor
 from agentrl_cli.train.learner import Learner
-from agentrl_cli.train.saving import CheckpointSaver
+from agentrl_cli.train.resume import CheckpointSaver, DataCursor
 
 
 @pytest.fixture

@@ -12,10 +12,11 @@ from torch._dynamo.utils import counters
 
 from agentrl_cli.config.experiment import ExperimentConfig, LoraConfig
 from agentrl_cli.errors import ModelError
-from agentrl_cli.train.layers import _try_compiler
 from agentrl_cli.train.learner import Learner
+from agentrl_cli.train.model.layers import _try_compiler
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(
         shutil.which("g++") is None and shutil.which("clang++") is None,
         reason="needs a C++ compiler",
@@ -84,12 +85,9 @@ def test_updates_are_those_of_layers_as_they_are(make_learner, ragged_batch, set
     for name, tensor in plain.weights().items():
         found = compiled.weights()[name]
         torch.testing.assert_close(found, tensor, atol=5e-6, rtol=0.0, msg=name)
-    # Other weights for a while, as the diagnosis of a publication asks.
-    changed = {name: tensor + 0.01 for name, tensor in plain.weights().items()}
-    for replaced in (None, changed):
-        [expected_logprobs] = plain.compute_logprobs([[1, 2, 3, 4]], replaced=replaced)
-        [logprobs] = compiled.compute_logprobs([[1, 2, 3, 4]], replaced=replaced)
-        assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
+    [expected_logprobs] = plain.compute_logprobs([[1, 2, 3, 4]])
+    [logprobs] = compiled.compute_logprobs([[1, 2, 3, 4]])
+    assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
 
 
 def test_no_length_is_compiled_by_itself(make_learner, build_trajectory):

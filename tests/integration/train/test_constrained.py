@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl_cli.config.engine import EngineConfig
-from agentrl_cli.engine.embedded import EmbeddedEngine
+from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.records import Interaction, Trajectory
 from agentrl_cli.train.learner import Learner
@@ -74,6 +74,7 @@ async def batch(build_tiny_model: Any, tiny_tokenizer: Any) -> list[Trajectory]:
         await engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("export_style", ["concat", "individual"])
 @pytest.mark.parametrize("num_epochs", [1, 2])
 async def test_the_trainers_logprobs_are_the_rollouts(
@@ -93,6 +94,7 @@ async def test_the_trainers_logprobs_are_the_rollouts(
     assert learner.update(bare, 0)["logprob_gap_max"] > 0.5
 
 
+@pytest.mark.slow
 async def test_tokens_that_a_tag_does_not_allow_are_not_trained_on(
     batch, build_tiny_model, tiny_tokenizer, build_config, caplog
 ) -> None:
@@ -106,6 +108,7 @@ async def test_tokens_that_a_tag_does_not_allow_are_not_trained_on(
     assert all(torch.isfinite(p).all() for p in learner.model.parameters())
 
 
+@pytest.mark.slow
 async def test_a_learner_without_a_tokenizer_says_what_it_needs(
     batch, build_tiny_model, build_config
 ) -> None:

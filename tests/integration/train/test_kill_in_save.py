@@ -19,9 +19,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.train.data_cursor import DataCursor
+from agentrl_cli.train.resume import DataCursor
 from agentrl_cli.train.learner import Learner
-from agentrl_cli.train.saving import CheckpointSaver
+from agentrl_cli.train.resume import CheckpointSaver
 
 config = ExperimentConfig.model_validate({
     "experiment_name": "exp",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from agentrl_cli.train.learner import Learner
-from agentrl_cli.train.logprobs import MAX_LOGITS
+from agentrl_cli.train.model.output_head import MAX_LOGITS
 
 VOCABULARY_SIZE = 150_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_largest_tensor_of_an_update_is_one_tile(
     build_model, build_config, build_trajectory, watch_largest, dtype

@@ -7,11 +7,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agentrl_cli.errors import ModelError
-from agentrl_cli.train.attention import AttentionLayout, use_packed_attention
-from agentrl_cli.train.logprobs import compute_micro_batch_logprobs
-from agentrl_cli.train.packing import Packing, build_micro_batch
-from agentrl_cli.train.prefix_tree import build_prefix_tree, keep_apart, sort_sequences
-from agentrl_cli.train.samples import build_scoring_sample
+from agentrl_cli.train.data.packing import Packing, build_micro_batch
+from agentrl_cli.train.data.prefix_tree import build_prefix_tree, keep_apart, sort_sequences
+from agentrl_cli.train.data.samples import build_scoring_sample
+from agentrl_cli.train.model.output_head import compute_micro_batch_logprobs
+from agentrl_cli.train.model.packed_attention import AttentionLayout, use_packed_attention
 
 SEQUENCES = [
     [3, 4, 5, 6, 7, 8, 9],

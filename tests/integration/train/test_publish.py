@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from agentrl_cli.config.engine import EngineConfig
-from agentrl_cli.engine.embedded import EmbeddedEngine
+from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.errors import WeightMismatchError
 from agentrl_cli.train.learner import Learner

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl_cli.train.rank_place import RankPlace
+from agentrl_cli.train.rendezvous import Rendezvous
 
 _PLAY = Path(__file__).parent / "rank_play.py"
 #: Ten times what they take on a core of their own.
@@ -32,9 +32,7 @@ Play = acts["Play"]
 def server() -> Any:
     """Forks processes that have imported everything already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["agentrl_cli.train.learner", "agentrl_cli.train.sharded_policy"]
-    )
+    context.set_forkserver_preload(["agentrl_cli.train.learner"])
     return context
 
 
@@ -49,8 +47,8 @@ def run_ranks(server: Any, tmp_path: Path) -> Iterator[Callable[..., list[Any]]]
         folder.mkdir()
         paths = [folder / f"{index}.pt" for index in range(count)]
         for index, path in enumerate(paths):
-            place = RankPlace(index=index, count=count, meeting_path=str(folder / "meeting"))
-            arguments = (place, vars(part), str(path))
+            rendezvous = Rendezvous(index=index, count=count, path=str(folder / "rendezvous"))
+            arguments = (rendezvous, vars(part), str(path))
             process = server.Process(
                 target=runpy.run_path,
                 args=(str(_PLAY), {"arguments": arguments}, "<rank>"),
@@ -97,8 +95,8 @@ def assert_same_metrics(found: dict, expected: dict) -> None:
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "tied"), [(2, True), (4, False)])
 def test_gradients_are_those_of_one_process(
     run_ranks, save_model, build_config, ragged_batch, count, tied
 ):
@@ -144,6 +142,7 @@ def test_updates_are_those_of_one_process(run_ranks, save_model, build_config, r
     assert [found[4] for found in results[1:]] == [{}] * (count - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler"
 )
@@ -165,6 +164,7 @@ def test_compiled_layers_in_shards_are_those_of_one_process(
         assert mine == pytest.approx(theirs, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_critic_in_shards_is_that_of_one_process(
     run_ranks, save_model, build_config, ragged_batch, tmp_path, dtype
@@ -195,6 +195,7 @@ def test_a_critic_in_shards_is_that_of_one_process(
         assert_same(results[1], loaded, 0.0)
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_sample_leaves_ranks_without_work(
     run_ranks, save_model, build_config, build_trajectory
 ):
@@ -209,6 +210,7 @@ def test_a_batch_of_one_sample_leaves_ranks_without_work(
     assert_same_metrics(results[3][2][1], metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_checkpoints_go_from_any_number_of_ranks_to_any(
     run_ranks, save_model, build_config, ragged_batch, tmp_path, dtype
@@ -252,30 +254,32 @@ def compare_folders(mine: Path, theirs: Path, tolerance: float) -> None:
             assert_same(load_file(mine / name), load_file(theirs / name), tolerance)
 
 
-def test_the_first_rank_leads_the_others_through_a_run(
-    run_ranks, save_model, build_config, ragged_batch, tmp_path
+@pytest.mark.slow
+@pytest.mark.parametrize("total_steps", [2, 3], ids=["to its last step", "until asked to stop"])
+def test_all_ranks_run_one_loop(
+    run_ranks, save_model, build_config, ragged_batch, tmp_path, total_steps
 ):
-    """Also when it has long had nothing to say, and says it from another thread."""
-    ids, path = [[1, 2, 3]], str(tmp_path / "saved")
-    steps = [("weights",), ("elsewhere", ids), ("think", 0.5), ("update", ragged_batch)]
-    steps += [("replaced", ids, ["lm_head.weight"]), ("save", path), ("update", ragged_batch)]
-    steps += [("load", path), ("elsewhere", ids), ("update", ragged_batch), ("think", 0.2)]
-    part = Play(
-        model_folder=save_model(tied=True),
-        config=build_config(learning_rate=1e-3),
-        steps=steps,
-        stored={1: ragged_batch, 2: ragged_batch},
-    )
-    expected = acts["play"](part)
-    found, *others = run_ranks(3, part)
-    assert others == [[2], [2]]
-    assert_same(found[0], expected[0], 0.0)
-    for which in (1, 8):
-        assert found[which][0] == pytest.approx(expected[which][0], abs=1e-4)
-    assert found[1] != found[8]
-    for which in (3, 6, 9):
-        assert_same_metrics(found[which], expected[which])
-    assert found[4][0][0] == pytest.approx(expected[4][0][0], abs=1e-4)
+    """Rank 0 has the batches, and says when to save and when to stop."""
+    batches = [ragged_batch, ragged_batch[:4]]
+    config = build_config(learning_rate=1e-3, total_steps=total_steps)
+    folders = [str(tmp_path / name) for name in ("one", "two")]
+
+    def part(folder: str) -> Any:
+        steps = [("run", batches, folder)]
+        return Play(model_folder=save_model(tied=True), config=config, steps=steps)
+
+    [[is_complete, step, expected]] = acts["play"](part(folders[0]))
+    assert (is_complete, step) == (total_steps == 2, 2)
+    [first], *others = run_ranks(3, part(folders[1]))
+    assert others == [[[is_complete, 2, None]]] * 2
+    assert first[:2] == [is_complete, 2]
+    assert first[2][0] == expected[0] == 1
+    for mine, theirs in zip(first[2][1:], expected[1:], strict=True):
+        if isinstance(mine, dict):
+            assert_same_metrics(mine, theirs)
+        else:
+            assert mine == pytest.approx(theirs, abs=1e-4)
+    compare_folders(Path(folders[1]), Path(folders[0]), 2e-5)
 
 
 def read_json(path: Path) -> Any:
@@ -286,6 +290,7 @@ def read_json(path: Path) -> Any:
     return content
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_and_harms_none(
     run_ranks, save_model, build_config, ragged_batch
 ):
@@ -309,6 +314,7 @@ def test_a_rank_that_dies_ends_the_others_soon(run_ranks, save_model, build_conf
     assert time.monotonic() - started < 60.0, "they waited for the deadline"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["here", "in a pass"])
 def test_a_rank_that_hangs_is_waited_for_until_the_deadline(
     run_ranks, save_model, build_config, ragged_batch, where
@@ -323,26 +329,7 @@ def test_a_rank_that_hangs_is_waited_for_until_the_deadline(
     assert time.monotonic() - started < 60.0
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_published_tensors_can_be_replaced_on_the_first_rank_alone(
-    run_ranks, save_model, build_config, tied
-):
-    """Also one name of a tied pair, which shards cannot tell apart."""
-    ids = [[1, 2, 3, 4]]
-    names = ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"]
-    part = Play(
-        model_folder=save_model(tied=tied),
-        config=build_config(),
-        steps=[("replaced", ids, names), ("logprobs", ids)],
-    )
-    expected, plain = acts["play"](part)
-    found, after = run_ranks(2, part)[0]
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine[0] == pytest.approx(theirs[0], abs=1e-4)
-        assert theirs[0] != pytest.approx(plain[0], abs=1e-2)
-    assert after[0] == pytest.approx(plain[0], abs=1e-4)
-
-
+@pytest.mark.slow
 def test_layers_that_compute_their_activations_again(
     run_ranks, save_model, build_config, ragged_batch
 ):
@@ -353,6 +340,7 @@ def test_layers_that_compute_their_activations_again(
     assert_same(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "frozen", [("embeddings", "model.layers.0.*"), ("embeddings", "model.*")], ids=["part", "most"]
 )
@@ -371,6 +359,7 @@ def test_frozen_weights_have_no_part_in_the_gradient(
         assert_same_metrics(found_metrics, metrics)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("published", ["whole", "adapter"])
 def test_adapters_are_published_and_saved_as_by_one_process(
     run_ranks, save_model, build_config, ragged_batch, tmp_path, published

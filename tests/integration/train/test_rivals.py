@@ -10,15 +10,15 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from agentrl_cli.config.algorithm import GrpoAdvantageConfig
-from agentrl_cli.train.advantages import compute_advantages
+from agentrl_cli.config.algorithm_config import GrpoAdvantageConfig
+from agentrl_cli.train.data.samples import assign_advantages, build_samples
 from agentrl_cli.train.learner import Learner
-from agentrl_cli.train.samples import build_samples
+from agentrl_cli.train.loss.advantages import compute_advantages
 from benchmarks import train_rivals
 from benchmarks.train_batches import VOCABULARY_SIZE, build_trajectory
 
 #: TRL warns of versions of vLLM that it does not know, of peft, and of itself.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 RIVALS: dict[str, Callable[[], Any]] = {
     "padded": lambda: train_rivals.PaddedLoop("float32", 64),
@@ -57,7 +57,9 @@ def test_a_rival_makes_the_same_update(monkeypatch, build_config, name: str):
         build_trajectory(0, index, [(prompt, draw(3 + index)), *[(draw(2), draw(5))] * index])
         for index in range(5)
     ]
-    samples = build_samples(batch, compute_advantages(batch, GrpoAdvantageConfig()), "concat")
+    samples = assign_advantages(
+        build_samples(batch, "concat"), compute_advantages(batch, GrpoAdvantageConfig())
+    )
     learner = Learner(build_small_model(), build_config(algorithm={"rollout_correction": None}))
     rival = RIVALS[name]()
     expected = learner.update(batch, 0)["grad_norm"]

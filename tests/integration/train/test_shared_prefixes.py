@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from agentrl_cli.train.data.packing import Packing, pack_samples
+from agentrl_cli.train.data.samples import Sample, Targets
 from agentrl_cli.train.learner import Learner
-from agentrl_cli.train.logprobs import compute_micro_batch_logprobs
 from agentrl_cli.train.masks import MaskTable, TokenMasks
-from agentrl_cli.train.packing import Packing, pack_samples
-from agentrl_cli.train.samples import Sample, Targets
+from agentrl_cli.train.model.output_head import compute_micro_batch_logprobs
 
 CPU = torch.device("cpu")
 
@@ -89,13 +89,14 @@ def compute_gradients(
     return torch.cat([scored[id(s)] for s in samples]), gradients
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("max_tokens", [1000, 60])
+@pytest.mark.parametrize(
+    ("tied", "checkpointing", "max_tokens"),
+    [(False, False, 1000), (True, False, 60), (False, True, 60)],
+)
 def test_logprobs_and_gradients_equal(
     build_model, tied: bool, checkpointing: bool, max_tokens: int
 ):
-    from agentrl_cli.train.attention import use_packed_attention
+    from agentrl_cli.train.model.packed_attention import use_packed_attention
 
     model = build_model(tied=tied, initializer_range=0.2)
     use_packed_attention(model)

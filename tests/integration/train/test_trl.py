@@ -16,15 +16,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agentrl_cli.config.algorithm import AlgorithmConfig
-from agentrl_cli.train.aggregation import compute_token_weights
-from agentrl_cli.train.attention import use_packed_attention
-from agentrl_cli.train.logprobs import compute_micro_batch_logprobs
-from agentrl_cli.train.losses import LossInputs, compute_loss
-from agentrl_cli.train.packing import pack_samples
-from agentrl_cli.train.samples import Sample, build_samples
+from agentrl_cli.config.algorithm_config import AlgorithmConfig
+from agentrl_cli.train.data.minibatches import compute_token_weights
+from agentrl_cli.train.data.packing import pack_samples
+from agentrl_cli.train.data.samples import Sample, assign_advantages, build_samples
+from agentrl_cli.train.loss.policy_loss import LossInputs, compute_loss
+from agentrl_cli.train.model.output_head import compute_micro_batch_logprobs
+from agentrl_cli.train.model.packed_attention import use_packed_attention
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs TRL (extra trl)"),
     # TRL warns of versions of vLLM that it does not know, of peft, and of itself.
     pytest.mark.filterwarnings("ignore"),
@@ -103,7 +104,7 @@ def batch(build_model, build_trajectory) -> Batch:
         for trajectory, advantage in zip(trajectories, advantages, strict=True)
         for turn in trajectory.interactions
     }
-    samples = build_samples(trajectories, by_turn, "concat")
+    samples = assign_advantages(build_samples(trajectories, "concat"), by_turn)
     model = build_model()
     old, ref = [], []
     with torch.no_grad():

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from agentrl_cli.agents.adapt import adapt_agent
+from agentrl_cli.agents.agent_building import adapt_agent
+from agentrl_cli.agents.agent_runner import AgentCall
 from agentrl_cli.agents.anthropic_sdk import build_anthropic_client
 from agentrl_cli.errors import BuilderError, MissingExtraError
 
@@ -31,7 +32,9 @@ async def test_agents_get_the_client_of_their_colour_on_the_shared_connection() 
 
     async with AsyncOpenAI(base_url=URL, api_key="k", max_retries=0) as client:
         for function in (solve, solve_blocking):
-            await adapt_agent(function, "agent_builder_path").run({}, client, **SUPPLIED)
+            await adapt_agent(function, "agent_builder_path").run(
+                AgentCall(row={}, client=client, **SUPPLIED)
+            )
         one, other = given
         assert isinstance(one, anthropic.AsyncAnthropic)
         assert isinstance(other, anthropic.Anthropic)
@@ -51,7 +54,7 @@ async def test_who_does_not_name_the_client_needs_no_sdk(monkeypatch: pytest.Mon
         return " ".join(sorted(kwargs))
 
     async with AsyncOpenAI(base_url=URL, api_key="k") as client:
-        outcome = await adapt_agent(solve, "k").run({}, client, **SUPPLIED)
+        outcome = await adapt_agent(solve, "k").run(AgentCall(row={}, client=client, **SUPPLIED))
     assert outcome.final_answer == "api_key base_url client http_client max_turns model"
 
 
@@ -61,7 +64,9 @@ def test_a_missing_sdk_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPa
     async def solve(data: Any, anthropic_client: Any) -> None:
         raise AssertionError("not called")
 
-    with pytest.raises(MissingExtraError, match=r"uv pip install 'agentrl\[anthropic\]'") as caught:
+    with pytest.raises(
+        MissingExtraError, match=r"uv pip install 'agentrl-cli\[anthropic\]'"
+    ) as caught:
         adapt_agent(solve, "agent_builder_path")
     assert str(caught.value).startswith("agent_builder_path: ")
     assert "takes anthropic_client" in str(caught.value)
@@ -82,7 +87,7 @@ def test_building_one_without_the_sdk_says_what_to_install(monkeypatch: pytest.M
     from agentrl_cli.agents import anthropic_sdk
 
     hide_sdk(monkeypatch)
-    anthropic_sdk._load_classes.cache_clear()
+    anthropic_sdk._load_async_class.cache_clear()
     with pytest.raises(MissingExtraError, match="build_anthropic_client needs Anthropic's SDK"):
         build_anthropic_client(AsyncOpenAI(base_url=URL, api_key="k"))
 

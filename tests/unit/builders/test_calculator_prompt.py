@@ -9,7 +9,7 @@ import httpx2
 import pytest
 from openai import AsyncOpenAI
 
-from agentrl_cli.models.calculator_prompt import CALCULATE_TOOL, SYSTEM_PROMPT
+from agentrl_cli.models.calculator_tasks import CALCULATE_TOOL, SYSTEM_PROMPT
 from builders.calculator_agent import build_calculator_agent
 
 pytestmark = pytest.mark.openai_agents

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import resource
-import shutil
 import stat
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -22,13 +22,15 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.engine import weight_transfer_folder, weight_transfer_nccl
-from agentrl_cli.engine.server import ServerEndpoint
-from agentrl_cli.engine.weight_transfer import build_weight_transfer, resolve_transfer_kind
-from agentrl_cli.engine.weight_transfer_disk import DiskTransfer
-from agentrl_cli.engine.weight_transfer_file import WeightFile
-from agentrl_cli.engine.weight_transfer_folder import VersionFolders, remove_dead_folders
-from agentrl_cli.engine.weight_transfer_nccl import NcclTransfer, NcclUpdate
+from agentrl_cli.engine.protocol import ServerEndpoint
+from agentrl_cli.engine.weights import nccl_transfer, weight_folders
+from agentrl_cli.engine.weights.nccl_transfer import NcclTransfer, NcclUpdate
+from agentrl_cli.engine.weights.weight_folders import (
+    FolderTransfer,
+    VersionFolders,
+    remove_folders_of_dead_runs,
+)
+from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
 from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerDownError
 
 FILE_NAME = "model.safetensors"
@@ -54,10 +56,6 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name], tensor), name
 
 
-def nothing() -> None:
-    """No deadline."""
-
-
 class Reader:
     """A server that only says which folder it was told to read."""
 
@@ -68,40 +66,37 @@ class Reader:
         self.folders.append(folder)
 
 
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="agentrl-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(params=["memory", "disk"])
-def parent(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+def parent(request: pytest.FixtureRequest, memory: Path, tmp_path: Path) -> Path:
     """A folder in RAM, and one on a disk where the machine has any."""
-    if request.param == "disk":
-        yield tmp_path
-        return
-    memory = Path(tempfile.mkdtemp(prefix="agentrl-test-", dir="/dev/shm"))
-    yield memory
-    shutil.rmtree(memory)
+    return memory if request.param == "memory" else tmp_path
 
 
 @pytest.fixture
-async def transfer(parent: Path) -> AsyncIterator[DiskTransfer]:
+async def transfer(parent: Path) -> AsyncIterator[FolderTransfer]:
     transfer = make_transfer(parent)
     yield transfer
     await transfer.close()
 
 
-def make_transfer(parent: Path, timeout_seconds: float = 30.0, **tied: str) -> DiskTransfer:
+def make_transfer(parent: Path, timeout_seconds: float = 30.0, **tied: str) -> FolderTransfer:
     folders = VersionFolders(str(parent), FILE_NAME, timeout_seconds=timeout_seconds)
-    return DiskTransfer(folders, model_folder=Path("/the/model"), tied_names=tied)
+    return FolderTransfer(folders, tied_names=tied)
 
 
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_a_file_holds_what_was_written_last(tmp_path, in_memory):
-    file = WeightFile(tmp_path / FILE_NAME, in_memory=in_memory)
-    for seed in (1, 2):
-        file.write(make_weights(seed), nothing)
-        assert_equal(load_file(tmp_path / FILE_NAME), make_weights(seed))
-    larger = make_weights(3) | {"d": torch.ones(1000)}
-    file.write(larger, nothing)
-    assert_equal(load_file(tmp_path / FILE_NAME), larger)
-    file.write({"a": torch.ones(2)}, nothing)
-    assert_equal(load_file(tmp_path / FILE_NAME), {"a": torch.ones(2)})
+async def test_a_file_holds_what_was_written_last(transfer):
+    large = make_weights(3) | {"d": torch.ones(1000)}
+    for version, weights in enumerate(
+        [make_weights(1), make_weights(2), large, {"a": torch.ones(2)}]
+    ):
+        update = await transfer.prepare(version, weights)
+        assert_equal(load_file(update.folder / FILE_NAME), weights)
 
 
 async def test_each_version_is_a_folder_of_its_own_and_a_snapshot(transfer):
@@ -114,27 +109,28 @@ async def test_each_version_is_a_folder_of_its_own_and_a_snapshot(transfer):
     assert_equal(load_file(reader.folders[0] / FILE_NAME), make_weights(1))
 
 
-async def test_the_version_before_the_last_is_kept_and_older_ones_are_not(transfer, parent):
-    assert transfer.previous_folder is None
-    folders = []
-    for version in (0, 1, 2, 3):
-        folders.append((await transfer.prepare(version, make_weights(version))).folder)
-        expected = Path("/the/model") if version == 0 else folders[-2]
-        assert transfer.previous_folder == expected
-    assert [folder.exists() for folder in folders] == [False, False, True, True]
-    assert_equal(load_file(folders[2] / FILE_NAME), make_weights(2))
-    assert_equal(load_file(folders[3] / FILE_NAME), make_weights(3))
+async def test_the_last_versions_are_kept_and_older_ones_are_not(parent):
+    folders = VersionFolders(str(parent), FILE_NAME, timeout_seconds=30.0, num_kept=2)
+    # A version that is written again, as after a resume, is a new folder too.
+    paths = [await folders.write(version, make_weights(version)) for version in (0, 1, 2, 2)]
+    assert [path.exists() for path in paths] == [False, False, True, True]
+    for path in paths[2:]:
+        assert_equal(load_file(path / FILE_NAME), make_weights(2))
     (root,) = parent.iterdir()
     assert stat.S_IMODE(root.stat().st_mode) == 0o700
-    await transfer.close()
+    folders.close()
     assert list(parent.iterdir()) == []
 
 
-async def test_the_same_version_may_be_written_again(transfer):
-    first = await transfer.prepare(4, make_weights(1))
-    second = await transfer.prepare(4, make_weights(2))
-    assert_equal(load_file(first.folder / FILE_NAME), make_weights(1))
-    assert_equal(load_file(second.folder / FILE_NAME), make_weights(2))
+async def test_a_file_in_memory_is_written_again_in_place(memory):
+    """Its pages are there already: another file's would cost more than the copy itself."""
+    transfer = make_transfer(memory)
+    inodes = set()
+    for version in (1, 2, 3):
+        update = await transfer.prepare(version, make_weights(version))
+        inodes.add((update.folder / FILE_NAME).stat().st_ino)
+    await transfer.close()
+    assert len(inodes) == 1
 
 
 async def test_tied_names_are_written_too(parent):
@@ -175,7 +171,7 @@ async def test_a_full_folder_says_which_and_what_to_type(transfer, parent):
 
 HOLDER = """
 import asyncio, sys, torch
-from agentrl_cli.engine.weight_transfer_folder import VersionFolders
+from agentrl_cli.engine.weights.weight_folders import VersionFolders
 folders = VersionFolders(sys.argv[1], "x.safetensors", timeout_seconds=30)
 print(asyncio.run(folders.write(1, {"a": torch.ones(9)})), flush=True)
 sys.stdin.read()
@@ -215,21 +211,22 @@ async def test_a_killed_run_is_cleaned_up_after_and_a_living_one_is_left_alone(t
 def test_a_folder_in_the_making_is_left_alone_until_it_is_old(tmp_path):
     folder = tmp_path / "agentrl-weights-abc"
     folder.mkdir()
-    remove_dead_folders(tmp_path)
+    remove_folders_of_dead_runs(str(tmp_path))
     assert folder.is_dir()
     os.utime(folder, (time.time() - 7200,) * 2)
-    remove_dead_folders(tmp_path)
+    remove_folders_of_dead_runs(str(tmp_path))
     assert not folder.exists()
 
 
 @pytest.mark.parametrize("free", [10, 10**12])
-async def test_memory_is_taken_only_where_two_versions_fit(tmp_path, monkeypatch, free):
+async def test_memory_is_taken_only_where_a_version_fits(tmp_path, monkeypatch, free):
     memory, disk = tmp_path / "memory", tmp_path / "disk"
     memory.mkdir()
     disk.mkdir()
-    monkeypatch.setattr(weight_transfer_folder, "_MEMORY_FOLDER", memory)
-    monkeypatch.setattr(weight_transfer_folder, "_count_free_bytes", lambda _: free)
-    monkeypatch.setattr(weight_transfer_folder.tempfile, "gettempdir", lambda: str(disk))
+    monkeypatch.setattr(weight_folders, "_MEMORY_FOLDER", memory)
+    memory_state = SimpleNamespace(available=free)
+    monkeypatch.setattr(weight_folders.psutil, "virtual_memory", lambda: memory_state)
+    monkeypatch.setattr(weight_folders.tempfile, "gettempdir", lambda: str(disk))
     folders = VersionFolders(None, FILE_NAME, timeout_seconds=30)
     folder = await folders.write(1, make_weights())
     assert folder.is_relative_to(memory if free > 10 else disk)
@@ -248,25 +245,6 @@ def build(**engine: Any) -> ExperimentConfig:
     )
 
 
-@pytest.mark.parametrize(
-    ("engine", "num_gpus", "expected"),
-    [
-        ({}, 0, "disk"),
-        ({}, 1, "disk"),
-        ({}, 2, "nccl"),
-        ({"num_servers": 2}, 2, "disk"),
-        ({"num_servers": 2, "tensor_parallel_size": 2}, 5, "nccl"),
-        ({"device": "cpu"}, 2, "disk"),
-        ({"kind": "sglang"}, 2, "disk"),
-        ({"lora": {}}, 2, "lora"),
-        ({"lora": {}, "weight_transfer": {"kind": "disk"}}, 2, "disk"),
-        ({"weight_transfer": {"kind": "nccl"}}, 0, "nccl"),
-    ],
-)
-def test_the_kind_follows_from_what_is_there(engine, num_gpus, expected):
-    assert resolve_transfer_kind(build(**engine), num_gpus=num_gpus) == expected
-
-
 class Server(Reader):
     """A server that could take a broadcast, if the trainer had a GPU to send one from."""
 
@@ -280,14 +258,13 @@ class Server(Reader):
 
 async def test_without_a_gpu_nccl_falls_back_to_files_and_says_so_once(tmp_path, caplog):
     config = build(weight_transfer={"kind": "nccl", "dir": str(tmp_path)})
-    transfer = build_weight_transfer(config, model_folder=str(tmp_path), tied_names={}, num_gpus=0)
+    transfer = build_weight_transfer(config, model_folder=str(tmp_path), kind="nccl", tied_names={})
     server = Server()
     with caplog.at_level(logging.WARNING, logger="agentrl_cli"):
         for version in (1, 2):
             await (await transfer.prepare(version, make_weights(version))).apply(server)
     assert server.num_joined == 0
     assert_equal(load_file(server.folders[1] / FILE_NAME), make_weights(2))
-    assert transfer.previous_folder == server.folders[0]
     messages = [r.getMessage() for r in caplog.records]
     assert len(messages) == 1
     assert "must lie on one GPU, found: cpu" in messages[0]
@@ -359,7 +336,7 @@ class FakeGroup:
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch) -> list[FakeGroup]:
-    monkeypatch.setattr(weight_transfer_nccl, "NcclGroup", FakeGroup)
+    monkeypatch.setattr(nccl_transfer, "NcclGroup", FakeGroup)
     monkeypatch.setattr(FakeGroup, "made", [])
     return FakeGroup.made
 
@@ -420,15 +397,22 @@ async def test_a_new_group_that_fails_too_means_files(tmp_path, groups):
     await transfer.close()
 
 
-def test_a_call_that_ends_after_its_event_loop_disturbs_nobody():
-    """Without it, the thread's exception is an error of this test."""
-    released = threading.Event()
+def test_an_aborted_call_that_ends_after_its_event_loop_disturbs_nobody(caplog):
+    """An exception in the thread would be an error of this test."""
+    started, released = threading.Event(), threading.Event()
+
+    def call() -> None:
+        started.set()
+        released.wait(10.0)
 
     async def leave() -> None:
-        weight_transfer_nccl._run_on_daemon_thread(released.wait)
+        future = nccl_transfer._run_on_daemon_thread(call)
+        assert started.wait(5.0)
+        future.cancel()
 
     asyncio.run(leave())
     [thread] = [one for one in threading.enumerate() if one.name == "agentrl-nccl"]
     released.set()
     thread.join(5.0)
     assert not thread.is_alive()
+    assert caplog.records == []

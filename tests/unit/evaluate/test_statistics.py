@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from agentrl_cli.evaluate.statistics import (
+from agentrl_cli.evaluate.eval_report import (
     compute_clustered_interval,
     compute_pass_at_k,
     compute_t_quantile,

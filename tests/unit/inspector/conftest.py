@@ -8,10 +8,10 @@ import pytest
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.records import (
     Boundary,
-    BreakCause,
     Failure,
     Interaction,
     InteractionStatus,
+    MismatchCause,
     Trajectory,
 )
 from agentrl_cli.store.run_folder import RunFolder
@@ -56,7 +56,7 @@ def make_forked() -> Trajectory:
             id=name,
             parent_id="c1",
             extends_parent=name == "c2",
-            break_cause=None if name == "c2" else BreakCause.RETOKENIZED,
+            mismatch_cause=None if name == "c2" else MismatchCause.RETOKENIZED,
             messages=(QUESTION, CALL | {"content": ""}, RESULT),
             reply=message("assistant", text),
             prompt_ids=(1, 2, 3, 4, 5, 6),

@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from agentrl_cli.errors import UserInputError
-from agentrl_cli.inspector.query import TrajectoryQuery
-from agentrl_cli.inspector.show import inspect_run
-from agentrl_cli.inspector.tokens_view import list_tokens
-from agentrl_cli.inspector.tree_view import build_tree, find_new_messages
-from agentrl_cli.records import BreakCause, Interaction, StopReason, Trajectory
+from agentrl_cli.inspector.inspect_run import inspect_run
+from agentrl_cli.inspector.list_view import format_alarms, format_ranges
+from agentrl_cli.inspector.trajectory_query import TrajectoryQuery
+from agentrl_cli.inspector.trajectory_view import build_tree, find_new_messages, list_tokens
+from agentrl_cli.records import Interaction, MismatchCause, StopReason, Trajectory
 from agentrl_cli.store.run_folder import RunFolder
 
 
@@ -52,7 +52,7 @@ def test_replaced_groups_are_shown(folder: RunFolder, show, show_json) -> None:
     replaced = dataclasses.replace(kept, id="g1/0", group_id="g1", replaced_by="g2")
     folder.write_trajectories(step + 1, [replaced, kept])
     assert "replaced groups" in show()
-    assert [s["num_replaced_groups"] for s in show_json()["steps"]][-2:] == [0, 1]
+    assert [s["num_filtered_groups"] for s in show_json()["steps"]][-2:] == [0, 1]
     assert show(replaced="any").count(f"step {step + 1} (replaced)") == 1
     assert [t["id"] for t in show_json(replaced="any")["trajectories"]] == ["g1/0"]
     of_step = show_json(steps=str(step + 1), replaced="none")["trajectories"]
@@ -71,11 +71,14 @@ def test_a_tree_shows_each_message_once_and_its_branches(forked: Trajectory) -> 
     assert text.count("tool (call_1): 391") == 2
     assert "branch 1 of 2" in text
     assert "branch 2 of 2" in text
-    # Its prompt holds the first turn's five tokens and one more: nothing is computed anew.
-    assert "broken: retokenized: 0 prompt tokens computed anew, 0 sampled tokens left" in text
+    # Its prompt holds the first turn's five tokens and one more: nothing is re-prefilled.
+    assert (
+        "prefix mismatch: retokenized: 0 prompt tokens re-prefilled, 0 sampled tokens dropped"
+        in text
+    )
     assert "version 3-4" in text
     assert "reward 0.500  return 0.500" in text
-    assert "1 calls that did not complete" in text
+    assert "1 call that did not complete" in text
     assert "failed: the engine died" in text
     assert "reward: 1.000  exact 1.000" in text
     assert "final answer: 391" in text
@@ -191,7 +194,7 @@ def test_token_texts_come_from_the_last_checkpoint(folder: RunFolder, show) -> N
 
 def test_a_tokenizer_that_is_none(folder: RunFolder, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    for named, expected in (("nowhere", "no such folder"), (str(tmp_path), "is no tokenizer")):
+    for named, expected in (("nowhere", "no such folder"), (str(tmp_path), "is not a tokenizer")):
         with pytest.raises(UserInputError, match=expected):
             inspect_run(
                 folder.path,
@@ -203,49 +206,51 @@ def test_a_tokenizer_that_is_none(folder: RunFolder, tmp_path: Path) -> None:
             )
 
 
-def test_breaks_are_summed_over_the_run_with_their_remedy(folder: RunFolder, show) -> None:
-    folder.write_trajectories(3, [make_broken("000003.000/0"), make_broken("000003.000/1")])
+def test_mismatches_are_summed_over_the_run_with_their_remedy(folder: RunFolder, show) -> None:
+    folder.write_trajectories(3, [make_mismatched("000003.000/0"), make_mismatched("000003.000/1")])
     text = show()
-    assert "breaks over all steps" in text
+    assert "prefix mismatches over all steps" in text
     row = next(line.split() for line in text.splitlines() if "thinking_stripped" in line)
-    # Each of the two: one of one turn broke, 4 tokens computed anew, 3 sampled ones departed.
+    # Each of the two: one of one turn broke, 4 tokens re-prefilled, 3 sampled ones departed.
     assert row[:5] == ["thinking_stripped", "2", "50%", "8", "6"]
-    assert "engine.keep_thinking=true" in text
+    assert "engine.keep_reasoning=true" in text
     assert "2 (100%)" in next(
         line for line in text.splitlines() if line.strip().startswith("step 3")
     )
-    listed = show(broken="thinking_stripped")
-    assert "breaks in these trajectories" in listed
+    listed = show(mismatch="thinking_stripped")
+    assert "prefix mismatches in these trajectories" in listed
     assert "000003.000/1" in listed
     assert "000001.000/0" not in listed
     one = show("000003.000/0")
-    assert "broken: thinking_stripped: 4 prompt tokens computed anew, 3 sampled tokens" in one
-    assert "breaks in this trajectory" in one
-    assert "engine.keep_thinking=true" in one
-    assert "000003.000/0" not in show(broken="none")
-    assert "000001.000/0" in show(broken="any", steps="1")
+    assert (
+        "prefix mismatch: thinking_stripped: 4 prompt tokens re-prefilled, 3 sampled tokens" in one
+    )
+    assert "prefix mismatches in this trajectory" in one
+    assert "engine.keep_reasoning=true" in one
+    assert "000003.000/0" not in show(mismatch="none")
+    assert "000001.000/0" in show(mismatch="any", steps="1")
 
 
-def test_breaks_in_json(folder: RunFolder, show_json) -> None:
-    folder.write_trajectories(3, [make_broken("000003.000/0")])
-    breaks = show_json()["breaks"]
-    assert breaks["by_cause"]["thinking_stripped"]["num_recomputed_tokens"] == 4
-    assert "keep_thinking" in breaks["by_cause"]["thinking_stripped"]["remedy"]
+def test_prefix_mismatches_in_json(folder: RunFolder, show_json) -> None:
+    folder.write_trajectories(3, [make_mismatched("000003.000/0")])
+    found = show_json()["prefix_mismatches"]
+    assert found["by_cause"]["thinking_stripped"]["num_reprefilled_tokens"] == 4
+    assert "keep_reasoning" in found["by_cause"]["thinking_stripped"]["remedy"]
     one = show_json("000003.000/0")
-    assert one["breaks"]["broken_fraction"] == 1.0
-    assert [i["num_departed_tokens"] for i in one["interactions"]] == [0, 3]
+    assert one["prefix_mismatches"]["mismatch_fraction"] == 1.0
+    assert [i["num_dropped_tokens"] for i in one["interactions"]] == [0, 3]
     listed = show_json(steps="3")["trajectories"][0]
-    assert listed["breaks"]["by_cause"]["thinking_stripped"]["num_turns"] == 1
+    assert listed["prefix_mismatches"]["by_cause"]["thinking_stripped"]["num_turns"] == 1
 
 
-def make_broken(name: str) -> Trajectory:
+def make_mismatched(name: str) -> Trajectory:
     first = Interaction(
         id="c1", prompt_ids=(1, 2), completion_ids=(3, 4, 5), versions=(0,) * 3, started=1, ended=2
     )
     second = Interaction(
         id="c2",
         parent_id="c1",
-        break_cause=BreakCause.THINKING_STRIPPED,
+        mismatch_cause=MismatchCause.THINKING_STRIPPED,
         prompt_ids=(1, 8, 8, 8, 8, 8),
         completion_ids=(6,),
         versions=(0,),
@@ -264,7 +269,7 @@ def test_json_is_strict_and_complete(show_json, forked: Trajectory) -> None:
     assert [t["reward"] for t in listed["trajectories"]] == [0.5, None, None, 1.0]
     one = show_json("000001.000/0")
     assert one["interactions"][1]["reply"]["content"] == "391"
-    assert one["interactions"][1]["break_cause"] is None
+    assert one["interactions"][1]["mismatch_cause"] is None
     assert "completion_ids" not in one["interactions"][0]
     full = show_json("000001.000/0", tokens=True)
     assert full["interactions"][0]["completion_ids"] == [4, 5]
@@ -284,3 +289,35 @@ def test_a_run_that_has_just_begun(config, capsys) -> None:
     with RunFolder.create_or_resume(config) as run:
         inspect_run(run.path, None, TrajectoryQuery())
     assert "nothing is stored yet" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([], ""), ([4], "4"), ([1, 2], "1-2"), ([1, 3, 4, 5, 9], "1, 3-5, 9")],
+)
+def test_ranges_of_steps(numbers: list[int], text: str) -> None:
+    assert format_ranges(numbers) == text
+
+
+def test_one_line_an_alarm_in_the_order_in_which_they_triggered() -> None:
+    alarms = {7: ["truncated"], 3: ["logprob_gap"], 4: ["logprob_gap", "truncated"], 9: ["other"]}
+    assert format_alarms(alarms) == [
+        "alarm logprob_gap active in steps 3-4",
+        "alarm truncated active in steps 4, 7",
+        "alarm other active in step 9",
+    ]
+    assert format_alarms({}) == []
+
+
+def test_steps_name_their_active_alarms(folder: RunFolder, show, show_json) -> None:
+    assert "alarm" not in show()
+    for step in (1, 2):
+        flags = {"alarm_truncated": float(step == 2), "alarm_kl_of_update": 0.0}
+        folder.append_metrics({"step": step} | flags)
+    text = show()
+    rows = {line.split()[1]: line for line in text.splitlines() if line.strip().startswith("step")}
+    assert "truncated" not in rows["1"]
+    assert rows["2"].rstrip().endswith("truncated")
+    assert "kl_of_update" not in text
+    assert "alarm truncated active in step 2" in text
+    assert [step["alarms"] for step in show_json()["steps"]] == [[], ["truncated"]]

@@ -10,8 +10,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentrl_cli.errors import ModelError
 from agentrl_cli.log import SilentObserver
-from agentrl_cli.models.loading import load_model, load_tokenizer, resolve_model_folder
-from agentrl_cli.models.tokenizer import train_tokenizer
+from agentrl_cli.models.builtin_models import resolve_model_folder
+from agentrl_cli.models.pretrained import load_model, load_tokenizer
+from agentrl_cli.models.tokenizer_training import train_tokenizer
 
 
 @pytest.fixture

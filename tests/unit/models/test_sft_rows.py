@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from agentrl_cli.config.sft import SftDatasetConfig
+from agentrl_cli.config.sft_config import SftDatasetConfig
 from agentrl_cli.errors import DatasetError, ImportPathError, ModelError
-from agentrl_cli.models.calculator_demos import build_demonstrations
+from agentrl_cli.models.calculator_tasks import build_demonstrations
 from agentrl_cli.models.sft_rows import (
     EncodedRow,
     build_batches,
@@ -18,7 +18,7 @@ from agentrl_cli.models.sft_rows import (
     load_rows,
     render_conversation,
 )
-from agentrl_cli.models.tokenizer import build_untrained_tokenizer, train_tokenizer
+from agentrl_cli.models.tokenizer_training import build_untrained_tokenizer, train_tokenizer
 
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
@@ -80,54 +80,53 @@ def test_tool_calls_are_trained_and_results_are_not(tokenizer: PreTrainedTokeniz
     ]
 
 
-def test_template_that_rewrites_earlier_turns_is_refused(
-    tokenizer: PreTrainedTokenizerFast,
+RENDERED = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "problem"),
+    [
+        pytest.param(
+            "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}",
+            CONVERSATION,
+            r"row 7, message 3: .*differently",
+            id="rewrites earlier turns",
+        ),
+        pytest.param(
+            "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+            "{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+            [CONVERSATION[1], {"role": "assistant", "content": "<think>Hm</think>Hello"}],
+            r"row 7, message 2: .*does not render this turn as it is",
+            id="strips reasoning",
+        ),
+        pytest.param(RENDERED, CONVERSATION[1:3], r"end token '<\|im_end\|>'", id="ends no turn"),
+        pytest.param(
+            RENDERED + "{% if not add_generation_prompt %}<|im_end|>{% endif %}",
+            CONVERSATION,
+            "row 7, message 5: ",
+            id="ends only the last turn",
+        ),
+        pytest.param(
+            None,
+            [{"role": "assistant", "content": "a<|im_end|>b"}],
+            "message 1",
+            id="end token in a message",
+        ),
+        pytest.param(
+            "{{ raise_exception('roles must alternate') }}",
+            CONVERSATION,
+            r"row 7: .*roles must alternate",
+            id="refuses the conversation",
+        ),
+    ],
+)
+def test_what_cannot_be_rendered_turn_by_turn_is_refused(
+    tokenizer: PreTrainedTokenizerFast, template: str | None, messages: Any, problem: str
 ) -> None:
-    tokenizer.chat_template = (
-        "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
-    )
-    with pytest.raises(ModelError, match=r"row 7, message 3: .*differently"):
-        encode_conversation(tokenizer, CONVERSATION, None, "row 7")
-
-
-def test_template_that_strips_thinking_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    messages = [CONVERSATION[1], {"role": "assistant", "content": "<think>Hm</think>Hello"}]
-    with pytest.raises(ModelError, match=r"row 2, message 2: .*does not render this turn as it is"):
-        encode_conversation(tokenizer, messages, None, "row 2")
-
-
-def test_template_that_never_ends_a_turn_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-    with pytest.raises(ModelError, match=r"end token '<\|im_end\|>'"):
-        encode_conversation(tokenizer, CONVERSATION[1:3], None, "row 1")
-
-
-def test_template_that_ends_only_the_last_turn_is_refused(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-        "{% if not add_generation_prompt %}<|im_end|>{% endif %}"
-    )
-    with pytest.raises(ModelError, match="row 1, message 5: "):
-        encode_conversation(tokenizer, CONVERSATION, None, "row 1")
-
-
-def test_end_token_inside_a_message_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
-    messages = [{"role": "assistant", "content": "a<|im_end|>b"}]
-    with pytest.raises(ModelError, match="message 1"):
-        encode_conversation(tokenizer, messages, None, "row 1")
-
-
-def test_template_that_refuses_a_conversation(tokenizer: PreTrainedTokenizerFast) -> None:
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ModelError, match=r"row 3: .*roles must alternate"):
-        encode_conversation(tokenizer, CONVERSATION, None, "row 3")
+    tokenizer.chat_template = template or tokenizer.chat_template
+    with pytest.raises(ModelError, match=problem):
+        encode_conversation(tokenizer, messages, None, "row 7")
 
 
 def test_untrained_tokenizer_renders_like_the_trained_one(
@@ -214,7 +213,7 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
 
 
 def test_functions_that_cannot_be_used() -> None:
-    function = "agentrl_cli.models.calculator_demos:build_demonstrations"
+    function = "agentrl_cli.models.calculator_tasks:build_demonstrations"
     with pytest.raises(DatasetError, match=r"dataset.kwargs: .*unexpected keyword argument 'rows'"):
         load_rows(SftDatasetConfig(path=function, kwargs={"rows": 1}))
     with pytest.raises(ImportPathError, match="build_demonstrations"):
@@ -222,4 +221,4 @@ def test_functions_that_cannot_be_used() -> None:
     with pytest.raises(DatasetError, match=r"gave no list of rows: TypeError"):
         load_rows(SftDatasetConfig(path=function, kwargs={"num_bare_rows": "many"}))
     with pytest.raises(DatasetError, match="not a function"):
-        load_rows(SftDatasetConfig(path="agentrl_cli.models.calculator_prompt:SYSTEM_PROMPT"))
+        load_rows(SftDatasetConfig(path="agentrl_cli.models.calculator_tasks:SYSTEM_PROMPT"))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from agentrl_cli.models.tokenizer import TAG_TOKENS, train_tokenizer
+from agentrl_cli.models.tokenizer_training import TAG_TOKENS, train_tokenizer
 
 TEXTS = ["A baker has 47 rolls and bakes 38 more.", "How many rolls are there?"] * 20
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.errors import ModelError
-from agentrl_cli.models.tokenizer_check import check_tokenizer, load_tokenizer_of
+from agentrl_cli.models.pretrained import check_tokenizer, load_tokenizer_of
 
 
 def write_model(folder: Path, vocab_size: int, **more: Any) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from agentrl_cli.agents.building import AgentSource
+from agentrl_cli.agents.agent_building import AgentSource
 from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.errors import (
@@ -64,6 +64,14 @@ async def solve(data, client):
     return await _ask(client, data["question"])
 
 
+async def fail_if_asked():
+    raise AssertionError("must not be asked")
+
+
+async def reply_late(prompt):
+    await asyncio.sleep(60)
+
+
 async def test_text_goes_to_the_reward_function_and_the_record_is_complete(
     make_workflow, scripted_engine
 ):
@@ -109,10 +117,7 @@ async def test_an_agents_own_reward_goes_before_the_reward_function(
         await solve(data, client)
         return returned
 
-    async def reward_fn():
-        raise AssertionError("must not be asked")
-
-    trajectory = await make_workflow(agent, reward_fn).arun_trajectory(
+    trajectory = await make_workflow(agent, fail_if_asked).arun_trajectory(
         scripted_engine(["4"]), _attempt()
     )
     assert trajectory.failure is None
@@ -152,10 +157,7 @@ async def test_rewards_set_through_the_client_are_kept(make_workflow, scripted_e
         await solve(data, client)
         client.set_final_reward(0.75)
 
-    async def reward_fn():
-        raise AssertionError("must not be asked")
-
-    for judge in (None, reward_fn):
+    for judge in (None, fail_if_asked):
         trajectory = await make_workflow(agent, judge).arun_trajectory(
             scripted_engine(["4"]), _attempt()
         )
@@ -166,9 +168,8 @@ async def test_a_reward_for_an_unknown_interaction_is_a_reward_failure(
     make_workflow, scripted_engine
 ):
     async def agent(data, client):
-        reply = await client.chat.completions.create(
-            model="m", messages=[{"role": "user", "content": "x"}]
-        )
+        messages = [{"role": "user", "content": "x"}]
+        reply = await client.chat.completions.create(model="m", messages=messages)
         return {reply.id: 1.0, "chatcmpl-nope": 1.0}
 
     trajectory = await make_workflow(agent).arun_trajectory(scripted_engine(["4"]), _attempt())
@@ -242,44 +243,33 @@ async def test_an_engine_error_that_the_agent_survived_is_not_blamed(
     assert (trajectory.failure.boundary, trajectory.failure.kind) == (Boundary.AGENT, "IndexError")
 
 
-async def test_refused_requests_cross_the_gateway(make_workflow, scripted_engine):
-    async def agent(data, client):
-        await client.chat.completions.create(
-            model="m", messages=[{"role": "user", "content": "x"}], frequency_penalty=1.5
-        )
-
-    trajectory = await make_workflow(agent).arun_trajectory(scripted_engine([]), _attempt())
-    assert trajectory.failure.boundary is Boundary.GATEWAY
-    assert trajectory.failure.kind == "BadRequestError"
-    assert "frequency_penalty" in trajectory.failure.message
-
-
-@pytest.mark.parametrize(
-    ("limits", "num_turns", "named"),
+LIMITS = pytest.mark.parametrize(
+    ("limits", "num_turns", "stop_reason"),
     [
-        ({"max_turns": 2}, 2, "rollout.max_turns = 2"),
-        ({"max_tokens_per_trajectory": 2}, 1, "rollout.max_tokens_per_trajectory = 2"),
+        ({"max_turns": 2}, 2, StopReason.MAX_TURNS),
+        ({"max_tokens_per_trajectory": 2}, 1, StopReason.MAX_TOKENS),
     ],
+    ids=["turns", "tokens"],
 )
-async def test_budgets_end_trajectories(make_workflow, scripted_engine, limits, num_turns, named):
+
+
+@LIMITS
+async def test_budgets_end_trajectories(
+    make_workflow, scripted_engine, limits, num_turns, stop_reason
+):
     async def agent(data, client):
         await _ask(client, *"abcdefg")
 
     workflow = make_workflow(agent, **limits)
     trajectory = await workflow.arun_trajectory(scripted_engine(lambda _: "4"), _attempt())
     assert trajectory.failure.boundary is Boundary.BUDGET
-    assert named in trajectory.failure.message
-    assert trajectory.num_turns == num_turns
+    (key,) = limits
+    assert f"rollout.{key} = 2" in trajectory.failure.message
+    assert (trajectory.num_turns, trajectory.stop_reason) == (num_turns, stop_reason)
 
 
 @pytest.mark.parametrize("catches", [False, True], ids=["raises", "returns"])
-@pytest.mark.parametrize(
-    ("limits", "num_turns", "stop_reason"),
-    [
-        ({"max_turns": 2}, 2, StopReason.MAX_TURNS),
-        ({"max_tokens_per_trajectory": 2}, 1, StopReason.MAX_TOKENS),
-    ],
-)
+@LIMITS
 async def test_what_a_budget_ended_is_judged_by_what_it_said(
     make_workflow, scripted_engine, limits, num_turns, stop_reason, catches
 ):
@@ -303,10 +293,7 @@ async def test_what_a_budget_ended_is_judged_by_what_it_said(
 async def test_an_agent_may_return_what_it_has_when_its_time_is_over(
     make_workflow, scripted_engine
 ):
-    async def slow(prompt):
-        await asyncio.sleep(60)
-
-    calls = iter([lambda _: "a", slow])
+    replies = iter([lambda _: "a", reply_late])
 
     async def agent(data, client):
         try:
@@ -316,7 +303,7 @@ async def test_an_agent_may_return_what_it_has_when_its_time_is_over(
 
     workflow = make_workflow(agent, timeout_seconds=1.0)
     trajectory = await workflow.arun_trajectory(
-        scripted_engine(lambda prompt: next(calls)(prompt)), _attempt()
+        scripted_engine(lambda prompt: next(replies)(prompt)), _attempt()
     )
     assert (trajectory.failure, trajectory.reward) == (None, 0.25)
     assert trajectory.stop_reason is StopReason.MAX_SECONDS
@@ -324,11 +311,8 @@ async def test_an_agent_may_return_what_it_has_when_its_time_is_over(
 
 
 async def test_the_deadline_ends_a_trajectory_and_its_call(make_workflow, scripted_engine):
-    async def slow(prompt):
-        await asyncio.sleep(60)
-
-    calls = iter([lambda _: "a", slow])
-    engine = scripted_engine(lambda prompt: next(calls)(prompt))
+    replies = iter([lambda _: "a", reply_late])
+    engine = scripted_engine(lambda prompt: next(replies)(prompt))
 
     async def agent(data, client):
         await _ask(client, "one", "two")
@@ -344,10 +328,7 @@ async def test_the_deadline_ends_a_trajectory_and_its_call(make_workflow, script
 
 
 async def test_cancelling_a_trajectory_leaves_nothing_behind(make_workflow, scripted_engine):
-    async def slow(prompt):
-        await asyncio.sleep(60)
-
-    engine = scripted_engine(slow)
+    engine = scripted_engine(reply_late)
     workflow = make_workflow(solve)
     task = asyncio.create_task(workflow.arun_trajectory(engine, _attempt()))
     while not engine.num_running:
@@ -405,11 +386,8 @@ async def test_agents_that_make_their_own_client(make_workflow, scripted_engine)
             )
         return reply.json()["choices"][0]["message"]["content"]
 
-    async def reward_fn(completions):
-        return float(completions == "4")
-
     for agent in (in_process, by_socket):
-        workflow = make_workflow(agent, reward_fn)
+        workflow = make_workflow(agent, lambda completions: completions == "4")
         trajectory = await workflow.arun_trajectory(scripted_engine(["4"]), _attempt())
         assert (trajectory.reward, trajectory.num_turns) == (1.0, 1), trajectory.failure
 
@@ -501,9 +479,9 @@ async def test_arun_episode_exports_and_raises(make_workflow, scripted_engine):
     workflow = make_workflow(agent)
     exported = await workflow.arun_episode(scripted_engine(["a", "b"]), ROW)
     (item,) = exported.values()
-    assert len(item.sequence.spans) == 2
+    assert len(item.spans) == 2
     tensors = item.to_tensor_dict()
     assert math.isclose(tensors["rewards"].item(), 1.0)
-    assert tensors["loss_mask"].sum() == sum(s.end - s.start for s in item.sequence.spans)
+    assert tensors["loss_mask"].sum() == sum(s.end - s.start for s in item.spans)
     with pytest.raises(openai.InternalServerError):
         await workflow.arun_episode(scripted_engine([EngineError("x")]), ROW)

@@ -1,4 +1,4 @@
-"""Tasks that taught nothing rest, for a while, by what is stored of the run and nothing else."""
+"""Tasks without signal have a cooldown, decided by what is stored of the run and nothing else."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.curriculum import (
-    RestingTaskStream,
+    CooldownTaskStream,
     build_task_stream,
     recall_outcomes,
 )
-from agentrl_cli.rollout.dataset import TaskStream
-from agentrl_cli.rollout.outcomes import GroupOutcome, list_outcomes
+from agentrl_cli.rollout.dataset import GroupOutcome, TaskStream, list_outcomes
 from agentrl_cli.store.run_folder import RunFolder
 
 
 def open_stream(num_rows=4, batch_size=2, **options):
-    options = {"shuffle": False, "seed": 1, "max_staleness": 0, "max_rest_epochs": 2} | options
-    return RestingTaskStream([{}] * num_rows, batch_size=batch_size, **options)
+    options = {"shuffle": False, "seed": 1, "max_staleness": 0, "max_cooldown_epochs": 2} | options
+    return CooldownTaskStream([{}] * num_rows, batch_size=batch_size, **options)
 
 
 def find_rows(tasks):
@@ -46,22 +45,22 @@ def run(stream, num_steps, flat, first_step=1):
     return batches
 
 
-def test_a_task_without_signal_rests_for_one_epoch_then_two_by_hand():
+def test_the_cooldown_of_a_task_without_signal_by_hand():
     # Epochs, of rows 0 to 3, two a step: | 0 1  2 3 | 1 2  3   | 0  1 2  3 | 1 2  3 | 1 2  3 | 0
-    # Row 0 rests in epoch 1 after its first group, and in epochs 3 and 4 after its second.
+    # Row 0 sits out epoch 1 after its first group, and epochs 3 and 4 after its second.
     batches = run(open_stream(), 8, flat={0})
     assert batches == [[0, 1], [2, 3], [1, 2], [3, 0], [1, 2], [3, 1], [2, 3], [1, 2]]
-    # The rest is never longer than the limit, which here is two epochs.
+    # A cooldown is never longer than the limit, which here is two epochs.
     assert run(open_stream(), 10, flat={0})[8:] == [[3, 0], [1, 2]]
 
 
-def test_a_rest_doubles_until_the_limit_and_ends_with_a_signal():
+def test_a_cooldown_doubles_until_the_limit_and_ends_with_a_signal():
     """Of one task at a time: its appearances by epoch."""
-    stream = open_stream(num_rows=2, batch_size=1, max_rest_epochs=8)
+    stream = open_stream(num_rows=2, batch_size=1, max_cooldown_epochs=8)
     seen = []
     for step in range(1, 80):
         (row,) = find_rows(stream.batch(step))
-        # Row 1 has always signal, so that it marks the epochs.
+        # Row 1 always has signal, so it marks the epochs.
         observe(stream, step, flat={0} if step < 60 else ())
         seen.append(row)
     epochs, epoch = [], 0
@@ -71,54 +70,54 @@ def test_a_rest_doubles_until_the_limit_and_ends_with_a_signal():
         else:
             epoch += 1
     gaps = [b - a for a, b in pairwise(epochs)]
-    # One epoch later than without a rest: 1 + 1, 1 + 2, 1 + 4, 1 + 8, 1 + 8 ...
+    # One epoch later than without a cooldown: 1 + 1, 1 + 2, 1 + 4, 1 + 8, 1 + 8 ...
     assert gaps[:5] == [2, 3, 5, 9, 9]
     assert gaps[-3:] == [1, 1, 1]
 
 
 def test_without_flat_groups_it_is_the_plain_stream():
-    plain = TaskStream([{}] * 7, batch_size=3, shuffle=True, seed=5, num_spares=2)
-    resting = open_stream(7, 3, shuffle=True, seed=5, num_spares=2)
+    plain = TaskStream([{}] * 7, batch_size=3, shuffle=True, seed=5, num_backup_tasks=2)
+    cooling = open_stream(7, 3, shuffle=True, seed=5, num_backup_tasks=2)
     for step in range(1, 12):
-        assert resting.batch(step) == plain.batch(step)
-        assert resting.spares(step) == plain.spares(step)
-        assert resting.count_resting(step) == plain.count_resting(step) == 0
-        observe(resting, step, flat=())
+        assert cooling.batch(step) == plain.batch(step)
+        assert cooling.backup_tasks(step) == plain.backup_tasks(step)
+        assert cooling.count_cooling(step) == plain.count_cooling(step) == 0
+        observe(cooling, step, flat=())
 
 
-def test_when_every_task_rests_the_next_epochs_come_at_once():
-    batches = run(open_stream(num_rows=3, batch_size=3, max_rest_epochs=4), 6, flat={0, 1, 2})
+def test_when_every_task_has_a_cooldown_the_next_epochs_come_at_once():
+    batches = run(open_stream(num_rows=3, batch_size=3, max_cooldown_epochs=4), 6, flat={0, 1, 2})
     assert all(sorted(batch) == [0, 1, 2] for batch in batches)
 
 
 @pytest.mark.timeout(20)
-def test_epochs_in_which_every_task_rests_take_no_time():
-    """After thirty groups without signal a rest is a thousand million epochs long."""
-    stream = open_stream(num_rows=3, batch_size=3, max_rest_epochs=10**9)
+def test_epochs_in_which_every_task_has_a_cooldown_take_no_time():
+    """After thirty groups without signal a cooldown is a thousand million epochs long."""
+    stream = open_stream(num_rows=3, batch_size=3, max_cooldown_epochs=10**9)
     assert all(sorted(batch) == [0, 1, 2] for batch in run(stream, 40, flat={0, 1, 2}))
     # Both take part in epochs 0, 2, 5 and 10. There row 1 has signal: it is alone from 11 to 18.
-    stream = open_stream(num_rows=2, batch_size=1, max_rest_epochs=10**9)
+    stream = open_stream(num_rows=2, batch_size=1, max_cooldown_epochs=10**9)
     assert run(stream, 7, flat={0, 1}) == [[0], [1], [0], [1], [0], [1], [0]]
     assert run(stream, 10, flat={0}, first_step=8) == [[1]] * 9 + [[0]]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     num_rows=st.integers(1, 9),
     batch_size=st.integers(1, 5),
     max_staleness=st.integers(0, 3),
-    max_rest_epochs=st.integers(1, 4),
+    max_cooldown_epochs=st.integers(1, 4),
     shuffle=st.booleans(),
     flat_seed=st.randoms(use_true_random=False),
 )
 def test_no_task_is_left_out_for_ever(
-    num_rows, batch_size, max_staleness, max_rest_epochs, shuffle, flat_seed
+    num_rows, batch_size, max_staleness, max_cooldown_epochs, shuffle, flat_seed
 ):
     stream = open_stream(
         num_rows,
         batch_size,
         max_staleness=max_staleness,
-        max_rest_epochs=max_rest_epochs,
+        max_cooldown_epochs=max_cooldown_epochs,
         shuffle=shuffle,
     )
     always_flat = {row for row in range(num_rows) if flat_seed.random() < 0.5}
@@ -131,8 +130,10 @@ def test_no_task_is_left_out_for_ever(
             for other in since:
                 since[other][row] += 1
         # A task comes once an epoch at most, so between two turns of another there are at most
-        # the epochs of the longest rest and the two of the turns themselves.
-        assert all(c <= max_rest_epochs + 2 for counts in since.values() for c in counts.values())
+        # the epochs of the longest cooldown and the two of the turns themselves.
+        assert all(
+            c <= max_cooldown_epochs + 2 for counts in since.values() for c in counts.values()
+        )
         sometimes = {row for row in range(num_rows) if flat_seed.random() < 0.2}
         observe(stream, step, flat=always_flat | sometimes)
 
@@ -145,13 +146,13 @@ def test_no_task_is_left_out_for_ever(
 )
 def test_only_steps_that_are_certain_to_be_known_count(max_staleness, flat, eager):
     """A trainer that is quick with its steps, or slow, chooses the same tasks."""
-    options = {"max_staleness": max_staleness, "shuffle": True, "num_spares": 2}
+    options = {"max_staleness": max_staleness, "shuffle": True, "num_backup_tasks": 2}
     quick = open_stream(7, 2, **options)
     slow = open_stream(7, 2, **options)
     for step in range(1, 15):
-        tasks, spares = quick.batch(step), quick.spares(step)
+        tasks, backup_tasks = quick.batch(step), quick.backup_tasks(step)
         observe(quick, step, flat)
-        assert (slow.batch(step), slow.spares(step)) == (tasks, spares)
+        assert (slow.batch(step), slow.backup_tasks(step)) == (tasks, backup_tasks)
         # As late as admission allows: step k + 1 + max_staleness may begin only after step k.
         late = step - max_staleness
         if late >= 1:
@@ -161,38 +162,38 @@ def test_only_steps_that_are_certain_to_be_known_count(max_staleness, flat, eage
             quick.batch(16 + max_staleness)
 
 
-def test_resting_tasks_are_no_spares_while_there_are_others():
-    stream = open_stream(num_rows=6, batch_size=1, num_spares=9)
-    assert find_rows(stream.spares(1)) == [1, 2, 3, 4, 5, 1, 2, 3, 4]
+def test_tasks_in_cooldown_are_no_backup_tasks_while_there_are_others():
+    stream = open_stream(num_rows=6, batch_size=1, num_backup_tasks=9)
+    assert find_rows(stream.backup_tasks(1)) == [1, 2, 3, 4, 5, 1, 2, 3, 4]
     observe(stream, 1, flat={0})
     for step in range(2, 7):
         stream.batch(step)
         observe(stream, step, flat={0})
-    # Epoch 1 begins with row 1; row 0 rests.
+    # Epoch 1 begins with row 1; row 0 has a cooldown.
     assert find_rows(stream.batch(7)) == [1]
-    assert find_rows(stream.spares(7)) == [2, 3, 4, 5, 2, 3, 4, 5, 2]
-    assert stream.count_resting(7) == 1
+    assert find_rows(stream.backup_tasks(7)) == [2, 3, 4, 5, 2, 3, 4, 5, 2]
+    assert stream.count_cooling(7) == 1
 
 
-def test_spares_are_other_tasks_drawn_anew_every_step():
-    stream = TaskStream([{}] * 8, batch_size=3, shuffle=True, seed=2, num_spares=5)
+def test_backup_tasks_are_other_tasks_drawn_again_every_step():
+    stream = TaskStream([{}] * 8, batch_size=3, shuffle=True, seed=2, num_backup_tasks=5)
     drawn = []
     for step in range(1, 30):
-        rows = find_rows(stream.spares(step))
+        rows = find_rows(stream.backup_tasks(step))
         assert sorted(rows + find_rows(stream.batch(step))) == list(range(8))
-        assert [t.group_id for t in stream.spares(step)] == [
+        assert [t.group_id for t in stream.backup_tasks(step)] == [
             f"{step:06d}.{position:03d}" for position in range(3, 8)
         ]
         drawn.append(tuple(rows))
     assert len(set(drawn)) > 20
-    few = TaskStream([{}] * 2, batch_size=2, shuffle=True, seed=2, num_spares=4)
-    assert sorted(find_rows(few.spares(1))) == [0, 0, 1, 1]
+    few = TaskStream([{}] * 2, batch_size=2, shuffle=True, seed=2, num_backup_tasks=4)
+    assert sorted(find_rows(few.backup_tasks(1))) == [0, 0, 1, 1]
 
 
-def test_a_spare_without_signal_rests_too_and_at_once():
-    stream = open_stream(num_rows=4, batch_size=2, num_spares=1)
-    observe(stream, 1, flat={2}, tasks=[*stream.batch(1), *stream.spares(1)])
-    # Row 2 was attempted in epoch 0 out of turn: its turn there is over, and it rests in epoch 1.
+def test_a_backup_task_without_signal_has_a_cooldown_at_once():
+    stream = open_stream(num_rows=4, batch_size=2, num_backup_tasks=1)
+    observe(stream, 1, flat={2}, tasks=[*stream.batch(1), *stream.backup_tasks(1)])
+    # Row 2 was attempted in epoch 0 out of turn: its turn there is over, and it sits out epoch 1.
     batches = [find_rows(stream.batch(2))]
     observe(stream, 2, flat=())
     batches.append(find_rows(stream.batch(3)))
@@ -235,8 +236,8 @@ CONFIG = {
     "train_dataset": {"path": "d", "batch_size": 3, "shuffle": True},
     "rollout": {
         "max_staleness": 1,
-        "curriculum": {"kind": "rest_tasks_without_signal", "max_rest_epochs": 2},
-        "filter": {"kind": "replace_groups_without_signal", "max_replaced_groups": 2},
+        "curriculum": {"kind": "cooldown", "max_cooldown_epochs": 2},
+        "filter": {"kind": "dynamic_sampling", "max_backup_tasks": 2},
     },
 }
 
@@ -260,7 +261,7 @@ def test_a_resumed_run_recalls_what_is_stored(tmp_path):
     config = ExperimentConfig.model_validate(CONFIG | {"output_dir": str(tmp_path)})
     rows = [{}] * 7
     stream = build_task_stream(config, rows)
-    assert isinstance(stream, RestingTaskStream)
+    assert isinstance(stream, CooldownTaskStream)
     with RunFolder.create_or_resume(config) as folder:
         for step in range(1, 9):
             batch = make_batch(stream, step, flat={1, 4, 6})
@@ -270,10 +271,10 @@ def test_a_resumed_run_recalls_what_is_stored(tmp_path):
             resumed = build_task_stream(config, rows)
             recall_outcomes(resumed, folder, step + 1)
             assert resumed.batch(step + 1) == stream.batch(step + 1)
-            assert resumed.spares(step + 1) == stream.spares(step + 1)
+            assert resumed.backup_tasks(step + 1) == stream.backup_tasks(step + 1)
             for earlier in range(1, step + 2):
-                assert resumed.count_resting(earlier) == stream.count_resting(earlier)
-        assert stream.count_resting(9) > 0
+                assert resumed.count_cooling(earlier) == stream.count_cooling(earlier)
+        assert stream.count_cooling(9) > 0
         (folder.path / "trajectories" / "step-000003.parquet").unlink()
         with pytest.raises(RunFolderError, match=r"step 3 are gone \(1 of 8 steps\)"):
             recall_outcomes(build_task_stream(config, rows), folder, 9)
@@ -285,6 +286,6 @@ def test_a_plain_stream_needs_nothing_of_earlier_steps(tmp_path):
     )
     stream = build_task_stream(config, [{}] * 7)
     assert type(stream) is TaskStream
-    assert stream.spares(1) == []
+    assert stream.backup_tasks(1) == []
     with RunFolder.create_or_resume(config) as folder:
         recall_outcomes(stream, folder, 9)

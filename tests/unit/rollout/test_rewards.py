@@ -8,16 +8,18 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from agentrl_cli.config.imports import import_object
+from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.errors import DatasetError, RewardError, RewardSignatureError
-from agentrl_cli.rollout.reward_results import parse_reward_result
-from agentrl_cli.rollout.reward_workers import MAX_STUCK_THREADS, find_import_path
+from agentrl_cli.rollout.reward_workers import (
+    MAX_STUCK_THREADS,
+    find_import_path,
+    parse_reward_result,
+)
 from agentrl_cli.rollout.rewards import AsyncRewardWrapper
 from rewards.gsm8k import gsm8k_reward_fn
 
@@ -30,6 +32,9 @@ class Odd(Exception):
 
 def pid(**kwargs):
     return os.getpid()
+
+def group(**kwargs):
+    return os.getpgid(0)
 
 def fail(completions):
     raise ValueError(f"cannot judge {completions}")
@@ -225,13 +230,10 @@ async def test_cancelled_thread_calls_end_quietly():
     assert await wrapper() == 1.0
 
 
-def test_import_paths_of_functions():
+def test_import_paths_of_functions(tmp_path):
     assert find_import_path(gsm8k_reward_fn) == "rewards.gsm8k:gsm8k_reward_fn"
     assert find_import_path(lambda: 1) is None
     assert find_import_path(functools.partial(gsm8k_reward_fn)) is None
-
-
-def test_file_functions_are_found_by_their_file(tmp_path):
     path = tmp_path / "judge.py"
     path.write_text("def score(completions):\n    return 1\n")
     fn = import_object(f"{path}:score", "reward_fn_path")
@@ -263,34 +265,19 @@ def test_what_is_no_function_or_not_callable_by_keyword_is_refused():
         AsyncRewardWrapper(0.5)
 
 
-async def test_ctrl_c_of_the_terminal_does_not_reach_reward_processes(tmp_path: Path) -> None:
-    path = tmp_path / "group.py"
-    path.write_text("import os\n\ndef reward(**kwargs):\n    return os.getpgid(0)\n")
-    wrapper = AsyncRewardWrapper(
-        import_object(f"{path}:reward", "reward_fn_path"), import_path=f"{path}:reward"
-    )
-    try:
-        assert await wrapper() != os.getpgid(0)
-    finally:
-        wrapper.close()
+async def test_ctrl_c_of_the_terminal_does_not_reach_reward_processes(wrap):
+    assert await wrap("group")() != os.getpgid(0)
 
 
-async def test_reward_processes_that_were_killed_are_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "number.py"
-    path.write_text("import os\n\ndef reward(**kwargs):\n    return os.getpid()\n")
-    wrapper = AsyncRewardWrapper(
-        import_object(f"{path}:reward", "reward_fn_path"), import_path=f"{path}:reward"
-    )
-    try:
-        first = await wrapper()
-        assert first is not None
-        os.kill(int(first), signal.SIGKILL)
-        for _ in range(100):
-            try:
-                second = await wrapper()
-                break
-            except RewardError:
-                await asyncio.sleep(0.05)
-        assert second not in (None, first)
-    finally:
-        wrapper.close()
+async def test_reward_processes_that_were_killed_are_replaced(wrap):
+    wrapper = wrap("pid")
+    first = await wrapper()
+    assert first is not None
+    os.kill(int(first), signal.SIGKILL)
+    for _ in range(100):
+        try:
+            second = await wrapper()
+            break
+        except RewardError:
+            await asyncio.sleep(0.05)
+    assert second not in (None, first)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from agentrl_cli.config.experiment import RolloutConfig
 from agentrl_cli.errors import DatasetError, RolloutFailedError, RunError, StoreError
 from agentrl_cli.records import Boundary, Failure, Interaction
-from agentrl_cli.rollout.background import BackgroundLoop
+from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.dataset import TaskStream, build_eval_tasks
 from agentrl_cli.rollout.scheduler import RolloutScheduler, run_tasks
 from agentrl_cli.rollout.workflow import RolloutWorkflow
@@ -83,7 +83,7 @@ def _schedule(workflow, *, batch_size=3, n_samples=2, last_step=4, on_finished=N
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     batch_size=st.integers(1, 5),

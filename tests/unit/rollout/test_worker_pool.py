@@ -1,33 +1,29 @@
-"""The pool's scheduling, on workers that are only sockets and do what they are told."""
+"""The pool's scheduling on workers without a process, their log, and the environment of agents."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
-import os
-import socket
+import io
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentrl_cli.errors import DatasetError, RunError
-from agentrl_cli.records import Boundary
-from agentrl_cli.rollout import worker_pool
-from agentrl_cli.rollout.worker_channel import Channel
-from agentrl_cli.rollout.worker_errors import (
-    AgentCrashError,
-    AgentRunError,
-    build_process_error,
+from agentrl_cli.agents.agent_building import AgentSpec
+from agentrl_cli.agents.agent_runner import AgentOutcome
+from agentrl_cli.errors import RunError
+from agentrl_cli.rollout.workers.worker_log import WorkerLog, WorkerOutput
+from agentrl_cli.rollout.workers.worker_pool import WorkerPool
+from agentrl_cli.rollout.workers.worker_process import AgentCrashError, AgentExitError
+from agentrl_cli.rollout.workers.worker_program import (
+    MessageError,
+    build_environment,
+    encode_message,
+    read_message,
 )
-from agentrl_cli.rollout.worker_host import Host
-from agentrl_cli.rollout.worker_lease import AgentTask
-from agentrl_cli.rollout.worker_pool import WorkerPool
-from agentrl_cli.rollout.worker_process import AgentSpec
 
-FAILURE = {"boundary": "agent", "kind": "KeyError", "message": "state", "traceback": "..."}
 SPEC = AgentSpec(path="x", kwargs={}, key="agent_builder_path")
 
 
@@ -36,241 +32,200 @@ class Script:
     """What the workers of a test do, and what was seen of them."""
 
     fails_to_start: bool = False
-    num_started: int = 0
-    running: set[int] = field(default_factory=set)
-    most_running: int = 0
-    tasks_of: dict[int, int] = field(default_factory=dict)
-    killed: list[int] = field(default_factory=list)
+    num_running: int = 0
+    max_running: int = 0
+    workers: list[FakeWorker] = field(default_factory=list)
+
+    def start(self) -> FakeWorker:
+        self.workers.append(FakeWorker(self))
+        return self.workers[-1]
 
 
-class FakeHost:
-    """Workers as tasks of the event loop; the row says how a trajectory ends."""
+class FakeWorker:
+    """A worker whose agents end as the call says: with ``answer``, ``crash``, ``late`` or ``leave``
+    (something behind)."""
 
-    script = Script()
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self.num_tasks = 0
+        self.has_ended = False
+        self._how = ""
 
-    def __init__(self, max_memory_bytes) -> None:
-        own, others = socket.socketpair()
-        others.setblocking(False)
-        self.reports, self._telling = Channel(own), Channel(others)
-        self._numbers = itertools.count(1)
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._ends: list[socket.socket] = []
+    def wait_until_idle(self, timeout_seconds: float) -> bool:
+        if self._script.fails_to_start:
+            self.has_ended = True
+            raise AgentExitError("exit status 5")
+        return self._how != "leave"
 
-    def start_worker(self) -> tuple[int, Channel]:
-        number = next(self._numbers)
-        own, others = socket.socketpair()
-        others.setblocking(False)
-        self._ends += [others]
-        self._tasks[number] = asyncio.create_task(self._live(number, Channel(others)))
-        self.script.num_started += 1
-        return number, Channel(own)
-
-    def tell(self, op, **fields) -> None:
-        if op == "kill":
-            self.script.killed.append(fields["worker"])
-            self._tasks[fields["worker"]].cancel()
-
-    def read_stderr(self) -> str:
-        return ""
-
-    def close(self) -> None:
-        for task in self._tasks.values():
-            task.cancel()
-        self.reports.close()
-        self._telling.close()
-        for end in self._ends:
-            end.close()
-
-    async def _live(self, number: int, channel: Channel) -> None:
-        script, status = self.script, 0
+    async def run(self, spec: AgentSpec, call: Any, *, label: str, modules: str) -> AgentOutcome:
+        assert not self.has_ended
+        self.num_tasks += 1
+        self._how, script = call, self._script
+        script.num_running += 1
+        script.max_running = max(script.max_running, script.num_running)
         try:
-            while (message := await channel.receive_async()) is not None:
-                if message["op"] == "end":
-                    break
-                if script.fails_to_start:
-                    status = 5
-                    break
-                if message["op"] == "run":
-                    how = message["row"]["how"]
-                    script.tasks_of[number] = script.tasks_of.get(number, 0) + 1
-                    script.running.add(number)
-                    script.most_running = max(script.most_running, len(script.running))
-                    await asyncio.sleep(0.002)
-                    script.running.discard(number)
-                    if how == "crash":
-                        status = -11
-                        break
-                    await channel.send_async(_reply(how))
-                await channel.send_async({"op": "idle"})
+            await asyncio.sleep(10 if call == "late" else 0.002)
         except asyncio.CancelledError:
-            status = -9
+            self.has_ended = True
+            raise
         finally:
-            script.running.discard(number)
-            channel.close()
-        end = {"worker": number, "status": status, "cause": None, "memory_bytes": 0, "tail": []}
-        with contextlib.suppress(OSError):
-            self._telling.socket.setblocking(False)
-            self._telling.send({"op": "ended", **end})
+            script.num_running -= 1
+        if call == "crash":
+            self.has_ended = True
+            raise AgentCrashError("SIGSEGV")
+        return AgentOutcome(final_answer=call)
 
+    def retire(self) -> None:
+        self.has_ended = True
 
-def _reply(how: str) -> dict[str, object]:
-    if how == "fail":
-        return {"op": "failed", "failure": FAILURE}
-    if how == "refuse":
-        return {"op": "refused", "error": "DatasetError", "message": "no such field"}
-    return {"op": "done", "final_answer": how, "returned": None, "modules": []}
-
-
-class NoRewards:
-    """Nobody rewards anything here."""
-
-    def set_reward(self, interaction_id, reward): ...
-    def set_final_reward(self, reward): ...
-    def apply_reward_discount(self, turn_discount=1.0): ...
-
-
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.setattr(worker_pool, "HostProcess", FakeHost)
-    FakeHost.script = Script()
-    return FakeHost.script
+    end = kill = retire
 
 
 async def run_one(pool: WorkerPool, how: str) -> str | None:
-    async with pool.lease(how) as worker:
-        task = AgentTask(
-            agent=SPEC, row={"how": how}, model="m", base_url="b", api_key="k", max_turns=1
-        )
-        running = worker.run(task, NoRewards())
-        if how == "late":
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(running, 0.0005)
-            return None
-        return (await running).final_answer
-
-
-EXPECTED = {
-    "answer": "answer",
-    "late": None,
-    "fail": AgentRunError,
-    "crash": AgentCrashError,
-    "refuse": DatasetError,
-}
+    async with pool.take(how) as slot:
+        running = slot.run(SPEC, how)  # type: ignore[arg-type]
+        return (await asyncio.wait_for(running, 0.01 if how == "late" else 5)).final_answer
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    hows=st.lists(st.sampled_from(sorted(EXPECTED)), min_size=1, max_size=25),
+    hows=st.lists(st.sampled_from(["answer", "crash", "late", "leave"]), min_size=1, max_size=20),
     num_workers=st.integers(1, 4),
     max_tasks=st.integers(1, 3),
 )
-def test_every_trajectory_gets_a_worker_and_its_own_end(script, hows, num_workers, max_tasks):
-    FakeHost.script = script = Script()
+def test_every_trajectory_gets_a_worker_and_its_own_end(hows, num_workers, max_tasks):
+    script = Script()
 
     async def go() -> list[object]:
-        pool = WorkerPool(num_workers, max_tasks=max_tasks)
-        try:
-            async with asyncio.timeout(20):
-                return await asyncio.gather(
-                    *(run_one(pool, how) for how in hows), return_exceptions=True
-                )
-        finally:
-            pool.close()
-            await asyncio.sleep(0)
+        pool = WorkerPool(num_workers, script.start, max_tasks=max_tasks)  # type: ignore[arg-type]
+        async with asyncio.timeout(20):
+            ends = await asyncio.gather(
+                *(run_one(pool, how) for how in hows), return_exceptions=True
+            )
+        pool.close()
+        return ends
 
+    errors = {"crash": AgentCrashError, "late": TimeoutError}
     for how, end in zip(hows, asyncio.run(go()), strict=True):
-        if isinstance(EXPECTED[how], type):
-            assert isinstance(end, EXPECTED[how]), (how, end)
-        else:
-            assert end == EXPECTED[how]
-    assert script.most_running <= num_workers
-    assert all(count <= max_tasks for count in script.tasks_of.values())
-    # A worker whose agent failed works no more: each failure has cost one.
-    num_spoilt = sum(how != "answer" for how in hows)
-    assert script.num_started >= num_spoilt
+        assert isinstance(end, errors[how]) if how in errors else end == how
+    assert script.max_running <= num_workers
+    assert all(worker.num_tasks <= max_tasks for worker in script.workers)
+    # A worker that ended, or whose agent left something behind, works no more.
+    assert len(script.workers) >= sum(how != "answer" for how in hows)
+    assert all(worker.has_ended for worker in script.workers)
 
 
-async def test_failures_carry_what_the_worker_told(script):
-    pool = WorkerPool(1)
-    with pytest.raises(AgentRunError) as caught:
-        await run_one(pool, "fail")
-    failure = caught.value.failure
-    assert (failure.boundary, failure.kind, failure.traceback) == (
-        Boundary.AGENT,
-        "KeyError",
-        "...",
-    )
-    with pytest.raises(AgentCrashError, match="SIGSEGV"):
-        await run_one(pool, "crash")
-    pool.close()
-
-
-async def test_a_worker_is_free_while_its_trajectory_is_judged(script):
-    pool = WorkerPool(1, max_tasks=2)
-    async with pool.lease("first") as worker:
-        task = AgentTask(
-            agent=SPEC, row={"how": "a"}, model="m", base_url="b", api_key="k", max_turns=1
-        )
-        await worker.run(task, NoRewards())
+async def test_a_worker_is_free_while_its_trajectory_is_judged():
+    script = Script()
+    pool = WorkerPool(1, script.start, max_tasks=3)  # type: ignore[arg-type]
+    async with pool.take("first") as slot:
+        await slot.run(SPEC, "a")  # type: ignore[arg-type]
         # Here its reward would be computed.
         assert await asyncio.wait_for(run_one(pool, "b"), 5) == "b"
-    assert script.tasks_of == {1: 2}
     assert await run_one(pool, "c") == "c"
+    assert [worker.num_tasks for worker in script.workers] == [3]
     pool.close()
 
 
-async def test_a_host_that_cannot_fork_says_so_and_lives_on(script, monkeypatch):
-    def refuse():
-        raise BlockingIOError(11, "Resource temporarily unavailable")
-
-    monkeypatch.setattr(os, "fork", refuse)
-    own, others = (Channel(end) for end in socket.socketpair())
-    host, channel = Host(others, None), socket.socketpair()
-    assert host._start(7, channel[1].detach()) is None
-    ended = own.receive()
-    assert (ended["op"], ended["worker"], ended["cause"]) == ("ended", 7, "system")
-    assert channel[0].recv(1) == b"", "nobody holds the other end"
-    error = build_process_error(ended, None)
-    assert "starts no further process" in str(error)
-    assert "Resource temporarily unavailable" in str(error)
-    channel[0].close()
-    for end in (own, others):
-        end.close()
-
-
-async def test_workers_that_die_while_they_wait_leave_nothing_open(script):
-    pool = WorkerPool(2, max_tasks=3)
-    assert await run_one(pool, "a") == "a"
-    while len(pool._ready) < 2:
-        await asyncio.sleep(0.005)
-    first, second = pool._ready
-    for worker in (first, second):
-        pool._kill(worker.number)
-    while not (first.has_ended and second.has_ended):
-        await asyncio.sleep(0.005)
-    assert await run_one(pool, "b") == "b"
-    assert (first._channel.socket.fileno(), second._channel.socket.fileno()) == (-1, -1)
-    pool.close()
-
-
-async def test_workers_that_never_start_end_the_run(script):
-    script.fails_to_start = True
-    pool = WorkerPool(2)
-    with pytest.raises(RunError, match=r"as soon as they start, \d of them(.|\n)*exit status 5"):
+async def test_workers_that_never_start_end_the_run():
+    script = Script(fails_to_start=True)
+    pool = WorkerPool(2, script.start)  # type: ignore[arg-type]
+    with pytest.raises(RunError, match=r"as soon as they start, 3 of them in a row: exit status 5"):
         await asyncio.wait_for(run_one(pool, "a"), 10)
     pool.close()
     with pytest.raises(RunError, match="was closed"):
         await run_one(pool, "a")
 
 
-def test_the_pool_serves_one_loop_after_another(script):
-    pool = WorkerPool(2, max_tasks=5)
+def test_the_pool_serves_one_loop_after_another():
+    script = Script()
+    pool = WorkerPool(1, script.start, max_tasks=5)  # type: ignore[arg-type]
 
-    async def use() -> str | None:
-        return await run_one(pool, "a")
+    async def use() -> list[str | None]:
+        return await asyncio.gather(run_one(pool, "a"), run_one(pool, "b"))
 
-    assert asyncio.run(use()) == "a"
-    assert asyncio.run(use()) == "a"
+    assert asyncio.run(use()) == asyncio.run(use()) == ["a", "b"]
     pool.close()
+
+
+@pytest.mark.parametrize(
+    "line", [b"no json\n", b"[1]\n", b'{"a": 1}\n', b'{"op": 1}\n', b"[" * 100_000 + b"\n"]
+)
+def test_what_is_no_message_is_refused(line):
+    with pytest.raises(MessageError):
+        read_message(io.BytesIO(line))
+
+
+def test_messages_arrive_as_they_were_sent_and_have_a_limit(monkeypatch):
+    message = {"op": "x", "text": "half a pair: \ud83d\n", "number": 1e-320, "none": [None, {}]}
+    reader = io.BytesIO(encode_message(message) * 2 + b'{"op": "cut')
+    assert read_message(reader) == read_message(reader) == message
+    assert read_message(reader) is None
+    monkeypatch.setattr("agentrl_cli.rollout.workers.worker_program._MAX_MESSAGE_BYTES", 20)
+    with pytest.raises(MessageError, match="are too many"):
+        encode_message(message)
+    with pytest.raises(MessageError, match="longer than 20"):
+        read_message(io.BytesIO(b"x" * 50 + b"\n"))
+
+
+def test_the_log_says_whose_line_it_is_and_keeps_no_key(tmp_path):
+    log = WorkerLog()
+    first, second = WorkerOutput(log), WorkerOutput(log)
+    first.write(b"early\n")
+    log.open(tmp_path / "x.log")
+    first.begin("000001.000/0")
+    first.write(b"one\ntw")
+    second.write("grüße\n".encode())
+    first.write(b"o\nkey sk-agentrl-0123456789\nno end")
+    first.end_line()
+    assert first.quote().splitlines()[2:] == ["  | one", "  | two", "  | key ***", "  | no end"]
+    log.close()
+    assert (tmp_path / "x.log").read_text().splitlines() == [
+        "agent worker | early",
+        "000001.000/0 | one",
+        "agent worker | grüße",
+        "000001.000/0 | two",
+        "000001.000/0 | key ***",
+        "000001.000/0 | no end",
+    ]
+
+
+def test_a_trajectory_that_prints_for_ever_does_not_fill_the_disk(tmp_path):
+    log = WorkerLog()
+    log.open(tmp_path / "x.log")
+    output = WorkerOutput(log)
+    output.begin("first")
+    for number in range(5000):
+        output.write(b"%d %s\n" % (number, b"x" * 2000))
+    output.begin("second")
+    output.write(b"heard\n")
+    log.close()
+    lines = (tmp_path / "x.log").read_text().splitlines()
+    assert (tmp_path / "x.log").stat().st_size < 5 * 2**20
+    assert lines[-2:] == ["first | (what it wrote after 4 MiB is not kept)", "second | heard"]
+
+
+def test_a_log_that_cannot_be_written_is_reported_and_agents_continue(tmp_path, caplog):
+    log = WorkerLog()
+    log.open(tmp_path / "nowhere" / "x.log")
+    assert "No such file" in caplog.text
+    output = WorkerOutput(log)
+    output.write(b"continues\n")
+    assert "  | continues" in output.quote()
+
+
+def test_the_environment_leads_to_the_model_and_past_every_proxy():
+    environment = {"NO_PROXY": "example.org", "HTTP_PROXY": "http://proxy", "OPENAI_API_KEY": "own"}
+    changed = build_environment(
+        environment | {"OPENAI_DEFAULT_MODEL": "gpt-5"}, "http://127.0.0.1:5/v1", "key"
+    )
+    assert changed["NO_PROXY"] == "example.org,127.0.0.1,localhost"
+    assert changed["no_proxy"] == "127.0.0.1,localhost"
+    assert changed["HTTP_PROXY"] == "http://proxy"
+    assert changed["OPENAI_API_KEY"] == changed["ANTHROPIC_API_KEY"] == "key"
+    assert changed["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:5"
+    # The Agents SDK sends no traces, and no settings of another model.
+    assert changed["OPENAI_AGENTS_DISABLE_TRACING"] == "1"
+    assert not changed["OPENAI_DEFAULT_MODEL"].startswith("gpt")

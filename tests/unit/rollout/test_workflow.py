@@ -9,7 +9,8 @@ import pytest
 from agentrl_cli.errors import DatasetError
 from agentrl_cli.records import Boundary
 from agentrl_cli.rollout.dataset import Task
-from agentrl_cli.rollout.workflow import AgentWorkflow, Attempt, RolloutWorkflow
+from agentrl_cli.rollout.workflow import AgentWorkflow, Attempt, RolloutWorkflow, find_style
+from agentrl_cli.tracking.sequences import TokenSequence
 from agentrl_cli.tracking.session import Budget, Sampling
 
 ATTEMPT = Attempt(
@@ -52,6 +53,8 @@ async def test_every_interaction_is_kept_once(open_client, scripted_engine, styl
     assert [i.reward for i in trajectory.interactions] == [None, 0.5, None, 1.5]
     assert (trajectory.reward, trajectory.final_answer) == (1.5, "4")
     assert trajectory.task == {"questions": ["a", "b"]}
+    # What is trained is what was exported, whatever rollout.export_style says.
+    assert trajectory.export_style == style
 
 
 @pytest.mark.parametrize(
@@ -70,6 +73,12 @@ async def test_another_result_is_a_failure_that_says_what_is_allowed(
     assert trajectory.failure.boundary is Boundary.AGENT
     with pytest.raises(TypeError, match=message):
         raise TypeError(trajectory.failure.message)
+
+
+def test_both_export_styles_at_once_are_refused():
+    assert find_style([]) is None
+    with pytest.raises(ValueError, match="both export styles"):
+        find_style([TokenSequence((), "concat"), TokenSequence((), "individual")])
 
 
 async def test_a_forgotten_return_is_asked_about(scripted_engine):

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +41,21 @@ def make_config(tmp_path: Path):
 def folder(make_config):
     with RunFolder.create_or_resume(make_config()) as run:
         yield run
+
+
+@pytest.fixture
+def limited_file_size():
+    """A context in which the kernel refuses larger files, as a full disk would."""
+
+    @contextmanager
+    def limit(num_bytes: int) -> Iterator[None]:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, handler)
+
+    return limit

@@ -6,8 +6,6 @@ import errno
 import os
 import random
 import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,8 @@ from safetensors import SafetensorError
 
 from agentrl_cli.errors import StoreError
 from agentrl_cli.records import Interaction, Trajectory
-from agentrl_cli.store import files
-from agentrl_cli.store.files import store_errors
+from agentrl_cli.store import atomic_files
+from agentrl_cli.store.atomic_files import atomic_file, store_errors
 from agentrl_cli.store.run_folder import RunFolder
 
 
@@ -103,63 +101,48 @@ def test_a_really_full_disk_loses_nothing(small_disk: Path, make_config) -> None
         run.write_trajectories(2, kept)
 
 
-def test_a_file_size_limit_is_reported_alike(tmp_path) -> None:
+def test_a_file_size_limit_is_reported_alike(tmp_path: Path, limited_file_size) -> None:
     """The fallback for systems without mounts: the kernel refuses the write all the same."""
-    code = textwrap.dedent("""
-        import resource, signal, sys
-        from pathlib import Path
-        from agentrl_cli.errors import StoreError
-        from agentrl_cli.store.files import atomic_file
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        path = Path(sys.argv[1])
-        path.write_text("before")
-        try:
-            with atomic_file(path) as file:
-                file.write(b"x" * 1_000_000)
-        except StoreError as error:
-            print(error)
-            assert path.read_text() == "before"
-            assert len(list(path.parent.iterdir())) == 1
-            sys.exit(7)
-    """)
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "file")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 7, done.stderr
-    assert "is full" in done.stdout
+    path = tmp_path / "file"
+    path.write_text("before")
+    with (
+        limited_file_size(100_000),
+        pytest.raises(StoreError, match="is full"),
+        atomic_file(path) as file,
+    ):
+        file.write(b"x" * 1_000_000)
+    assert path.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
-def test_a_library_s_own_exception_for_a_full_disk_is_recognised(number: int) -> None:
+@pytest.mark.parametrize("kind", [SafetensorError, Exception])
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        *((number, "is full") for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)),
+        *(
+            (number, r"x: cannot be written.*output_dir=FOLDER")
+            for number in (errno.EACCES, errno.EPERM, errno.EROFS)
+        ),
+    ],
+)
+def test_a_library_s_own_exception_is_recognised(number: int, message: str, kind: type) -> None:
     """safetensors and tokenizers wrap the system's error in classes that are no OSError."""
-    text = f"{os.strerror(number)} (os error {number})"
-    for kind in (SafetensorError, Exception):
-        with pytest.raises(StoreError, match="is full"), store_errors(Path("model.safetensors")):
-            raise kind(f"Error while serializing: I/O error: {text}")
+    text = f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})"
+    with pytest.raises(StoreError, match=message), store_errors(Path("x")):
+        raise kind(text)
+
+
+def test_any_other_exception_passes_as_it_is() -> None:
     with pytest.raises(ValueError, match="mine"), store_errors(Path("x")):
         raise ValueError("mine")
-
-
-@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
-def test_a_library_s_own_exception_for_a_refusal_is_recognised(number: int) -> None:
-    text = f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})"
-    for kind in (SafetensorError, Exception):
-        with (
-            pytest.raises(StoreError, match=r"x: cannot be written.*output_dir=FOLDER"),
-            store_errors(Path("x")),
-        ):
-            raise kind(text)
 
 
 def test_a_folder_that_may_not_be_written_to(tmp_path, monkeypatch) -> None:
     def refuse(*args):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(files.os, "fsync", refuse)
+    monkeypatch.setattr(atomic_files.os, "fsync", refuse)
     with pytest.raises(StoreError, match="output_dir="):
-        files.write_text(tmp_path / "x", "text")
+        atomic_files.write_text(tmp_path / "x", "text")
     assert list(tmp_path.iterdir()) == []

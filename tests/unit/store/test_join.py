@@ -7,14 +7,16 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from agentrl_cli.errors import RunFolderError
-from agentrl_cli.store.config_check import load_saved_config
+from agentrl_cli.store.config_secrets import find_secrets
+from agentrl_cli.store.resume_check import load_saved_config
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
-from agentrl_cli.store.secrets import find_secrets
 
 JOIN = """
     import sys, time
@@ -31,7 +33,7 @@ JOIN = """
 
 
 def join(path: Path, owner_pid: int, seconds: float = 0.0, wrap: bool = False) -> subprocess.Popen:
-    """A process that joins; with ``wrap`` as a grandchild, as under a guard."""
+    """A process that joins; with ``wrap`` as a grandchild, as under a process reaper."""
     command = [sys.executable, "-c", textwrap.dedent(JOIN), str(path), str(owner_pid), str(seconds)]
     if wrap:
         through = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
@@ -39,6 +41,19 @@ def join(path: Path, owner_pid: int, seconds: float = 0.0, wrap: bool = False) -
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
+
+
+@contextmanager
+def joined(path: Path) -> Iterator[subprocess.Popen]:
+    """A trainer that has joined and stays until it is killed."""
+    trainer = join(path, os.getpid(), seconds=60)
+    try:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "joined\n"
+        yield trainer
+    finally:
+        trainer.kill()
+        trainer.communicate()
 
 
 def test_children_and_grandchildren_of_the_holder_may_join(folder: RunFolder) -> None:
@@ -89,24 +104,18 @@ def test_another_command_is_refused_while_the_trainer_is_there_and_while_it_is_n
 ) -> None:
     code = """
         import sys
-        from agentrl_cli.config.loading import load_config
+        from agentrl_cli.config.config_file import load_config
         from agentrl_cli.store.run_folder import RunFolder
         RunFolder.create_or_resume(load_config(sys.argv[1]))
     """
     command = [sys.executable, "-c", textwrap.dedent(code), str(folder.config_path)]
-    trainer = join(folder.path, os.getpid(), seconds=60)
-    try:
-        assert trainer.stdout is not None
-        assert trainer.stdout.readline() == "joined\n"
+    with joined(folder.path) as trainer:
         for is_running in (True, False):
             if not is_running:
                 trainer.kill()
                 trainer.wait()
             other = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
             assert f"process {os.getpid()} is training in this run folder" in other.stderr
-    finally:
-        trainer.kill()
-        trainer.communicate()
 
 
 def test_the_next_command_waits_for_a_trainer_that_is_still_dying(make_config) -> None:
@@ -129,17 +138,11 @@ def test_the_next_command_waits_for_a_trainer_that_is_still_dying(make_config) -
 def test_two_trainers_of_one_command_are_refused(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = join(folder.path, os.getpid(), seconds=60)
-    try:
-        assert trainer.stdout is not None
-        assert trainer.stdout.readline() == "joined\n"
+    with joined(folder.path) as trainer:
         monkeypatch.setattr("agentrl_cli.store.run_folder._ORPHAN_SECONDS", 0.2)
         monkeypatch.setattr("agentrl_cli.store.run_folder.check_held_by", lambda *_: None)
         with pytest.raises(RunFolderError, match=f"process {trainer.pid} is training"):
             RunFolder.join(folder.path, os.getpid())
-    finally:
-        trainer.kill()
-        trainer.communicate()
 
 
 def test_the_saved_configuration_comes_back_whole_with_its_secrets(make_config) -> None:

@@ -1,4 +1,4 @@
-"""Killed at any moment, a run folder holds whole files only, and the next start goes on."""
+"""Killed at any moment, a run folder holds whole files only, and the next start resumes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agentrl_cli.store.run_folder import RunFolder
 
 WRITER = """
 import sys
-from agentrl_cli.config.loading import load_config
+from agentrl_cli.config.config_file import load_config
 from agentrl_cli.records import Interaction, Trajectory
 from agentrl_cli.store.run_folder import RunFolder
 
@@ -42,7 +42,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_whole_after_sigkill(tmp_path: Path, make_config, seed: int) -> None:
     config, rng = make_config(), random.Random(seed)
     path = tmp_path / "c.yaml"

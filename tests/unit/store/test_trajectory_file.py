@@ -5,8 +5,10 @@ import datetime
 import json
 import math
 import struct
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -15,14 +17,16 @@ from hypothesis import strategies as st
 from agentrl_cli.errors import StoreError
 from agentrl_cli.records import (
     Boundary,
-    BreakCause,
     Failure,
     Interaction,
     InteractionStatus,
+    MismatchCause,
     StopReason,
     Trajectory,
 )
 from agentrl_cli.store.trajectory_file import (
+    format_record,
+    parse_record,
     read_summaries,
     read_trajectory_file,
     write_trajectory_file,
@@ -63,7 +67,7 @@ FULL = Trajectory(
             id="chatcmpl-2",
             parent_id="chatcmpl-1",
             extends_parent=True,
-            break_cause=BreakCause.HISTORY_EDITED,
+            mismatch_cause=MismatchCause.HISTORY_EDITED,
             status=InteractionStatus.CANCELLED,
             error="cancelled",
             started=3,
@@ -73,6 +77,7 @@ FULL = Trajectory(
     ),
     reward=0.1 + 0.2,
     reward_parts={"format": 0.1, "answer": math.inf},
+    export_style="individual",
     stop_reason=StopReason.MAX_TURNS,
     final_answer="4",
     failure=Failure(boundary=Boundary.TOOL, kind="KeyError", message="'x'", traceback="Trace\n  x"),
@@ -81,8 +86,12 @@ FULL = Trajectory(
 )
 
 
-def test_every_field_survives(tmp_path) -> None:
-    path = tmp_path / "step-000012.parquet"
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "step-000012.parquet"
+
+
+def test_every_field_survives(path) -> None:
     write_trajectory_file(path, [FULL, Trajectory(id="a/0", group_id="a", task_id="0")])
     first, second = read_trajectory_file(path)
     for field in dataclasses.fields(Trajectory):
@@ -92,6 +101,10 @@ def test_every_field_survives(tmp_path) -> None:
     assert type(first.interactions[0].prompt_ids) is tuple
     assert type(first.interactions[0].messages) is tuple
     assert str(first.interactions[1].reward) == "-0.0"
+
+
+def test_every_field_survives_as_a_pending_record() -> None:
+    assert parse_record(format_record(FULL)) == FULL
 
 
 def test_the_full_record_sets_every_field_away_from_its_default() -> None:
@@ -121,8 +134,7 @@ def test_floats_come_back_bit_for_bit(tmp_path_factory, values: list[float]) -> 
     assert [struct.pack("d", v) if v == v else b"nan" for v in back] == same
 
 
-def test_nan_reward_stays_apart_from_no_reward(tmp_path) -> None:
-    path = tmp_path / "step-000001.parquet"
+def test_nan_reward_stays_apart_from_no_reward(path) -> None:
     rewards = [math.nan, None, True, np.float32(0.5)]
     write_trajectory_file(
         path,
@@ -133,8 +145,7 @@ def test_nan_reward_stays_apart_from_no_reward(tmp_path) -> None:
     assert back[1:] == [None, 1.0, 0.5]
 
 
-def test_rows_with_values_that_json_has_not_are_saved(tmp_path) -> None:
-    path = tmp_path / "step-000001.parquet"
+def test_rows_with_values_that_json_has_not_are_saved(path) -> None:
     task = {
         "when": datetime.date(2026, 1, 2),
         "array": np.array([1, 2]),
@@ -145,26 +156,25 @@ def test_rows_with_values_that_json_has_not_are_saved(tmp_path) -> None:
         7: "a number as key",
     }
     write_trajectory_file(path, [Trajectory(id="a", group_id="a", task_id="0", task=task)])
-    back = read_trajectory_file(path)[0].task
-    assert back["when"] == "2026-01-02"
-    assert back["array"] == [1, 2]
-    assert back["scalar"] == 3
-    assert back["blob"] == {"base64": "AP8="}
-    assert back["set"] == [1, 2]
-    assert back["odd"] == "<class 'object'>"
-    assert back["7"] == "a number as key"
+    assert read_trajectory_file(path)[0].task == {
+        "when": "2026-01-02",
+        "array": [1, 2],
+        "scalar": 3,
+        "blob": {"base64": "AP8="},
+        "set": [1, 2],
+        "odd": "<class 'object'>",
+        "7": "a number as key",
+    }
 
 
-def test_lone_surrogates_in_texts_do_not_lose_the_step(tmp_path) -> None:
-    path = tmp_path / "step-000001.parquet"
+def test_lone_surrogates_in_texts_do_not_lose_the_step(path) -> None:
     write_trajectory_file(
         path, [Trajectory(id="a", group_id="a", task_id="0", final_answer="x\ud83dy")]
     )
     assert read_trajectory_file(path)[0].final_answer == "x\\ud83dy"
 
 
-def test_summaries_count_and_read_no_tokens(tmp_path, monkeypatch) -> None:
-    path = tmp_path / "step-000012.parquet"
+def test_summaries_count_and_read_no_tokens(path, monkeypatch) -> None:
     write_trajectory_file(path, [FULL])
     read: list[str] = []
     real = pq.read_table
@@ -188,8 +198,7 @@ def test_summaries_count_and_read_no_tokens(tmp_path, monkeypatch) -> None:
     assert summary.failure_boundary is Boundary.TOOL
 
 
-def test_files_of_versions_without_scores_are_read(tmp_path) -> None:
-    path = tmp_path / "step-000012.parquet"
+def test_files_of_versions_without_scores_are_read(path) -> None:
     write_trajectory_file(path, [FULL])
     table = pq.read_table(path, partitioning=None)
     pq.write_table(table.drop_columns(["replaced_by", "score", "stop_reason"]), path)
@@ -200,23 +209,20 @@ def test_files_of_versions_without_scores_are_read(tmp_path) -> None:
     assert trajectory == dataclasses.replace(FULL, replaced_by=None, stop_reason=None)
 
 
-def test_more_rows_than_a_row_group_keep_their_order(tmp_path) -> None:
-    path = tmp_path / "step-000001.parquet"
+def test_more_rows_than_a_row_group_keep_their_order(path) -> None:
     made = [Trajectory(id=f"g/{i}", group_id="g", task_id=str(i)) for i in range(200)]
     write_trajectory_file(path, made)
     assert read_trajectory_file(path) == made
     assert pq.ParquetFile(path).num_row_groups > 1
 
 
-def test_an_empty_step_is_a_file_too(tmp_path) -> None:
-    path = tmp_path / "step-000001.parquet"
+def test_an_empty_step_is_a_file_too(path) -> None:
     write_trajectory_file(path, [])
     assert read_trajectory_file(path) == []
     assert read_summaries(path) == []
 
 
-def test_other_tools_can_read_the_columns(tmp_path) -> None:
-    path = tmp_path / "step-000012.parquet"
+def test_other_tools_can_read_the_columns(path) -> None:
     write_trajectory_file(path, [FULL])
     table = pq.read_table(path)
     assert table.column("reward").to_pylist() == [FULL.reward]
@@ -226,8 +232,7 @@ def test_other_tools_can_read_the_columns(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "text"])
-def test_damage_is_named(tmp_path, damage: str) -> None:
-    path = tmp_path / "step-000012.parquet"
+def test_damage_is_named(path, damage: str) -> None:
     write_trajectory_file(path, [FULL] * 50)
     data = path.read_bytes()
     damaged = {
@@ -242,10 +247,7 @@ def test_damage_is_named(tmp_path, damage: str) -> None:
     assert "other steps" in str(caught.value)
 
 
-def test_a_file_of_another_kind_is_named(tmp_path) -> None:
-    import pyarrow as pa
-
-    path = tmp_path / "step-000001.parquet"
+def test_a_file_of_another_kind_is_named(path) -> None:
     pq.write_table(pa.table({"x": [1]}), path)
     with pytest.raises(StoreError, match="another version"):
         read_trajectory_file(path)

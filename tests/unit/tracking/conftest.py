@@ -139,6 +139,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer()
 
 
+@pytest.fixture
+def make_engine(tokenizer: PreTrainedTokenizerFast) -> Callable[..., ScriptedEngine]:
+    """Makes engines that follow a script: ``make_engine("Hi", "Bye")``."""
+    return lambda *script, **options: ScriptedEngine(tokenizer, script, **options)
+
+
 @pytest.fixture(scope="session")
 def make_tokenizer() -> Callable[[str], PreTrainedTokenizerFast]:
     """Makes a tokenizer with a chat template of your own: ``make_tokenizer(template)``."""

@@ -25,86 +25,86 @@ def turn(
     )
 
 
-def test_chain_passes_the_outcome_back_with_discount() -> None:
-    chain = [turn("a", 1, 2), turn("b", 3, 4, "a"), turn("c", 5, 6, "b", reward=1.0)]
-    # c = 1; b = 0 + 0.5 * 1 = 0.5; a = 0 + 0.5 * 0.5 = 0.25
-    assert compute_turn_returns(chain, 0.5) == {"a": 0.25, "b": 0.5, "c": 1.0}
-    assert set(compute_turn_returns(chain, 1.0).values()) == {1.0}
+FAILED = InteractionStatus.FAILED
 
 
-def test_branches_give_their_mean() -> None:
-    tree = [
-        turn("root", 1, 2, reward=0.25),
-        turn("left", 3, 4, "root", reward=1.0),
-        turn("right", 5, 6, "root", reward=0.0),
-    ]
-    # root = 0.25 + 1.0 * (1 + 0) / 2
-    assert compute_turn_returns(tree, 1.0)["root"] == 0.75
-
-
-def test_siblings_do_not_leak_into_each_other() -> None:
-    tree = [
-        turn("root", 1, 2),
-        turn("left", 3, 4, "root", reward=1.0),
-        turn("right", 5, 6, "root", reward=-1.0),
-    ]
-    returns = compute_turn_returns(tree, 1.0)
-    assert (returns["left"], returns["right"], returns["root"]) == (1.0, -1.0, 0.0)
-
-
-def test_handoff_leaf_hands_over_to_what_started_after_it() -> None:
-    # The triage agent's turn is a leaf; the solver's conversation begins afterwards.
-    turns = [turn("triage", 1, 2), turn("solve1", 3, 4), turn("solve2", 5, 6, "solve1", 1.0)]
-    # solve2 = 1, solve1 = 0.5, triage = 0.25
-    assert compute_turn_returns(turns, 0.5) == {"triage": 0.25, "solve1": 0.5, "solve2": 1.0}
-
-
-def test_sub_agent_hands_over_to_the_turn_that_uses_its_result() -> None:
-    turns = [
-        turn("outer1", 1, 2),
-        turn("inner1", 3, 4),
-        turn("inner2", 5, 6, "inner1"),
-        turn("outer2", 7, 8, "outer1", 1.0),
-    ]
-    # outer2 = 1; inner2 (leaf) -> outer2: 0.5; inner1 = 0.25; outer1 -> outer2: 0.5
-    assert compute_turn_returns(turns, 0.5) == {
-        "outer2": 1.0, "inner2": 0.5, "inner1": 0.25, "outer1": 0.5,
-    }  # fmt: skip
-
-
-def test_rewarded_leaf_keeps_its_own_reward_only() -> None:
-    turns = [turn("first", 1, 2, reward=0.0), turn("second", 3, 4, reward=1.0)]
-    assert compute_turn_returns(turns, 1.0) == {"first": 0.0, "second": 1.0}
-
-
-def test_parallel_leaves_at_the_end_share_the_outcome() -> None:
-    # Three votes asked at the same time; the final reward is set on the last to end.
-    votes = [turn("v1", 1, 5), turn("v2", 2, 4), turn("v3", 3, 6, reward=1.0)]
-    assert compute_turn_returns(votes, 1.0) == {"v1": 1.0, "v2": 1.0, "v3": 1.0}
-
-
-def test_straggler_without_successor_earns_nothing() -> None:
-    turns = [turn("a", 1, 3, reward=1.0), turn("slow", 2, 4)]
-    assert compute_turn_returns(turns, 1.0) == {"a": 1.0, "slow": 0.0}
-
-
-def test_failed_call_in_the_middle_has_no_place() -> None:
-    turns = [
-        turn("a", 1, 2),
-        turn("x", 3, 4, "a", status=InteractionStatus.FAILED),
-        turn("b", 5, 6, "a", reward=1.0),
-    ]
-    assert compute_turn_returns(turns, 1.0) == {"a": 1.0, "b": 1.0}
-
-
-def test_reward_on_an_inner_turn_adds_to_what_follows() -> None:
-    turns = [turn("a", 1, 2, reward=0.5), turn("b", 3, 4, "a", reward=1.0)]
-    assert compute_turn_returns(turns, 1.0) == {"a": 1.5, "b": 1.0}
-
-
-def test_no_reward_at_all_is_no_return() -> None:
-    assert compute_turn_returns([turn("a", 1, 2)], 1.0) == {}
-    assert compute_turn_returns([], 1.0) == {}
+@pytest.mark.parametrize(
+    ("turns", "discount", "returns"),
+    [
+        pytest.param(
+            # c = 1; b = 0 + 0.5 * 1 = 0.5; a = 0 + 0.5 * 0.5 = 0.25
+            [turn("a", 1, 2), turn("b", 3, 4, "a"), turn("c", 5, 6, "b", 1.0)],
+            0.5,
+            {"a": 0.25, "b": 0.5, "c": 1.0},
+            id="a chain passes the outcome back with discount",
+        ),
+        pytest.param(
+            # root = 0.25 + 1.0 * (1 + 0) / 2
+            [
+                turn("root", 1, 2, None, 0.25),
+                turn("l", 3, 4, "root", 1.0),
+                turn("r", 5, 6, "root", 0.0),
+            ],
+            1.0,
+            {"root": 0.75, "l": 1.0, "r": 0.0},
+            id="branches give their mean and nothing to each other",
+        ),
+        pytest.param(
+            # The triage agent's turn is a leaf; the solver's conversation begins afterwards.
+            [turn("triage", 1, 2), turn("one", 3, 4), turn("two", 5, 6, "one", 1.0)],
+            0.5,
+            {"triage": 0.25, "one": 0.5, "two": 1.0},
+            id="a handoff's leaf hands over to what started after it",
+        ),
+        pytest.param(
+            # outer2 = 1; inner2 (leaf) -> outer2: 0.5; inner1 = 0.25; outer1 -> outer2: 0.5
+            [
+                turn("outer1", 1, 2),
+                turn("inner1", 3, 4),
+                turn("inner2", 5, 6, "inner1"),
+                turn("outer2", 7, 8, "outer1", 1.0),
+            ],
+            0.5,
+            {"outer2": 1.0, "inner2": 0.5, "inner1": 0.25, "outer1": 0.5},
+            id="a sub-agent hands over to the turn that uses its result",
+        ),
+        pytest.param(
+            [turn("first", 1, 2, None, 0.0), turn("second", 3, 4, None, 1.0)],
+            1.0,
+            {"first": 0.0, "second": 1.0},
+            id="a rewarded leaf keeps its own reward only",
+        ),
+        pytest.param(
+            # Three votes asked for at the same time; the reward is set on the last to end.
+            [turn("v1", 1, 5), turn("v2", 2, 4), turn("v3", 3, 6, None, 1.0)],
+            1.0,
+            {"v1": 1.0, "v2": 1.0, "v3": 1.0},
+            id="parallel leaves at the end share the outcome",
+        ),
+        pytest.param(
+            [turn("a", 1, 3, None, 1.0), turn("slow", 2, 4)],
+            1.0,
+            {"a": 1.0, "slow": 0.0},
+            id="a straggler without a successor earns nothing",
+        ),
+        pytest.param(
+            [turn("a", 1, 2), turn("x", 3, 4, "a", status=FAILED), turn("b", 5, 6, "a", 1.0)],
+            1.0,
+            {"a": 1.0, "b": 1.0},
+            id="a failed call in the middle has no place",
+        ),
+        pytest.param(
+            [turn("a", 1, 2, None, 0.5), turn("b", 3, 4, "a", 1.0)],
+            1.0,
+            {"a": 1.5, "b": 1.0},
+            id="a reward on an inner turn adds to what follows",
+        ),
+        pytest.param([turn("a", 1, 2)], 1.0, {}, id="no reward at all is no return"),
+        pytest.param([], 1.0, {}, id="no turns"),
+    ],
+)
+def test_returns(turns: list[Interaction], discount: float, returns: dict[str, float]) -> None:
+    assert compute_turn_returns(turns, discount) == returns
 
 
 def test_successors_come_before_those_who_share_in_their_credit() -> None:

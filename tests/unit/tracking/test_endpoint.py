@@ -16,7 +16,7 @@ from agentrl_cli.errors import EngineError
 from agentrl_cli.records import InteractionStatus
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.endpoint import EndpointGateway
-from agentrl_cli.tracking.server import GatewayServer
+from agentrl_cli.tracking.gateway_socket import GatewaySocket
 from agentrl_cli.tracking.session import Budget
 
 Open = Callable[..., TrackingClient]
@@ -78,7 +78,7 @@ async def test_conversation_is_recorded_without_tokens(connect: Any, stream: boo
     assert reply.choices[0].message.content == "It rains"
     one, two = client.interactions
     assert two.parent_id == one.id
-    assert (two.break_cause, two.completion_ids) == (None, ())
+    assert (two.mismatch_cause, two.completion_ids) == (None, ())
     if not stream:
         assert one.num_completion_tokens > 0
     client.set_final_reward(1.0)
@@ -125,9 +125,9 @@ async def connect_to() -> AsyncIterator[Callable[..., Any]]:
             bodies.append(await request.json())
             return reply if isinstance(reply, Response) else JSONResponse(reply)
 
-        server = GatewayServer(Router([Route("/v1/chat/completions", handle, methods=["POST"])]))
+        server = GatewaySocket(Router([Route("/v1/chat/completions", handle, methods=["POST"])]))
         gateway = EndpointGateway(
-            f"{await server.start()}/v1", KEY, "m", timeout_seconds=10.0, max_retries=0
+            f"{server.open()}/v1", KEY, "m", timeout_seconds=10.0, max_retries=0
         )
         opened.extend((server.stop, gateway.close))
         return TrackingClient(gateway=gateway, session=gateway.open_session(**options)), bodies

@@ -1,7 +1,7 @@
 """Generated conversations over every protocol: no 500, no hang, and always a consistent record.
 
 A protocol plugs in with a :class:`Fuzzed`: how a valid request of it looks, and how its replies
-are checked. The requests are then broken at random places.
+are checked. The requests are then corrupted at random places.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from agentrl_cli.engine.grammar import require_xgrammar
-from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.errors import (
     ContextLengthError,
     EngineError,
@@ -58,49 +57,6 @@ REPLIES: Sequence[Any] = (
 )
 
 
-class FuzzEngine:
-    """Replies with ``reply``, whatever is asked; a text, a text that is cut off, or an error."""
-
-    model_name = "fuzzed"
-    max_model_len = 10**6
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.reply: Any = ""
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
-    ) -> Generation:
-        await asyncio.sleep(0)
-        if isinstance(self.reply, Exception):
-            raise self.reply
-        text, finish = self.reply if isinstance(self.reply, tuple) else (self.reply, "stop")
-        ids = tuple(self.tokenizer.encode(text, add_special_tokens=False))
-        ids += (self.tokenizer.eos_token_id,) if finish == "stop" else ()
-        top = tuple((n, -1.0 - n) for n in range(sampling.num_top_logprobs))
-        return Generation(
-            completion_ids=ids,
-            rollout_logprobs=(-0.5,) * len(ids),
-            versions=(0,) * len(ids),
-            finish_reason=finish,
-            top_logprobs=(top,) * len(ids) if top else (),
-        )
-
-    async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
-    ) -> Any:
-        whole = await self.generate(prompt_ids, sampling)
-        for at, token_id in enumerate(whole.completion_ids):
-            is_last = at == len(whole.completion_ids) - 1
-            yield Generation(
-                completion_ids=(token_id,),
-                rollout_logprobs=whole.rollout_logprobs[at : at + 1],
-                versions=(0,),
-                finish_reason=whole.finish_reason if is_last else None,
-                top_logprobs=whole.top_logprobs[at : at + 1],
-            )
-
-
 # -- what may be wrong -----------------------------------------------------------------------
 
 JUNK: st.SearchStrategy[Any] = st.one_of(
@@ -127,7 +83,7 @@ def list_places(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from list_places(value[key])
 
 
-def break_somewhere(draw: st.DrawFn, body: Any) -> Any:
+def corrupt(draw: st.DrawFn, body: Any) -> Any:
     """``body`` with up to two places replaced, removed, doubled or added to."""
     body = copy.deepcopy(body)
     for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2]))):
@@ -424,9 +380,8 @@ def check_record(session: Session) -> None:
     sampled = [i for i in completed if i.completion_ids]
     trained = sum(len(i.completion_ids) for i in sampled if i.temperature > 0)
     exported = session.export_interactions()
-    assert sum(sum(e.sequence.loss_mask) for e in exported.values()) == trained
-    for one in exported.values():
-        sequence = one.sequence
+    assert sum(sum(e.loss_mask) for e in exported.values()) == trained
+    for sequence in exported.values():
         lengths = {len(sequence.input_ids), len(sequence.loss_mask), len(sequence.versions)}
         assert lengths == {len(sequence.rollout_logprobs)}
         for span in sequence.spans:
@@ -461,7 +416,7 @@ def check_interaction(one: Interaction, known: dict[str, Interaction]) -> None:
 
 
 async def ask(
-    fuzzed: Fuzzed, gateway: Gateway, session: Session, engine: FuzzEngine, body: Any
+    fuzzed: Fuzzed, gateway: Gateway, session: Session, sampled: Any, body: Any
 ) -> dict[str, Any] | None:
     """Sends one request and checks all that came of it; the reply, if there was one."""
     num_known = len(session.interactions)
@@ -478,7 +433,7 @@ async def ask(
     assert len(session.interactions) == num_known
     response = await post(fuzzed.path)
     status = response.status_code
-    assert status < 500 or (status in (503, 504) and isinstance(engine.reply, EngineError)), (
+    assert status < 500 or (status in (503, 504) and isinstance(sampled, EngineError)), (
         response.text
     )
     check_record(session)
@@ -498,15 +453,15 @@ async def ask(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fuzzed", FUZZED, ids=["chat", "responses", "messages"])
-def test_generated_conversations(fuzzed: Fuzzed, tokenizer: Any) -> None:
+def test_generated_conversations(fuzzed: Fuzzed, make_engine: Any, tokenizer: Any) -> None:
     if fuzzed.path.startswith("/v1/messages"):
         pytest.importorskip("anthropic")
     # Takes seconds, which are not the first request's.
     with contextlib.suppress(MissingExtraError):
         require_xgrammar()
     num_requests = num_answered = 0
-    engine = FuzzEngine(tokenizer)
-    gateway = Gateway(engine, tokenizer)  # type: ignore[arg-type]
+    engine = make_engine(max_model_len=10**6)
+    gateway = Gateway(engine, tokenizer)
 
     @settings(
         max_examples=NUM_CONVERSATIONS,
@@ -523,10 +478,12 @@ def test_generated_conversations(fuzzed: Fuzzed, tokenizer: Any) -> None:
         session = gateway.open_session(budget=Budget(max_turns=10))
         replies: list[Any] = []
         for _ in range(data.draw(st.integers(1, MAX_REQUESTS))):
-            engine.reply = data.draw(st.sampled_from(REPLIES))
-            body = break_somewhere(data.draw, fuzzed.build_body(data.draw, replies))
-            note(f"{engine.reply!r} to {json.dumps(body)}")
-            reply = runner.run(ask(fuzzed, gateway, session, engine, body))
+            sampled = data.draw(st.sampled_from(REPLIES))
+            # As often as a request may ask for it.
+            engine.script = [sampled] * 3
+            body = corrupt(data.draw, fuzzed.build_body(data.draw, replies))
+            note(f"{sampled!r} to {json.dumps(body)}")
+            reply = runner.run(ask(fuzzed, gateway, session, sampled, body))
             num_requests += 1
             if reply is not None:
                 num_answered += 1

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 
@@ -97,22 +96,6 @@ async def test_stream_reports_usage_and_records_before_the_end(open_client: Open
     assert usage.prompt_tokens == len(interaction.prompt_ids)
 
 
-async def test_logprobs_are_those_of_the_engine(open_client: Open) -> None:
-    client = open_client("The answer", "The answer")
-    completion = await create(client, logprobs=True)
-    [interaction] = client.interactions
-    content = completion.choices[0].logprobs.content
-    assert tuple(t.logprob for t in content) == interaction.rollout_logprobs
-    streamed = [
-        t.logprob
-        async for chunk in await create(client, logprobs=True, stream=True)
-        for choice in chunk.choices
-        if choice.logprobs
-        for t in choice.logprobs.content
-    ]
-    assert tuple(streamed) == interaction.rollout_logprobs
-
-
 async def test_request_parameters_reach_the_engine(open_client: Open) -> None:
     client = open_client("a", "b", sampling=Sampling(max_tokens=50, temperature=0.7))
     await create(client, temperature=0.2, top_p=0.5, max_completion_tokens=7, stop=["x"])
@@ -130,38 +113,6 @@ async def test_seeded_session_seeds_every_call_differently(open_client: Open) ->
     seeds = [s.seed for s in client.gateway.engine.samplings]  # type: ignore[attr-defined]
     assert None not in seeds
     assert len(set(seeds)) == 3
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"messages": []}, "at least one message"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0..role is 'robot'"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-            "text parts only",
-        ),
-        ({"temperature": 11}, "temperature must be from 0 to 10"),
-        ({"temperature": "hot"}, "temperature must be a number"),
-        ({"max_tokens": 0}, "max_tokens must be a whole number"),
-        ({"n": 0}, "n must be a whole number"),
-        ({"stop": [""]}, "none of them empty"),
-        ({"tools": [{"type": "web_search"}]}, "built-in tools"),
-        ({"tool_choice": "required"}, "no tools are given"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty = 0.5 is not supported"),
-        ({"logit_bias": {"1": 5}}, "logit_bias"),
-        ({"top_logprobs": 3}, "top_logprobs needs logprobs"),
-        ({"extra_body": {"temprature": 1}}, "did you mean 'temperature'"),
-        ({"response_format": {"type": "xml"}}, "allowed: text, json_object, json_schema"),
-    ],
-)
-async def test_what_cannot_be_honoured_is_refused(
-    open_client: Open, options: dict[str, Any], message: str
-) -> None:
-    client = open_client("never")
-    with pytest.raises(openai.BadRequestError, match=message):
-        await create(client, **options)
-    assert client.interactions == ()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -187,34 +138,18 @@ async def test_errors_of_the_engine_have_status_and_are_not_retried(
     assert client.session.engine_error is (error if isinstance(error, EngineError) else None)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_too_long_prompt_has_openais_code(open_client: Open, stream: bool) -> None:
-    client = open_client(max_model_len=5)
-    with pytest.raises(openai.BadRequestError) as caught:
-        await create(client, stream=stream)
-    assert caught.value.code == "context_length_exceeded"
-
-
-async def test_turn_budget_refuses_further_calls(open_client: Open) -> None:
-    client = open_client("a", "b", "c", budget=Budget(max_turns=2))
-    await create(client)
-    await create(client)
-    assert client.session.budget_exceeded is None
-    with pytest.raises(openai.BadRequestError, match="max_turns = 2") as caught:
-        await create(client)
-    assert caught.value.code == "budget_exceeded"
-    assert client.session.budget_exceeded == "rollout.max_turns = 2"
-    assert len(client.interactions) == 2
-
-
 async def test_token_budget_limits_calls_then_refuses(open_client: Open) -> None:
     client = open_client("The answer", "b", budget=Budget(max_tokens=3))
     await create(client)
     [first] = client.gateway.engine.samplings  # type: ignore[attr-defined]
     assert first.max_tokens == 3
     assert len(client.interactions[0].completion_ids) == 3
-    with pytest.raises(openai.BadRequestError, match="max_tokens_per_trajectory = 3"):
+    assert client.session.budget_exceeded is None
+    with pytest.raises(openai.BadRequestError, match="max_tokens_per_trajectory = 3") as caught:
         await create(client)
+    assert caught.value.code == "budget_exceeded"
+    assert client.session.budget_exceeded == "rollout.max_tokens_per_trajectory = 3"
+    assert len(client.interactions) == 1
 
 
 async def test_a_key_opens_its_own_session_alone(open_client: Open) -> None:
@@ -223,13 +158,8 @@ async def test_a_key_opens_its_own_session_alone(open_client: Open) -> None:
     other = TrackingClient(gateway=gateway)
     await create(client)
     assert (len(client.interactions), len(other.interactions)) == (1, 0)
-    stranger = openai.AsyncOpenAI(
-        api_key="sk-wrong", base_url="http://x.invalid/v1", http_client=gateway.http_client
-    )
-    with pytest.raises(openai.AuthenticationError, match="opens no session"):
-        await create(stranger)
     await client.close()
-    with pytest.raises(openai.AuthenticationError):
+    with pytest.raises(openai.AuthenticationError, match="opens no session"):
         await create(client)
     assert gateway.num_open_sessions == 1
     assert len(client.interactions) == 1, "records stay readable"
@@ -275,39 +205,12 @@ async def test_answers_on_the_socket_do_not_wait_for_acknowledgements(
     assert (socket.IPPROTO_TCP, socket.TCP_NODELAY, True) in set_options
 
 
-async def test_hanging_up_on_the_socket_aborts_the_call(open_client: Open) -> None:
-    client = open_client("never read")
-    engine: Any = client.gateway.engine
-    engine.gate = asyncio.Event()
-    base_url = await client.gateway.serve()
-    async with httpx2.AsyncClient() as http:
-        with pytest.raises(httpx2.ReadTimeout):
-            await http.post(
-                f"{base_url}/chat/completions",
-                json={"model": "m", "messages": [USER]},
-                headers={"Authorization": f"Bearer {client.session_key}"},
-                timeout=0.3,
-            )
-    for _ in range(200):
-        if client.interactions:
-            break
-        await asyncio.sleep(0.01)
-    assert client.interactions[0].status is InteractionStatus.CANCELLED
-    assert engine.num_aborted == 1
-
-
-async def test_bodies_that_are_no_json_get_a_400(open_client: Open) -> None:
+async def test_other_paths_are_404_and_the_served_ones_named(open_client: Open) -> None:
     client = open_client()
     headers = {"Authorization": f"Bearer {client.session_key}"}
-    http = client.gateway.http_client
-    url = "http://x.invalid/v1/chat/completions"
-    reply = await http.post(url, content=b"{", headers=headers)
-    assert (reply.status_code, "not JSON" in reply.text) == (400, True)
-    reply = await http.post(url, content=b"[]", headers=headers)
-    assert (reply.status_code, "JSON object" in reply.text) == (400, True)
-    reply = await http.post("http://x.invalid/v1/embeddings", headers=headers)
-    assert reply.status_code == 404
-    assert "POST /v1/chat/completions" in reply.text
+    url = "http://x.invalid/v1/embeddings"
+    reply = await client.gateway.http_client.post(url, headers=headers)
+    assert (reply.status_code, "POST /v1/chat/completions" in reply.text) == (404, True)
 
 
 async def test_copies_of_the_client_share_its_session(open_client: Open) -> None:
@@ -326,23 +229,3 @@ async def test_one_engine_has_one_gateway(open_client: Open) -> None:
     assert one.gateway is two.gateway is get_gateway(gateway.engine, tokenizer)
     assert one.session_key != two.session_key
     await one.gateway.close()
-
-
-async def test_many_sessions_do_not_mix(open_client: Open) -> None:
-    client = open_client(*[lambda prompt: prompt.split("user\n")[1].split("<|im_end|>")[0]] * 300)
-    gateway = client.gateway
-
-    async def run(number: int) -> None:
-        mine = TrackingClient(gateway=gateway)
-        message: Any = {"role": "user", "content": f"I am {number}"}
-        messages = [message]
-        for _ in range(3):
-            reply = (await create(mine, messages=messages)).choices[0].message
-            assert reply.content == f"I am {number}"
-            messages += [reply.model_dump(exclude_none=True), message]
-        assert len(mine.interactions) == 3
-        assert len(mine.export_interactions()) == 1
-        await mine.close()
-
-    await asyncio.gather(*(run(n) for n in range(100)))
-    assert gateway.num_open_sessions == 1

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from agentrl_cli.records import BreakCause
-from agentrl_cli.tracking.matching import diagnose_edit, fingerprint, replays_thought
+from agentrl_cli.records import MismatchCause
+from agentrl_cli.tracking.matching import diagnose_edit, fingerprint, replays_reasoning
 
 
 def call(arguments: Any = '{"a": 1, "b": 2}', call_id: str = "c1", **extra: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def test_other_meaning_is_another_turn(one: dict[str, Any], other: dict[str, Any
     ],
 )
 def test_thought_may_be_missing_but_not_another(replayed: dict[str, Any], same: bool) -> None:
-    assert replays_thought(replayed, "hm") is same
+    assert replays_reasoning(replayed, "hm") is same
 
 
 def test_fingerprint_depends_on_what_came_before() -> None:
@@ -83,30 +83,30 @@ def test_text_with_lone_surrogates_has_a_fingerprint() -> None:
 @pytest.mark.parametrize(
     ("sampled", "replayed", "cause"),
     [
-        (assistant(content="a"), assistant(content="b"), BreakCause.HISTORY_EDITED),
+        (assistant(content="a"), assistant(content="b"), MismatchCause.HISTORY_EDITED),
         (
             assistant(content="<think>hm</think>\n\na"),
             assistant(content="a"),
-            BreakCause.THINKING_STRIPPED,
+            MismatchCause.THINKING_STRIPPED,
         ),
         (
             assistant(content="<think>hm</think>a"),
             assistant(content="b"),
-            BreakCause.HISTORY_EDITED,
+            MismatchCause.HISTORY_EDITED,
         ),
         (
             assistant(tool_calls=[call()]),
             assistant(tool_calls=[call('{"a": 9}')]),
-            BreakCause.TOOL_ARGUMENTS_CHANGED,
+            MismatchCause.TOOL_ARGUMENTS_CHANGED,
         ),
         (
             assistant(content="a", tool_calls=[call()]),
             assistant(content="b", tool_calls=[call('{"a": 9}')]),
-            BreakCause.HISTORY_EDITED,
+            MismatchCause.HISTORY_EDITED,
         ),
     ],
 )
 def test_edit_is_named(
-    sampled: dict[str, Any], replayed: dict[str, Any], cause: BreakCause
+    sampled: dict[str, Any], replayed: dict[str, Any], cause: MismatchCause
 ) -> None:
     assert diagnose_edit(sampled, replayed) is cause

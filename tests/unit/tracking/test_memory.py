@@ -46,9 +46,7 @@ async def run_session(gateway: Gateway, number: int, post: Post, watched: list[A
     assert len(session.interactions) == NUM_TURNS
     assert all(i.extends_parent for i in session.interactions[1:])
     [exported] = session.export_interactions().values()
-    assert sum(exported.sequence.loss_mask) == sum(
-        i.num_completion_tokens for i in session.interactions
-    )
+    assert sum(exported.loss_mask) == sum(i.num_completion_tokens for i in session.interactions)
     watched += [weakref.ref(session), weakref.ref(session._tree)]
     await gateway.end_session(session)
 
@@ -82,7 +80,7 @@ async def test_500_sessions_do_not_mix_and_leave_nothing(open_client: Open, way:
     gc.collect()
     assert gateway.num_open_sessions == 1
     assert len(engine.prompts) == NUM_SESSIONS * NUM_TURNS, "a retry was sampled"
-    book = gateway._answers
+    book = gateway._replies
     assert (book.num_running, len(book._kept), book._by_session, book._num_kept_bytes) == (
         0, 0, {}, 0,
     )  # fmt: skip

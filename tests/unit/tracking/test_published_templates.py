@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_cli.records import BreakCause
+from agentrl_cli.records import MismatchCause
 from agentrl_cli.tracking.client import TrackingClient
 
 Open = Callable[..., TrackingClient]
@@ -87,15 +87,15 @@ async def ask(client: TrackingClient, messages: list[Any], **options: Any) -> di
 def assert_spliced(client: TrackingClient, child: Any, parent: Any, after: str) -> None:
     text_ids = client.gateway.template.encode(after)  # type: ignore[attr-defined]
     assert child.prompt_ids == parent.prompt_ids + parent.completion_ids + text_ids
-    assert (child.parent_id, child.break_cause) == (parent.id, None)
+    assert (child.parent_id, child.mismatch_cause) == (parent.id, None)
 
 
-@pytest.mark.parametrize("keep_thinking", [False, True])
+@pytest.mark.parametrize("keep_reasoning", [False, True])
 async def test_deepseek_begins_past_turns_in_another_way(
-    open_client: Open, make_tokenizer: Callable[[str], Any], keep_thinking: bool
+    open_client: Open, make_tokenizer: Callable[[str], Any], keep_reasoning: bool
 ) -> None:
     script = ["hm</think>" + DEEPSEEK_CALL, "sunny", "bye"]
-    reading = {"keep_thinking": keep_thinking}
+    reading = {"keep_reasoning": keep_reasoning}
     client = open_client(*script, tokenizer=make_tokenizer(DEEPSEEK), reading=reading)
     first = await ask(client, [USER], tools=[TOOL])
     assert first["reasoning_content"] == "hm"
@@ -103,10 +103,10 @@ async def test_deepseek_begins_past_turns_in_another_way(
     second = await ask(client, [USER, first, result], tools=[TOOL])
     await ask(client, [USER, first, result, second, AGAIN], tools=[TOOL])
     one, two, three = client.interactions
-    if keep_thinking:
+    if keep_reasoning:
         assert_spliced(client, two, one, "<|im_start|>output 20")
     else:
-        assert two.break_cause is BreakCause.THINKING_STRIPPED
+        assert two.mismatch_cause is MismatchCause.THINKING_STRIPPED
         text = client.gateway.template.tokenizer.decode(two.prompt_ids)  # type: ignore[attr-defined]
         assert text == (
             "<|im_start|>What is the weather in Paris?<|im_start|>assistant</think>"
@@ -191,7 +191,7 @@ async def test_gpt_oss_wants_to_see_the_call_and_ends_turns_of_the_past_otherwis
         "<|channel|>final<|message|>sunny",
         "<|channel|>final<|message|>bye",
     ]
-    client = open_client(*script, tokenizer=tokenizer, reading={"keep_thinking": True})
+    client = open_client(*script, tokenizer=tokenizer, reading={"keep_reasoning": True})
     first = await ask(client, [USER], tools=[TOOL])
     assert first["reasoning_content"] == "hm"
     assert first["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": 1}'}
@@ -220,4 +220,4 @@ async def test_changed_tools_are_still_a_changed_template(
     client = open_client(*script, tokenizer=make_tokenizer(template))
     first = await ask(client, [USER], tools=[TOOL])
     await ask(client, [USER, first, AGAIN], tools=[OTHER])
-    assert client.interactions[1].break_cause is BreakCause.TEMPLATE_CHANGED
+    assert client.interactions[1].mismatch_cause is MismatchCause.TEMPLATE_CHANGED

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_cli.config.engine import EngineConfig
+from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.gateway import Gateway, get_gateway
@@ -38,17 +38,12 @@ async def test_client_reads_by_the_parser_it_was_given(
     scripted_engine: Callable[[Any], Any], chat_tokenizer: Any, parser: str, text: str
 ) -> None:
     client = TrackingClient(
-        engine=scripted_engine([text, text]), tokenizer=chat_tokenizer, tool_call_parser=parser
+        engine=scripted_engine([text]), tokenizer=chat_tokenizer, tool_call_parser=parser
     )
-    whole = await client.chat.completions.create(model="m", messages=[USER], tools=[TOOL])
-    async with client.chat.completions.stream(model="m", messages=[USER], tools=[TOOL]) as events:
-        async for _ in events:
-            pass
-        streamed = await events.get_final_completion()
-    for completion in (whole, streamed):
-        message = completion.choices[0].message
-        assert not message.content
-        assert [c.function.arguments for c in message.tool_calls or ()] == ['{"x": 1}']  # type: ignore[union-attr]
+    completion = await client.chat.completions.create(model="m", messages=[USER], tools=[TOOL])
+    message = completion.choices[0].message
+    assert not message.content
+    assert [c.function.arguments for c in message.tool_calls or ()] == ['{"x": 1}']  # type: ignore[union-attr]
     await client.gateway.close()
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from agentrl_cli.tracking.parsers.choosing import choose_formats
+from agentrl_cli.tracking.formats.call_scanner import ParsedText
+from agentrl_cli.tracking.formats.format_choice import choose_formats
 from agentrl_cli.tracking.reply_text import ReplyReader
 from agentrl_cli.tracking.template import ChatTemplate
-from agentrl_cli.tracking.tool_calls import ParsedText
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

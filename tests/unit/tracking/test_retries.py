@@ -17,21 +17,28 @@ from agentrl_cli.records import InteractionStatus
 from agentrl_cli.tracking.client import TrackingClient
 
 Open = Callable[..., TrackingClient]
-Ask = Callable[[str, str, bool], Awaitable[str]]
+Ask = Callable[..., Awaitable[str]]
 USER: Any = {"role": "user", "content": "What is the weather in Paris?"}
+BODY = {"model": "m", "messages": [USER]}
 RETRY = {"x-stainless-retry-count": "1"}
+#: Far more than anything here takes: what waits longer waits for ever.
+_SECONDS = 5.0
 
 
-async def ask_chat(base_url: str, key: str, stream: bool) -> str:
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=2) as client:
+def list_options(key: str, headers: dict[str, str]) -> dict[str, Any]:
+    return {"api_key": key, "max_retries": 2, "default_headers": headers}
+
+
+async def ask_chat(base_url: str, key: str, stream: bool, **headers: str) -> str:
+    async with openai.AsyncOpenAI(base_url=base_url, **list_options(key, headers)) as client:
         reply: Any = await client.chat.completions.create(model="m", messages=[USER], stream=stream)
         if stream:
             return "".join([c.choices[0].delta.content or "" async for c in reply if c.choices])
         return str(reply.choices[0].message.content)
 
 
-async def ask_responses(base_url: str, key: str, stream: bool) -> str:
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=2) as client:
+async def ask_responses(base_url: str, key: str, stream: bool, **headers: str) -> str:
+    async with openai.AsyncOpenAI(base_url=base_url, **list_options(key, headers)) as client:
         reply: Any = await client.responses.create(
             model="m", input="What is the weather in Paris?", stream=stream
         )
@@ -41,9 +48,9 @@ async def ask_responses(base_url: str, key: str, stream: bool) -> str:
         return str(reply.output_text)
 
 
-async def ask_messages(base_url: str, key: str, stream: bool) -> str:
+async def ask_messages(base_url: str, key: str, stream: bool, **headers: str) -> str:
     root = base_url.removesuffix("/v1")
-    async with anthropic.AsyncAnthropic(base_url=root, api_key=key, max_retries=2) as client:
+    async with anthropic.AsyncAnthropic(base_url=root, **list_options(key, headers)) as client:
         reply: Any = await client.messages.create(
             model="m", max_tokens=100, messages=[USER], stream=stream
         )
@@ -109,18 +116,19 @@ async def cutting(
         server.close()
 
 
-def needs(client: TrackingClient, ask: Ask) -> None:
-    paths = {ask_responses: "/v1/responses", ask_messages: "/v1/messages"}
-    if paths.get(ask, "/v1/chat/completions") not in client.gateway._protocols:
-        pytest.skip("this protocol is not served")
+def post(client: TrackingClient, body: dict[str, Any], **headers: str) -> asyncio.Task[Any]:
+    sent = client.gateway.http_client.post(
+        "http://x.invalid/v1/chat/completions",
+        content=json.dumps(body),
+        headers={"Authorization": f"Bearer {client.session_key}", **headers},
+    )
+    return asyncio.create_task(sent)
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not happen within 5 seconds")
+    async with asyncio.timeout(_SECONDS):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 @PROTOCOLS
@@ -129,7 +137,6 @@ async def test_a_retry_after_the_record_gets_the_same_answer(
     open_client: Open, ask: Ask, stream: bool
 ) -> None:
     client = open_client("The answer is forty two.", "another one")
-    needs(client, ask)
     base_url = await client.gateway.serve()
 
     def is_recorded(_: bytes) -> bool:
@@ -149,41 +156,16 @@ async def test_a_retry_after_a_broken_call_is_sampled_and_the_broken_one_is_not_
     open_client: Open, ask: Ask, stream: bool
 ) -> None:
     client = open_client("The answer is lost.", "The answer is forty two.")
-    needs(client, ask)
     engine: Any = client.gateway.engine
     engine.gate, engine.gate_position = asyncio.Event(), 3
     base_url = await client.gateway.serve()
-    proxies: list[asyncio.StreamWriter] = []
+    broken_call = asyncio.create_task(ask(base_url, client.session_key, stream))
+    await wait_until(lambda: bool(engine.prompts))
+    broken_call.cancel()
+    await wait_until(lambda: bool(client.interactions))
+    engine.gate.set()
 
-    async def cut_first(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Answers nothing: the connection breaks while the reply is being sampled.
-        proxies.append(writer)
-        port = int(base_url.split(":")[2].split("/")[0])
-        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", port)
-
-        async def pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-            while data := await source.read(65536):
-                sink.write(data)
-                await sink.drain()
-
-        tasks = [asyncio.create_task(pass_on(reader, up_writer))]
-        if len(proxies) == 1:
-            await wait_until(lambda: bool(engine.prompts))
-            up_writer.transport.abort()
-            await wait_until(lambda: bool(client.interactions))
-            engine.gate.set()
-            writer.transport.abort()
-        else:
-            await pass_on(up_reader, writer)
-        for task in tasks:
-            task.cancel()
-        up_writer.close()
-        writer.close()
-
-    server = await asyncio.start_server(cut_first, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-    assert await ask(url, client.session_key, stream) == "The answer is forty two."
-    server.close()
+    assert await ask(base_url, client.session_key, stream, **RETRY) == "The answer is forty two."
     broken, completed = client.interactions
     assert broken.status is InteractionStatus.CANCELLED
     assert completed.status is InteractionStatus.COMPLETED
@@ -192,24 +174,13 @@ async def test_a_retry_after_a_broken_call_is_sampled_and_the_broken_one_is_not_
     assert engine.num_aborted == 1
 
 
-def post(client: TrackingClient, body: dict[str, Any], **headers: str) -> Any:
-    return client.gateway.http_client.post(
-        "http://x.invalid/v1/chat/completions",
-        content=json.dumps(body),
-        headers={"Authorization": f"Bearer {client.session_key}", **headers},
-    )
-
-
-BODY = {"model": "m", "messages": [USER]}
-
-
 async def test_a_retry_joins_the_call_in_flight_and_keeps_it_alive(open_client: Open) -> None:
     client = open_client("forty two", "never")
     engine: Any = client.gateway.engine
     engine.gate = asyncio.Event()
-    first = asyncio.create_task(post(client, BODY))
+    first = post(client, BODY)
     await wait_until(lambda: bool(engine.prompts))
-    second = asyncio.create_task(post(client, BODY, **RETRY))
+    second = post(client, BODY, **RETRY)
     await asyncio.sleep(0.02)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
@@ -225,9 +196,9 @@ async def test_the_last_reader_that_leaves_cancels_the_call(open_client: Open) -
     client = open_client("forty two")
     engine: Any = client.gateway.engine
     engine.gate = asyncio.Event()
-    calls = [asyncio.create_task(post(client, BODY))]
+    calls = [post(client, BODY)]
     await wait_until(lambda: bool(engine.prompts))
-    calls.append(asyncio.create_task(post(client, BODY, **RETRY)))
+    calls.append(post(client, BODY, **RETRY))
     await asyncio.sleep(0.02)
     for call in calls:
         assert client.interactions == ()
@@ -235,7 +206,7 @@ async def test_the_last_reader_that_leaves_cancels_the_call(open_client: Open) -
         await asyncio.gather(call, return_exceptions=True)
     [interaction] = client.interactions
     assert interaction.status is InteractionStatus.CANCELLED
-    assert client.gateway._answers.num_running == 0
+    assert client.gateway._replies.num_running == 0
 
 
 async def test_only_what_says_that_it_is_a_retry_is_one(open_client: Open) -> None:
@@ -289,7 +260,7 @@ async def test_of_equal_calls_the_one_that_did_not_arrive_is_repeated(open_clien
 
 async def test_kept_answers_are_few_and_go_with_their_session(open_client: Open) -> None:
     client = open_client(*["x" * 50] * 40)
-    book = client.gateway._answers
+    book = client.gateway._replies
     book._max_kept, book._max_kept_bytes = 5, 10_000
     for number in range(20):
         await post(client, {**BODY, "seed": number})
@@ -309,17 +280,25 @@ async def forgets(client: TrackingClient, body: dict[str, Any]) -> bool:
 
 
 @STREAMED
-async def test_a_session_that_ends_cancels_its_calls(open_client: Open, stream: bool) -> None:
+@pytest.mark.parametrize("ended", ["session", "gateway"])
+async def test_an_end_cancels_the_calls_in_flight(
+    open_client: Open, ended: str, stream: bool
+) -> None:
     client = open_client("forty two")
     engine: Any = client.gateway.engine
     engine.gate, engine.gate_position = asyncio.Event(), 1
-    call = asyncio.create_task(post(client, {**BODY, "stream": stream}))
+    call = post(client, {**BODY, "stream": stream})
     await wait_until(lambda: bool(engine.prompts))
     await asyncio.sleep(0.02)
-    await client.gateway.end_session(client.session)
+    if ended == "session":
+        await client.gateway.end_session(client.session)
+    else:
+        await client.gateway.close()
     [interaction] = client.interactions
     assert interaction.status is InteractionStatus.CANCELLED
-    reply = await call
+    assert engine.num_aborted == 1
+    async with asyncio.timeout(_SECONDS):
+        reply = await call
     assert "opens no session" in reply.text
     assert reply.status_code == (200 if stream else 401)
 
@@ -332,3 +311,154 @@ async def test_of_several_choices_none_counts_when_the_reply_is_never_given(
     assert reply.status_code == 500
     assert InteractionStatus.COMPLETED not in {i.status for i in client.interactions}
     assert len(client.interactions) == 2
+
+
+@STREAMED
+async def test_a_retry_while_the_first_is_being_cancelled_is_a_call_of_its_own(
+    open_client: Open, stream: bool
+) -> None:
+    client = open_client("lost", "forty two")
+    engine: Any = client.gateway.engine
+    engine.gate = asyncio.Event()
+    slow_to_abort(engine)
+    body = {**BODY, "stream": stream}
+    first = post(client, body)
+    await wait_until(lambda: bool(engine.prompts))
+    first.cancel()
+    await asyncio.sleep(0.01)
+    assert client.interactions == (), "the engine still aborts the first call"
+    engine.gate.set()
+    async with asyncio.timeout(_SECONDS):
+        reply = await post(client, body, **RETRY)
+    assert reply.status_code == 200
+    await wait_until(lambda: len(client.interactions) == 2)
+    assert [i.status for i in client.interactions] == [
+        InteractionStatus.CANCELLED,
+        InteractionStatus.COMPLETED,
+    ]
+
+
+def slow_to_abort(engine: Any) -> None:
+    """Makes the engine take its time to abort a call, as one behind a socket does."""
+    genuine = engine.stream
+
+    async def stream(*args: Any, **options: Any) -> AsyncIterator[Any]:
+        try:
+            async for piece in genuine(*args, **options):
+                yield piece
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.05)
+            raise
+
+    engine.stream = stream
+
+
+@STREAMED
+async def test_a_session_that_closes_as_a_call_comes_in_lets_nobody_wait(
+    open_client: Open, stream: bool
+) -> None:
+    client = open_client("forty two")
+    call = post(client, {**BODY, "stream": stream})
+    closed = asyncio.Event()
+
+    def close_as_soon_as_it_runs() -> None:
+        # Every turn of the loop, so that no moment of the call is left out.
+        if client.gateway._replies.num_running:
+            client.gateway.close_session(client.session)
+            closed.set()
+        else:
+            asyncio.get_running_loop().call_soon(close_as_soon_as_it_runs)
+
+    close_as_soon_as_it_runs()
+    async with asyncio.timeout(_SECONDS):
+        await closed.wait()
+        reply = await call
+    assert "opens no session" in reply.text
+    assert client.gateway._replies.num_running == 0
+    assert InteractionStatus.COMPLETED not in {i.status for i in client.interactions}
+
+
+async def test_a_call_whose_session_closes_while_its_body_comes_in_is_refused(
+    open_client: Open,
+) -> None:
+    client = open_client("never")
+    url = f"{await client.gateway.serve()}/chat/completions"
+    text = json.dumps(BODY).encode()
+    half_sent, closed = asyncio.Event(), asyncio.Event()
+
+    async def send_slowly() -> AsyncIterator[bytes]:
+        yield text[:10]
+        half_sent.set()
+        await closed.wait()
+        yield text[10:]
+
+    headers = {"Authorization": f"Bearer {client.session_key}"}
+    async with httpx2.AsyncClient() as http:
+        call = asyncio.create_task(http.post(url, content=send_slowly(), headers=headers))
+        await half_sent.wait()
+        await asyncio.sleep(0.05)
+        await client.gateway.end_session(client.session)
+        closed.set()
+        assert (await call).status_code == 401
+    assert client.interactions == ()
+    assert client.gateway.engine.prompts == []  # type: ignore[attr-defined]
+
+
+async def test_a_retry_of_what_was_refused_for_load_is_no_repetition_of_its_twin(
+    open_client: Open,
+) -> None:
+    client = open_client("one", "two")
+    engine: Any = client.gateway.engine
+    engine.gate = asyncio.Event()
+    client.gateway.limits = type(client.gateway.limits)(max_session_calls=1)
+    first = post(client, BODY)
+    await wait_until(lambda: bool(engine.prompts))
+    assert (await post(client, BODY)).status_code == 429
+    engine.gate.set()
+    replies = [await first, await post(client, BODY, **RETRY)]
+    assert [r.json()["choices"][0]["message"]["content"] for r in replies] == ["one", "two"]
+
+
+async def test_no_retry_count_breaks_the_gateway(open_client: Open) -> None:
+    client = open_client(*"abc")
+    for count in ("9" * 5000, "-1", "²"):
+        reply = await client.gateway.http_client.post(
+            "http://x.invalid/v1/chat/completions",
+            content=json.dumps(BODY),
+            headers=[
+                (b"authorization", f"Bearer {client.session_key}".encode()),
+                (b"x-stainless-retry-count", count.encode("latin-1")),
+            ],
+        )
+        assert reply.status_code == 200, reply.text
+
+
+@STREAMED
+async def test_whenever_a_client_leaves_nothing_runs_on_and_nothing_half_is_trained(
+    open_client: Open, stream: bool
+) -> None:
+    seen = set()
+    for num_turns_of_the_loop in range(60):
+        client = open_client("What is the weather in Paris? The answer is forty two.", "sunny")
+        engine: Any = client.gateway.engine
+        call = post(client, {**BODY, "stream": stream})
+        for _ in range(num_turns_of_the_loop):
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        assert client.gateway._replies.num_running == 0
+        assert client.session._open_calls == {}
+        statuses = {i.status for i in client.interactions}
+        completed = [i.id for i in client.interactions if i.status is InteractionStatus.COMPLETED]
+        assert list(client.export_interactions()) == completed
+        assert len(completed) + engine.num_aborted == len(engine.prompts)
+        # The agent asks again: a call that was cut off is nobody's parent, and cost no tokens.
+        reply = await post(client, {**BODY, "messages": [USER, {**USER, "content": "?"}]})
+        assert reply.status_code == 200
+        last = client.interactions[-1]
+        assert (last.parent_id, last.mismatch_cause) == (None, None)
+        sampled = sum(len(i.completion_ids) for i in client.interactions)
+        assert client.session._num_tokens == sampled
+        seen |= statuses
+        seen.add("before" if not statuses else "after")
+    assert seen == {"before", "after", InteractionStatus.CANCELLED, InteractionStatus.COMPLETED}

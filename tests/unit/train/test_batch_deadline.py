@@ -15,7 +15,7 @@ from agentrl_cli.records import Interaction
 from agentrl_cli.rollout.curriculum import build_task_stream
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
-from agentrl_cli.train.loop import TrainingLoop
+from agentrl_cli.train.loop import RunCoordinator
 
 TRAJECTORY_SECONDS = 660.0
 #: What a deadline leaves besides, for whatever is not a trajectory.
@@ -56,8 +56,8 @@ class SlowWorkflow(RolloutWorkflow):
         return attempt.begin_trajectory(reward=1.0, interactions=(Interaction(id="call"),))
 
 
-def build_config(batch_size, n_samples, max_replaced_groups, max_staleness, max_concurrent):
-    replacing = {"kind": "replace_groups_without_signal"}
+def build_config(batch_size, n_samples, max_backup_tasks, max_staleness, max_concurrent):
+    replacing = {"kind": "dynamic_sampling"}
     return ExperimentConfig.model_validate(
         {
             "experiment_name": "e",
@@ -70,8 +70,8 @@ def build_config(batch_size, n_samples, max_replaced_groups, max_staleness, max_
                 "max_concurrent": max_concurrent,
                 "timeout_seconds": TRAJECTORY_SECONDS - 60.0,
                 "reward_timeout_seconds": 60.0,
-                "filter": replacing | {"max_replaced_groups": max_replaced_groups}
-                if max_replaced_groups
+                "filter": replacing | {"max_backup_tasks": max_backup_tasks}
+                if max_backup_tasks
                 else None,
             },
             "train": {"total_steps": 4},
@@ -80,23 +80,23 @@ def build_config(batch_size, n_samples, max_replaced_groups, max_staleness, max_
 
 
 def compute_deadline(config):
-    return TrainingLoop.compute_deadline(SimpleNamespace(config=config))
+    return RunCoordinator.compute_deadline(SimpleNamespace(config=config))
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     batch_size=st.integers(1, 4),
     n_samples=st.integers(2, 4),
-    max_replaced_groups=st.integers(0, 4),
+    max_backup_tasks=st.integers(0, 4),
     max_staleness=st.integers(0, 2),
     max_concurrent=st.integers(1, 12),
     is_always_slow=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 def test_no_batch_takes_longer_than_its_deadline(
-    batch_size, n_samples, max_replaced_groups, max_staleness, max_concurrent, is_always_slow, seed
+    batch_size, n_samples, max_backup_tasks, max_staleness, max_concurrent, is_always_slow, seed
 ):
-    config = build_config(batch_size, n_samples, max_replaced_groups, max_staleness, max_concurrent)
+    config = build_config(batch_size, n_samples, max_backup_tasks, max_staleness, max_concurrent)
     longest = compute_deadline(config) - MARGIN_SECONDS
     generator = random.Random(seed)
 
@@ -125,9 +125,9 @@ def test_no_batch_takes_longer_than_its_deadline(
         loop.close()
 
 
-@pytest.mark.parametrize(("max_replaced_groups", "num_waves"), [(0, 6), (2, 9 + 3)])
-def test_the_deadline_by_hand(max_replaced_groups, num_waves):
-    # 4 groups of 4 for 3 steps are 48 trajectories, 6 times 8; with 2 spares a step they are 72,
+@pytest.mark.parametrize(("max_backup_tasks", "num_waves"), [(0, 6), (2, 9 + 3)])
+def test_the_deadline_by_hand(max_backup_tasks, num_waves):
+    # 4 groups of 4 for 3 steps are 48 trajectories, 6 times 8; with 2 backup tasks a step 72,
     # 9 times 8, and 3 groups may follow each other while places are free.
-    config = build_config(4, 4, max_replaced_groups, max_staleness=2, max_concurrent=8)
+    config = build_config(4, 4, max_backup_tasks, max_staleness=2, max_concurrent=8)
     assert compute_deadline(config) == MARGIN_SECONDS + num_waves * TRAJECTORY_SECONDS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from agentrl_cli.train.logprobs import compute_logprobs
 from agentrl_cli.train.masks import FREE, MaskMaker, MaskTable, TokenMasks, join_masks
+from agentrl_cli.train.model.output_head import compute_logprobs
 
 VOCABULARY_SIZE = 70
 NUM_WORDS = 3
@@ -68,39 +67,6 @@ def case() -> tuple[Tensor, nn.Linear, Tensor, TokenMasks, list[set[int] | None]
         allowed.append(tokens)
     masks = TokenMasks(torch.tensor(numbers), table)
     return hidden, nn.Linear(8, VOCABULARY_SIZE, bias=False), targets, masks, allowed
-
-
-@pytest.mark.parametrize("max_logits", [VOCABULARY_SIZE, 3 * VOCABULARY_SIZE, 2**20])
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.6)])
-def test_logprobs_are_over_the_allowed_tokens_alone(case, max_logits, temperature, top_p) -> None:
-    hidden, head, targets, masks, allowed = case
-    found = compute_logprobs(
-        hidden,
-        head,
-        targets,
-        torch.full((10,), temperature),
-        torch.full((10,), top_p),
-        masks=masks,
-        max_logits=max_logits,
-    )
-    for place, target in enumerate(targets.tolist()):
-        row = (head(hidden[place]) / temperature).tolist()
-        tokens = range(VOCABULARY_SIZE) if allowed[place] is None else allowed[place]
-        ordered = sorted(tokens, key=lambda token: -row[token])
-        total = sum(math.exp(row[token]) for token in ordered)
-        kept, mass = [], 0.0
-        for token in ordered:
-            if mass < top_p or top_p == 1:
-                kept.append(token)
-            mass += math.exp(row[token]) / total
-        kept = list({*kept, target})
-        total = sum(math.exp(row[token]) for token in kept)
-        assert found.logprobs[place].item() == pytest.approx(
-            row[target] - math.log(total), abs=1e-5
-        )
-        probs = [math.exp(row[token]) / total for token in kept]
-        entropy = -sum(p * math.log(p) for p in probs)
-        assert found.entropies[place].item() == pytest.approx(entropy, abs=1e-5)
 
 
 @pytest.mark.parametrize("max_logits", [2 * VOCABULARY_SIZE, 2**20])

@@ -12,10 +12,16 @@ from typing import Any
 
 import pytest
 
-from agentrl_cli.config.engine import EngineConfig
-from agentrl_cli.engine.protocol import Generation, Sampling
-from agentrl_cli.engine.router import EngineRouter
-from agentrl_cli.engine.server import UNKNOWN_VERSION, EngineServer, ServerEndpoint
+from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.engine.protocol import (
+    UNKNOWN_VERSION,
+    EngineServer,
+    Generation,
+    Sampling,
+    ServerEndpoint,
+    join_pieces,
+)
+from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerDownError
 
 END_ID = 2
@@ -79,8 +85,6 @@ class FakeProcess:
     is_asleep: bool = False
     is_loading: bool = False
     load_seconds: float = 0.1
-    end_delay: float = 0.0
-    """Seconds between the last token and the word that it was the last."""
     refuses_key: bool = False
     refuses_weights: bool = False
     ignores_weights: bool = False
@@ -94,7 +98,7 @@ class FakeProcess:
     def touch(self) -> None:
         """Wakes whatever waits for a change of the process."""
         self.change.set()
-        self.change = asyncio.Event()
+        self.change.clear()
 
 
 class FakeServer(EngineServer):
@@ -157,7 +161,6 @@ class FakeServer(EngineServer):
         prompt_ids: Sequence[int],
         sampling: Sampling,
         *,
-        session_id: str = "",
         stream_interval: int = 1,
     ) -> AsyncIterator[Generation]:
         process = self.process
@@ -196,7 +199,7 @@ class FakeServer(EngineServer):
         num_prompt, num_sent = len(ids), len(ids)
         logprobs: list[float] = []
         labels: list[int] = []
-        assert sampling.max_tokens is not None
+        max_tokens = min(MAX_MODEL_LEN - num_prompt, sampling.max_tokens or MAX_MODEL_LEN)
 
         def send(reason: Any) -> None:
             nonlocal num_sent
@@ -229,15 +232,8 @@ class FakeServer(EngineServer):
             ids.append(sample_token(ids, process.weights))
             labels.append(process.label)
             num_tokens = len(ids) - num_prompt
-            reason = "length" if num_tokens == sampling.max_tokens else None
+            reason = "length" if num_tokens == max_tokens else None
             reason = "stop" if ids[-1] == END_ID else reason
-            if reason and process.end_delay:
-                send(None)
-                try:
-                    await self._let_pass(process, process.end_delay)
-                except ServerDownError:
-                    loop.call_later(WIRE_SECONDS, wire.put_nowait, None)
-                    return
             if reason or num_tokens == 1 or len(ids) - num_sent >= interval:
                 send(reason)
             if reason:
@@ -317,8 +313,6 @@ class FakeUpdate:
 
 
 class FakeTransfer:
-    previous_folder = None
-
     def __init__(self) -> None:
         self.is_closed = False
 
@@ -355,10 +349,15 @@ class World:
         story: Callable[[World], Awaitable[None]],
         num_servers: int = 2,
         version: int | None = 0,
+        prepare: Callable[[World], None] = lambda _: None,
         **config: Any,
     ) -> World:
-        """Plays ``story`` with a started router; the clock is virtual."""
+        """Plays ``story`` with a started router; the clock is virtual.
+
+        ``prepare`` makes the faults that servers have before the router starts.
+        """
         world = cls(num_servers, **config)
+        prepare(world)
 
         async def play() -> None:
             await world.router.start(version)
@@ -393,12 +392,7 @@ class World:
                 prompt, Sampling(max_tokens=max_tokens, **sampling)
             )
         ]
-        generation = Generation(
-            completion_ids=tuple(i for p in pieces for i in p.completion_ids),
-            rollout_logprobs=tuple(x for p in pieces for x in p.rollout_logprobs),
-            versions=tuple(v for p in pieces for v in p.versions),
-            finish_reason=pieces[-1].finish_reason,
-        )
+        generation = join_pieces(pieces)
         assert all(p.finish_reason is None for p in pieces[:-1])
         self.check(prompt, generation, max_tokens)
         return generation, len(pieces)

@@ -11,12 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_cli.errors import EngineTimeoutError
+from agentrl_cli.errors import EngineTimeoutError, ServerDownError
 
 SECONDS = 30.0
 NUM_SERVERS = 3
-#: Two of them say only a while after the last token that it was the last.
-END_DELAYS = (0.0, 0.4, 4.0)
 
 moments = st.floats(0.0, SECONDS)
 deaths = st.tuples(
@@ -36,7 +34,7 @@ calls = st.fixed_dictionaries(
         "first_id": st.sampled_from([2000, 11, 12, 13]),
         "max_tokens": st.sampled_from([1, 2, 40, 65, 300]),
         "stop": st.sampled_from([(), (), ("\n",)]),
-        "reads_along": st.booleans(),
+        "streams": st.booleans(),
     }
 )
 
@@ -50,7 +48,7 @@ def _quiet() -> Iterator[None]:
     logger.setLevel(logging.NOTSET)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     faults=st.lists(deaths | hangs, max_size=12),
     publications=st.lists(publications, max_size=8),
@@ -82,22 +80,25 @@ def test_every_call_ends_and_says_the_truth(
         server.kill()
         if seconds:
             await asyncio.sleep(seconds)
-        server.start_again(end_delay=END_DELAYS[index])
+        server.start_again()
 
-    async def call(w: Any, number: int, begins: float, reads_along: bool, **request: Any) -> None:
+    async def call(w: Any, number: int, begins: float, streams: bool, **request: Any) -> None:
         await _sleep_until(begins)
         oldest = published
         prompt = [request.pop("first_id"), number]
-        if reads_along:
-            generation, _ = await w.stream(prompt, **request)
-        else:
-            generation = await w.generate(prompt, **request)
+        try:
+            if streams:
+                generation, _ = await w.stream(prompt, **request)
+            else:
+                generation = await w.generate(prompt, **request)
+        except ServerDownError as error:
+            if ("handed out already" if streams else "sampled again 3 times") in str(error):
+                return
+            raise
         assert min(generation.versions) >= oldest
         assert list(generation.versions) == sorted(generation.versions)
 
     async def story(w: Any) -> None:
-        for server, end_delay in zip(w.servers, END_DELAYS, strict=True):
-            server.process.end_delay = end_delay
         await w.router.publish_weights(1, {})
         async with asyncio.TaskGroup() as group:
             group.create_task(publish(w))
@@ -106,7 +107,10 @@ def test_every_call_ends_and_says_the_truth(
             for number, request in enumerate(called):
                 group.create_task(call(w, number, **request))
         await asyncio.sleep(60)
-        assert w.router.num_servers_out == 0
+        # By this it notices servers that were restarted while they were idle.
+        await w.router.policy_version()
+        await asyncio.sleep(10)
+        assert w.router.num_unhealthy_servers == 0
         assert w.router.num_in_flight == 0
         assert {s.process.weights for s in w.servers} == {1 + len(publications)}
         assert not any(s.process.is_paused or s.process.num_running for s in w.servers)

@@ -1,0 +1,139 @@
+"""How commands end: a message and an exit code instead of a traceback, and Ctrl-C.
+
+The first Ctrl-C finishes the step and saves, the second stops at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+from agentrl_cli.errors import AgentrlError
+
+#: What shells expect of a command that Ctrl-C ended.
+EXIT_INTERRUPTED = 130
+
+_DEBUG = "AGENTRL_DEBUG"
+
+
+def run_reporting_failures(command: Callable[[], object]) -> int:
+    """Runs ``command`` and gives the exit code; whatever it raises becomes a message."""
+    try:
+        command()
+    except SystemExit as exit_request:
+        code = _exit_code(exit_request)
+        if code == EXIT_INTERRUPTED:
+            _say("stopped by Ctrl-C")
+        return code
+    except KeyboardInterrupt:
+        _say("stopped by Ctrl-C")
+        return EXIT_INTERRUPTED
+    except AgentrlError as error:
+        if os.environ.get(_DEBUG):
+            traceback.print_exc()
+        _say(str(error), "error")
+        return error.exit_code
+    except Exception as error:
+        return _report_unexpected(error)
+    return 0
+
+
+@contextmanager
+def crashes_logged(find_log: Callable[[], Path]) -> Iterator[None]:
+    """Writes the traceback of an unexpected exception to the run's log, and lets it propagate."""
+    try:
+        yield
+    except AgentrlError:
+        raise
+    except Exception as error:
+        from agentrl_cli.log import file_log, get_logger
+
+        try:
+            path = find_log()
+            with file_log(path):
+                # In the message, not as exc_info: only messages are searched for secrets.
+                get_logger(__name__).error("%s", traceback.format_exc())
+        except (OSError, AgentrlError) as log_error:
+            error.add_note(f"(its traceback could not be written to the run's log: {log_error})")
+            raise error from None
+        error.add_note(f"The full traceback is in {path}")
+        raise
+
+
+def _report_unexpected(error: Exception) -> int:
+    if os.environ.get(_DEBUG):
+        traceback.print_exception(error)
+    else:
+        notes = getattr(error, "__notes__", [])
+        logged = " ".join(notes) or f"Set {_DEBUG}=1 and type the command again to see where."
+        frames = traceback.extract_tb(error.__traceback__)
+        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        _say(
+            f"unexpected {type(error).__name__}: {error}{place}\n"
+            f"This is a bug in agentrl, or in code it called. {logged}",
+            "error",
+        )
+    return 1
+
+
+def _exit_code(exit_request: SystemExit) -> int:
+    code = exit_request.code
+    if code is None:
+        return 0
+    return code if isinstance(code, int) else 1
+
+
+def _say(text: str, label: str = "") -> None:
+    stream = sys.stderr
+    if label:
+        label = f"\x1b[1;31m{label}:\x1b[0m " if _has_color(stream) else f"{label}: "
+    print(f"{label}{text}", file=stream, flush=True)
+
+
+def _has_color(stream: TextIO) -> bool:
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+#: SIGTERM is what a cluster's scheduler sends before it kills.
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_DRAINING = (
+    "stopping: a step in progress is finished and saved, then the run ends "
+    "(Ctrl-C again stops at once; what is saved stays)"
+)
+
+
+@contextmanager
+def stop_on_signals(on_first: Callable[[str], None]) -> Iterator[threading.Event]:
+    """An event that the first SIGINT or SIGTERM sets; a second raises KeyboardInterrupt.
+
+    ``on_first`` gets the text to show. Inside the block only; handlers are put back.
+    """
+    stop = threading.Event()
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        # From a thread of its own: the signal may have come while this one held the
+        # display's lock, which would then never be free.
+        threading.Thread(target=on_first, args=(_DRAINING,), daemon=True).start()
+
+    if threading.current_thread() is not threading.main_thread():
+        # Only the main thread may set handlers; without them Ctrl-C stops at once.
+        yield stop
+        return
+    previous = {number: signal.signal(number, handle) for number in _SIGNALS}
+    try:
+        yield stop
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,87 @@
+"""``agentrl eval``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agentrl_cli.cli.options import ConfigOption, OverridesArgument
+from agentrl_cli.errors import UserInputError
+
+
+def evaluate_command(
+    config: ConfigOption,
+    overrides: OverridesArgument = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="A checkpoint's folder, instead of model.path.", metavar="DIR"),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate the first N tasks only.", metavar="N")
+    ] = None,
+    base_url: Annotated[
+        str | None,
+        typer.Option(help="Run the agent on this OpenAI-compatible endpoint.", metavar="URL"),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The endpoint's model.", metavar="NAME")] = None,
+) -> None:
+    """Measure an agent on the validation dataset: mean reward, pass@k, lengths, failures."""
+    _check_endpoint(checkpoint, base_url, model)
+    from agentrl_cli.config.config_file import load_config
+
+    experiment = load_config(config, overrides or [])
+    run = None
+    if base_url is None:
+        from agentrl_cli.launch.run_resolution import resolve_run_here
+
+        run = resolve_run_here(experiment, "eval")
+
+    from agentrl_cli.cli.command_exit import crashes_logged
+    from agentrl_cli.cli.final_report import print_report
+    from agentrl_cli.cli.progress_display import build_observer
+    from agentrl_cli.launch.completion_sources import EndpointSource, EngineSource
+    from agentrl_cli.launch.local_run import run_evaluation
+    from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+
+    run_dir = run_dir_of(experiment)
+    with (
+        crashes_logged(lambda: RunFolder(run_dir).log_path("eval")),
+        build_observer() as observer,
+    ):
+        source = (
+            EndpointSource(experiment, base_url or "", model or "")
+            if run is None
+            else EngineSource(experiment, run, observer, checkpoint)
+        )
+        report = run_evaluation(experiment, source, limit=limit, observer=observer)
+    print_report(report, title=str(checkpoint or model or experiment.model.path))
+    typer.echo(f"look at its trajectories:  agentrl inspect-trajectories {run_dir} --evals")
+
+
+def _check_endpoint(checkpoint: Path | None, base_url: str | None, model: str | None) -> None:
+    if base_url is not None and model is None:
+        raise UserInputError("--base-url needs the model's name there. Add --model NAME")
+    if model is not None and base_url is None:
+        raise UserInputError(
+            "--model is the name of a model at an endpoint. Add --base-url URL, "
+            "or type model.path=NAME for a model that agentrl runs itself"
+        )
+    if base_url is not None and not base_url.startswith(("http://", "https://")):
+        raise UserInputError(
+            f"--base-url {base_url!r} is no URL. Type it like https://api.openai.com/v1"
+        )
+    if checkpoint is None:
+        return
+    if base_url is not None:
+        raise UserInputError("--checkpoint and --base-url name two different models: give one")
+    # The second is an adapter's, which names the model that it was trained on.
+    if not any((checkpoint / name).is_file() for name in ("config.json", "adapter_config.json")):
+        problem = (
+            "has no config.json or adapter_config.json" if checkpoint.is_dir() else "no such folder"
+        )
+        raise UserInputError(
+            f"--checkpoint {checkpoint}: {problem}. Allowed: a folder such as "
+            "runs/EXPERIMENT/TRIAL/checkpoints/step-000050"
+        )

@@ -1,0 +1,224 @@
+"""What commands print at their end: an evaluation's report, or what a training run has changed and
+what to type next."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from agentrl_cli.cli.progress_display import format_sparkline
+from agentrl_cli.log import format_count
+from agentrl_cli.prefix_mismatches import REMEDIES, format_mismatch_totals
+
+if TYPE_CHECKING:
+    from agentrl_cli.evaluate.eval_report import Comparison, EvalReport, Lengths
+    from agentrl_cli.records import Trajectory
+    from agentrl_cli.store.run_folder import RunFolder
+
+
+def print_report(report: EvalReport, *, title: str) -> None:
+    """Prints one report."""
+    from agentrl_cli.inspector.inspect_run import build_console
+
+    build_console().print(build_report_table(report, title))
+
+
+def build_report_table(report: EvalReport, title: str) -> Table:
+    """Name and value of everything that the report holds."""
+    table = Table(title=Text(title, style="bold"), title_justify="left", box=None)
+    table.add_column("", style="dim")
+    table.add_column("")
+    for name, value in _list_rows(report).items():
+        table.add_row(name, Text(value))
+    for cause in report.prefix_mismatches.by_cause:
+        table.add_row(f"against {cause.value}", Text(REMEDIES[cause]))
+    return table
+
+
+def build_comparison_table(before: EvalReport, after: EvalReport) -> Table:
+    """Before and after side by side."""
+    table = Table(box=None)
+    table.add_column("", style="dim")
+    for name in ("before", "after"):
+        table.add_column(name, justify="right")
+    rows_before, rows_after = _list_rows(before), _list_rows(after)
+    for name in dict.fromkeys([*rows_before, *rows_after]):
+        table.add_row(name, Text(rows_before.get(name, "-")), Text(rows_after.get(name, "-")))
+    return table
+
+
+def format_comparison(comparison: Comparison) -> str:
+    """One sentence on the change of the mean reward."""
+    interval = ""
+    if comparison.interval is not None:
+        low, high = comparison.interval
+        interval = f" (95 % interval {low:+.3f} to {high:+.3f}, paired by task)"
+    return (
+        f"mean reward {comparison.before:.3f} -> {comparison.after:.3f}: "
+        f"{comparison.difference:+.3f}{interval}; of {format_count(comparison.num_tasks, 'task')} "
+        f"{comparison.num_improved} improved, {comparison.num_worse} got worse"
+    )
+
+
+def _list_rows(report: EvalReport) -> dict[str, str]:
+    mean = "nothing was scored" if report.mean_reward is None else f"{report.mean_reward:.3f}"
+    if report.interval is not None:
+        low, high = report.interval
+        mean += f"  (95 %: {low:.3f} to {high:.3f})"
+    rows = {"mean reward": mean}
+    rows |= {f"pass@{k}": f"{value:.3f}" for k, value in report.pass_at_k.items()}
+    rows["tasks / trajectories"] = f"{report.num_tasks} / {report.num_trajectories}"
+    rows["turns"] = _format_lengths(report.turns)
+    rows["tool calls"] = _format_lengths(report.tool_calls)
+    rows["completion tokens"] = _format_lengths(report.completion_tokens)
+    if report.num_cut_short:
+        rows["cut short by max_tokens"] = str(report.num_cut_short)
+    if report.num_unscored:
+        rows["unscored"] = str(report.num_unscored)
+    rows["failures"] = _format_failures(report.failures)
+    for cause, totals in report.prefix_mismatches.by_cause.items():
+        rows[f"prefix mismatches: {cause.value}"] = format_mismatch_totals(totals)
+    return rows
+
+
+def _format_failures(failures: Mapping[str, int]) -> str:
+    return ", ".join(f"{boundary} {count}" for boundary, count in failures.items()) or "none"
+
+
+def _format_lengths(lengths: Lengths | None) -> str:
+    if lengths is None:
+        return "-"
+    return f"{lengths.mean:.1f}  (median {lengths.median:g}, max {lengths.largest:.0f})"
+
+
+def print_summary(
+    folder: RunFolder,
+    *,
+    config_path: Path,
+    overrides: Sequence[str] = (),
+    console: Console | None = None,
+) -> None:
+    """Prints the change that the run made, from what is stored of it."""
+    from agentrl_cli.inspector.inspect_run import build_console
+
+    console = console or build_console()
+    _print_rewards(folder, console)
+    _print_alarms(folder, console)
+    steps = folder.eval_steps()
+    if steps:
+        before, after = _read_eval(folder, steps[0]), _read_eval(folder, steps[-1])
+        _print_evals(steps, before[1], after[1], console)
+        if len(steps) > 1:
+            _print_pair(before[0], after[0], console)
+    console.print()
+    for line in _list_next_commands(folder, config_path, overrides):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _print_rewards(folder: RunFolder, console: Console) -> None:
+    metrics = folder.read_metrics()
+    rewards = [m.get("reward_mean", math.nan) for m in metrics]
+    line = format_sparkline(rewards, width=60)
+    if line:
+        known = [r for r in rewards if math.isfinite(r)]
+        steps = format_count(len(rewards), "step")
+        console.print(f"\nreward of {steps}  {known[0]:.3f} {line} {known[-1]:.3f}", markup=False)
+
+
+def _print_alarms(folder: RunFolder, console: Console) -> None:
+    from agentrl_cli.inspector.list_view import format_alarms
+
+    lines = format_alarms(folder.read_alarms())
+    for line in lines:
+        console.print(line, style="yellow", markup=False, soft_wrap=True)
+    if lines:
+        log = shlex.quote(str(folder.log_path("trainer")))
+        console.print(f"(what was seen, and what to type: {log})", markup=False, soft_wrap=True)
+
+
+def _read_eval(folder: RunFolder, step: int) -> tuple[list[Trajectory], EvalReport]:
+    """An evaluation; its report is rebuilt where another version wrote it."""
+    from agentrl_cli.evaluate.eval_report import EvalReport, build_report
+
+    trajectories, data = folder.read_eval(step)
+    try:
+        return trajectories, EvalReport.from_dict(data)
+    except ValueError:
+        return trajectories, build_report(trajectories)
+
+
+def _print_evals(
+    steps: Sequence[int], before: EvalReport, after: EvalReport, console: Console
+) -> None:
+    from agentrl_cli.evaluate.eval_report import compare_reports
+
+    console.print()
+    if len(steps) == 1:
+        console.print(build_report_table(before, f"evaluation after step {steps[0]}"))
+        return
+    console.print(build_comparison_table(before, after))
+    comparison = compare_reports(before, after)
+    if comparison is not None:
+        console.print(format_comparison(comparison), markup=False)
+
+
+def _print_pair(
+    before: Sequence[Trajectory], after: Sequence[Trajectory], console: Console
+) -> None:
+    from agentrl_cli.inspector.trajectory_view import build_tree
+
+    pair = find_telling_pair(before, after)
+    if pair is not None:
+        for trajectory, title in zip(pair, ("before", "after"), strict=True):
+            console.print()
+            console.print(build_tree(trajectory, title))
+
+
+def find_telling_pair(
+    before: Sequence[Trajectory], after: Sequence[Trajectory]
+) -> tuple[Trajectory, Trajectory] | None:
+    """A trajectory of the same task before and after: of those that gained most, the shortest.
+
+    None where no task has a reward both times.
+    """
+    earlier: dict[str, Trajectory] = {}
+    for trajectory in filter(_has_reward, before):
+        earlier.setdefault(trajectory.task_id, trajectory)
+    pairs = [(earlier[t.task_id], t) for t in after if t.task_id in earlier and _has_reward(t)]
+    return min(pairs, key=_rank_pair, default=None)
+
+
+def _rank_pair(pair: tuple[Trajectory, Trajectory]) -> tuple[float, int]:
+    before, after = pair
+    gain = (after.reward or 0.0) - (before.reward or 0.0)
+    return -round(gain, 9), before.num_completion_tokens + after.num_completion_tokens
+
+
+def _has_reward(trajectory: Trajectory) -> bool:
+    return trajectory.reward is not None and not math.isnan(trajectory.reward)
+
+
+def _list_next_commands(
+    folder: RunFolder, config_path: Path, overrides: Sequence[str]
+) -> list[str]:
+    run = shlex.quote(str(folder.path))
+    lines = []
+    if folder.trajectory_steps():
+        lines.append(f"look at what it did:  agentrl inspect-trajectories {run}")
+    latest = folder.latest_checkpoint()
+    if latest is not None:
+        checkpoint = shlex.quote(str(latest[1]))
+        typed = "".join(f" {shlex.quote(text)}" for text in overrides)
+        lines.append(
+            f"measure it again:     agentrl eval --config {shlex.quote(str(config_path))} "
+            f"--checkpoint {checkpoint}{typed}"
+        )
+        lines.append(f"export the model:     agentrl export {run} --to DIR")
+    return lines

@@ -1,0 +1,99 @@
+"""``agentrl inspect-trajectories``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from agentrl_cli.errors import UserInputError
+
+#: Failures to show: any, none, or those at one boundary.
+FailureFilter = Literal[
+    "any", "none", "agent", "tool", "reward", "engine", "gateway", "timeout", "budget"
+]
+#: Prefix mismatches to show: any, none, or those of one cause.
+MismatchFilter = Literal[
+    "any",
+    "none",
+    "history_edited",
+    "thinking_stripped",
+    "tool_arguments_changed",
+    "template_changed",
+    "retokenized",
+]
+
+FailureOption = Annotated[
+    FailureFilter | None, typer.Option(help="Failed trajectories only (or none of them).")
+]
+MismatchOption = Annotated[
+    MismatchFilter | None,
+    typer.Option(help="Trajectories with prefix mismatches only (or without any)."),
+]
+ReplacedOption = Annotated[
+    Literal["any", "none"] | None,
+    typer.Option(help="Trajectories of replaced groups only (or none of them)."),
+]
+
+
+def inspect_command(
+    run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
+    trajectory: Annotated[
+        str | None,
+        typer.Argument(help="Show this one: its id, or its number in the list.", metavar="[ID]"),
+    ] = None,
+    step: Annotated[
+        str | None,
+        typer.Option(help="Steps: 12, 3-7, 1,4,9, last or all.", metavar="STEPS"),
+    ] = None,
+    evals: Annotated[
+        bool, typer.Option("--evals", help="Evaluations instead of training steps.")
+    ] = False,
+    min_reward: Annotated[float | None, typer.Option(help="Smallest reward.")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Largest reward.")] = None,
+    failure: FailureOption = None,
+    mismatch: MismatchOption = None,
+    replaced: ReplacedOption = None,
+    task: Annotated[str | None, typer.Option(help="Task id.", metavar="ID")] = None,
+    agent: Annotated[str | None, typer.Option(help="Agent name.", metavar="NAME")] = None,
+    sort: Annotated[
+        Literal["reward", "turns", "tokens", "seconds"] | None,
+        typer.Option(help="Sort by this, largest first."),
+    ] = None,
+    ascending: Annotated[bool, typer.Option("--ascending", help="Smallest first.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of rows.")] = 50,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Show ids, logprobs, versions and mask.")
+    ] = False,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="A model folder whose tokenizer spells the ids.", metavar="DIR"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON for machines.")] = False,
+) -> None:
+    """List a run's steps and trajectories, or show one as its conversation tree."""
+    from agentrl_cli.inspector.inspect_run import inspect_run
+    from agentrl_cli.inspector.trajectory_query import TrajectoryQuery
+
+    if min_reward is not None and max_reward is not None and min_reward > max_reward:
+        raise UserInputError(
+            f"--min-reward {min_reward} is above --max-reward {max_reward}: nothing is in between"
+        )
+    if tokenizer is not None and not tokens:
+        raise UserInputError("--tokenizer is for the view of tokens. Add --tokens")
+    query = TrajectoryQuery(
+        steps=step,
+        evals=evals,
+        min_reward=min_reward,
+        max_reward=max_reward,
+        failure=failure,
+        mismatch=mismatch,
+        replaced=replaced,
+        task_id=task,
+        agent_name=agent,
+        sort=sort,
+        ascending=ascending,
+        limit=limit,
+    )
+    inspect_run(run, trajectory, query, tokens=tokens, tokenizer_path=tokenizer, as_json=as_json)

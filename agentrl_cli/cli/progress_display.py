@@ -1,0 +1,237 @@
+"""What a person sees while a command runs: a live display, or plain lines."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from agentrl_cli.log import Observer, format_count
+
+#: Seconds between two plain lines about the progress of one stage.
+_PLAIN_INTERVAL = 10.0
+#: Parts of every step: the step's own line says enough, unless one of them takes long.
+_STEP_STAGES = frozenset({"rollout", "train", "publish", "save"})
+
+
+class ClosableObserver(Observer, Protocol):
+    """An observer that releases the terminal at the end of its block."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+
+def build_observer(total_steps: int | None = None) -> ClosableObserver:
+    """A live display on a terminal; plain lines for pipes, CI, NO_COLOR and dumb terminals."""
+    if is_plain(os.environ, sys.stdout.isatty()):
+        return PlainObserver(total_steps)
+    return RichObserver(total_steps)
+
+
+def is_plain(env: Mapping[str, str], is_terminal: bool) -> bool:
+    """True where a display that moves the cursor would leave garbage."""
+    return (
+        not is_terminal
+        or bool(env.get("CI"))
+        or bool(env.get("NO_COLOR"))
+        or env.get("TERM") == "dumb"
+    )
+
+
+def format_step(metrics: Mapping[str, float], total_steps: int | None) -> str:
+    """A step's metrics in one line: ``step 3/40  reward 0.412  812 tokens/s  ...``."""
+    step = metrics.get("step", math.nan)
+    name = f"{step:.0f}" if math.isfinite(step) else "?"
+    parts = [f"step {name}" + (f"/{total_steps}" if total_steps else "")]
+    for key, format_part in _STEP_PARTS.items():
+        value = metrics.get(key, math.nan)
+        if math.isfinite(value):
+            parts.append(format_part(value))
+    return "  ".join(p for p in parts if p)
+
+
+_STEP_PARTS: dict[str, Callable[[float], str]] = {
+    "reward_mean": lambda v: f"reward {v:.3f}",
+    "completion_tokens_mean": lambda v: f"{v:.0f} tokens/trajectory",
+    "tool_calls_mean": lambda v: f"{v:.1f} tool calls",
+    "tokens_per_second": lambda v: f"{v:,.0f} tokens/s",
+    "step_seconds": lambda v: f"{v:.1f} s",
+    "failures": lambda v: f"{v:.0f} failed" if v else "",
+    "prefix_mismatch_fraction": lambda v: f"{v:.0%} prefix mismatches" if v else "",
+    "server_failures": lambda v: format_count(v, "server failure") if v else "",
+    "resampled_calls": lambda v: f"{format_count(v, 'call')} sampled again" if v else "",
+}
+
+
+class PlainObserver:
+    """One line an event on stdout; progress at most every ten seconds."""
+
+    def __init__(
+        self, total_steps: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._total_steps = total_steps
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._stage = ""
+        self._total: int | None = None
+        self._next_line_at = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Nothing to release."""
+
+    def on_stage(self, stage: str, total: int | None = None) -> None:
+        """One line for a new stage, except for those inside a step."""
+        with self._lock:
+            is_new = (stage, total) != (self._stage, self._total)
+            if is_new and stage not in _STEP_STAGES:
+                self._print(f"{stage} ..." if total is None else f"{stage} (0/{total}) ...")
+            self._stage, self._total = stage, total
+            self._next_line_at = self._clock() + _PLAIN_INTERVAL
+
+    def on_progress(self, num_done: int, note: str = "") -> None:
+        """A line when the last one is ten seconds old."""
+        with self._lock:
+            if self._clock() < self._next_line_at:
+                return
+            self._next_line_at = self._clock() + _PLAIN_INTERVAL
+            of = f"/{self._total}" if self._total is not None else ""
+            self._print(f"{self._stage} ({num_done}{of}) {note}".rstrip())
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        """One line a step."""
+        with self._lock:
+            self._print(format_step(metrics, self._total_steps))
+
+    def on_message(self, text: str) -> None:
+        """The text."""
+        with self._lock:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        print(text, flush=True)
+
+
+class RichObserver:
+    """A live display of two lines: the training so far, and the stage in progress."""
+
+    def __init__(self, total_steps: int | None = None, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._total_steps = total_steps
+        # Reentrant: the display renders in a thread of its own, under its own lock.
+        self._lock = threading.RLock()
+        self._stage, self._num_done, self._note = "starting", 0, ""
+        self._total: int | None = None
+        self._stage_began = time.monotonic()
+        self._last_step: dict[str, float] = {}
+        self._rewards: list[float] = []
+        self._spinner = Spinner("dots")
+        self._live = Live(
+            get_renderable=self._render,
+            console=self._console,
+            refresh_per_second=8,
+            transient=True,
+        )
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._live.stop()
+        with self._lock:
+            if self._last_step:
+                self._console.print(self._render_steps())
+
+    def on_stage(self, stage: str, total: int | None = None) -> None:
+        """Shows the stage and an empty bar."""
+        with self._lock:
+            self._stage, self._total, self._num_done, self._note = stage, total, 0, ""
+            self._stage_began = time.monotonic()
+
+    def on_progress(self, num_done: int, note: str = "") -> None:
+        """Moves the bar."""
+        with self._lock:
+            self._num_done, self._note = num_done, note
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        """Adds a bar to the sparkline of rewards."""
+        with self._lock:
+            self._last_step = dict(metrics)
+            self._rewards.append(metrics.get("reward_mean", math.nan))
+
+    def on_message(self, text: str) -> None:
+        """Prints the text above the display, where it stays."""
+        self._console.print(Text(text))
+
+    def _render(self) -> RenderableType:
+        with self._lock:
+            rows = [self._render_steps()] if self._last_step else []
+            return Group(*rows, self._render_stage())
+
+    def _render_steps(self) -> RenderableType:
+        line = Text(format_step(self._last_step, self._total_steps), style="bold")
+        return line.append(f"  {format_sparkline(self._rewards)}", style="green")
+
+    def _render_stage(self) -> RenderableType:
+        row = Table.grid(padding=(0, 1))
+        self._spinner.update(text=Text(self._stage))
+        cells: list[RenderableType] = [self._spinner]
+        if self._total:
+            cells += [
+                ProgressBar(total=self._total, completed=self._num_done, width=30),
+                Text(f"{self._num_done}/{self._total}"),
+            ]
+        elapsed = time.monotonic() - self._stage_began
+        cells += [Text(self._note, style="dim"), Text(f"{elapsed:.0f} s", style="dim")]
+        row.add_row(*cells)
+        return row
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def format_sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Bars from the smallest to the largest value; a space where a value is missing.
+
+    More values than ``width`` are averaged into ``width`` bars.
+    """
+    shown = _shrink(values, width)
+    finite = [v for v in shown if math.isfinite(v)]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    bars = []
+    for value in shown:
+        if not math.isfinite(value):
+            bars.append(" ")
+        elif span == 0:
+            bars.append(_BARS[3])
+        else:
+            bars.append(_BARS[min(int((value - low) / span * len(_BARS)), len(_BARS) - 1)])
+    return "".join(bars)
+
+
+def _shrink(values: Sequence[float], width: int) -> list[float]:
+    if len(values) <= width:
+        return list(values)
+    parts = []
+    for index in range(width):
+        part = values[index * len(values) // width : (index + 1) * len(values) // width]
+        finite = [v for v in part if math.isfinite(v)]
+        parts.append(math.fsum(finite) / len(finite) if finite else math.nan)
+    return parts

@@ -1,0 +1,86 @@
+"""``agentrl serve``."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl_cli.cli.options import ConfigOption, OverridesArgument
+
+if TYPE_CHECKING:
+    from agentrl_cli.launch.model_serving import ServedModel
+
+_POLL_SECONDS = 0.1
+
+
+def serve_command(
+    config: ConfigOption,
+    overrides: OverridesArgument = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=1024, max=65535, help="Port on this machine; any free one otherwise.", metavar="N"
+        ),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address to listen at; one that other machines reach needs a key "
+            "[default: 127.0.0.1, or rollout.external.host with --online]",
+            metavar="ADDR",
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="The key to ask for, instead of a random one; other users of this machine see "
+            "what is typed, so rather set the variable.",
+            envvar="AGENTRL_API_KEY",
+            metavar="KEY",
+        ),
+    ] = None,
+    online: Annotated[
+        bool,
+        typer.Option(
+            "--online",
+            help="Give out sessions to programs elsewhere and store their trajectories "
+            "(docs/external-agents.md).",
+        ),
+    ] = False,
+) -> None:
+    """Serve the model, to try an agent by hand or to record programs; Ctrl-C ends it."""
+    from agentrl_cli.config.config_file import load_config
+
+    experiment = load_config(config, overrides or [])
+
+    from agentrl_cli.cli.command_exit import crashes_logged
+    from agentrl_cli.cli.progress_display import build_observer
+    from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+
+    with (
+        crashes_logged(lambda: RunFolder(run_dir_of(experiment)).log_path("serve")),
+        ExitStack() as stack,
+    ):
+        # The display ends before anything is shown that will be copied: it breaks long lines.
+        with build_observer() as observer:
+            from agentrl_cli.launch.model_serving import ListenAddress, serve_model, serve_online
+
+            serve = partial(serve_online, on_finished=typer.echo) if online else serve_model
+            address = ListenAddress(port, host, api_key)
+            served = stack.enter_context(serve(experiment, observer=observer, address=address))
+        _serve_until_stopped(served)
+    typer.echo("stopped serving")
+
+
+def _serve_until_stopped(served: ServedModel) -> None:
+    from agentrl_cli.cli.command_exit import stop_on_signals
+
+    with stop_on_signals(lambda _: typer.echo("stopping")) as stop:
+        typer.echo(served.text)
+        while not stop.is_set():
+            served.check()
+            time.sleep(_POLL_SECONDS)

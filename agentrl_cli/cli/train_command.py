@@ -1,0 +1,91 @@
+"""``agentrl train``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl_cli.cli.options import ConfigOption, OverridesArgument
+
+if TYPE_CHECKING:
+    from agentrl_cli.config.experiment import ExperimentConfig
+    from agentrl_cli.config.resolved_run import ResolvedRun
+
+
+def train_command(
+    config: ConfigOption,
+    overrides: OverridesArgument = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Print the resolved configuration and the processes; start nothing."
+        ),
+    ] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Delete what is in the run folder and start over."),
+    ] = False,
+) -> None:
+    """Train an agent; typed again, it resumes where it stopped."""
+    from agentrl_cli.config.config_file import load_config
+    from agentrl_cli.config.machine import Machine
+    from agentrl_cli.config.resolved_run import resolve_run
+    from agentrl_cli.launch.run_resolution import check_supported
+
+    experiment = load_config(config, overrides or [])
+    experiment.check_trainable()
+    run = resolve_run(experiment, Machine.detect(), purpose="train")
+    if dry_run:
+        _print_plan(experiment, run)
+        return
+    check_supported(experiment, run)
+
+    from agentrl_cli.cli.command_exit import crashes_logged, stop_on_signals
+    from agentrl_cli.cli.final_report import print_summary
+    from agentrl_cli.cli.progress_display import build_observer
+    from agentrl_cli.launch.local_run import run_training
+    from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+
+    log = "command"
+    with (
+        crashes_logged(lambda: RunFolder(run_dir_of(experiment)).log_path(log)),
+        build_observer(total_steps=experiment.train.total_steps) as observer,
+        stop_on_signals(observer.on_message) as stop,
+    ):
+        result = run_training(experiment, run, observer=observer, overwrite=overwrite, stop=stop)
+    if result.is_begun:
+        run_folder = RunFolder.open(result.run_dir)
+        print_summary(run_folder, config_path=config, overrides=overrides or [])
+    if not result.is_complete:
+        typer.echo("stopped before the last step; the same command resumes from here")
+
+
+def _print_plan(experiment: ExperimentConfig, run: ResolvedRun) -> None:
+    """Prints the configuration and, as comments of it, the processes that it would start."""
+    from agentrl_cli.config.config_file import dump_config
+    from agentrl_cli.launch.plan import build_plan, format_plan
+    from agentrl_cli.launch.run_resolution import (
+        check_supported,
+        describe_reading,
+        with_output_head,
+        with_server_package,
+    )
+    from agentrl_cli.store.run_folder import run_dir_of
+
+    typer.echo(dump_config(experiment), nl=False)
+    # A built-in model, or one on the hub, is not made or fetched for this.
+    if Path(experiment.model.path).is_dir():
+        run = with_output_head(run, experiment, experiment.model.path)
+    run_dir = str(run_dir_of(experiment))
+    plan = build_plan(experiment, run, run_dir=run_dir)
+    typer.echo(f"# run folder: {run_dir}\n# processes:")
+    typer.echo("\n".join(f"#   {line}" for line in format_plan(plan).splitlines()))
+    if run.servers:
+        ports = "" if experiment.engine.first_port else "--port 0: a free one is chosen; "
+        typer.echo(f"# ({ports}the servers' keys are made when they start)")
+    check_supported(experiment, run)
+    typer.echo(f"# {describe_reading(experiment)}")
+    with_server_package(run, experiment)
+    typer.echo("# nothing was started (--dry-run)")

@@ -1,0 +1,311 @@
+"""YAML files and KEY=VALUE overrides to validated configuration, with line-numbered errors."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from agentrl_cli.config.config_schema import allowed_keys, find_annotation, strip_annotated
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.errors import ConfigError, format_nearest
+
+ConfigT = TypeVar("ConfigT", bound=BaseModel)
+KeyPath = tuple[str | int, ...]
+
+_LITERAL = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "dict_type": "a mapping (key: value lines)",
+    "model_type": "a mapping (key: value lines)",
+    "model_attributes_type": "a mapping (key: value lines)",
+    "tuple_type": "a list",
+    "list_type": "a list",
+}
+
+
+#: What YAML makes of a plain word that is no text.
+_SCALARS = (bool, int, float, datetime.date)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which ``1e-6`` is a number, as in YAML 1.2 and in Python."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> ExperimentConfig:
+    """The configuration in ``path`` with ``KEY=VALUE`` overrides applied.
+
+    Raises:
+        ConfigError: the file, a key or a value cannot be used; lists every problem at once.
+    """
+    return load_config_as(ExperimentConfig, path, overrides)
+
+
+def load_config_as(
+    config_class: type[ConfigT], path: str | Path, overrides: Sequence[str] = ()
+) -> ConfigT:
+    """As :func:`load_config`, for any configuration class."""
+    path = Path(path)
+    data, lines = _read_yaml(path)
+    overridden: dict[KeyPath, str] = {}
+    for text in overrides:
+        parts, value = _parse_override(config_class, text)
+        overridden[_set_key(data, parts, value, text)] = text
+    try:
+        return config_class.model_validate(data)
+    except ValidationError as error:
+        problems = [
+            f"  {_locate(path, lines, overridden, _find_key(data, item))}: "
+            f"{_describe(config_class, data, item)}"
+            for item in error.errors()
+        ]
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        # The one command that has --dry-run reads this class.
+        check = f" Check with: agentrl train --config {path} --dry-run"
+        raise ConfigError(
+            f"{path} has {count}:\n"
+            + "\n".join(problems)
+            + "\nNothing was started."
+            + (check if config_class is ExperimentConfig else "")
+        ) from None
+
+
+def dump_config(config: BaseModel) -> str:
+    """The resolved configuration as YAML, every default written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """The file's data, and the line (from 1) of every key in it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; {_format_nearest_file(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(
+            f"{path}: is a folder, not a file; {_format_nearest_file(path / 'config.yaml')}"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read as text: {error}") from None
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+        lines = dict(_walk_lines(node, (), path)) if node is not None else {}
+        data = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ConfigError(f"{where}: not valid YAML: {problem}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{path}:1: a configuration is a mapping (key: value lines), "
+            f"this file holds {_kind_of(data)}"
+        )
+    return data, lines
+
+
+def _format_nearest_file(path: Path) -> str:
+    """The YAML files beside ``path``, and those in configs/."""
+    folder = path.parent if path.parent.is_dir() else Path()
+    found = {str(p) for p in (*folder.glob("*.yaml"), *Path("configs").glob("*.yaml"))}
+    return format_nearest(str(path), found) if found else "there is no .yaml file beside it"
+
+
+def _walk_lines(
+    node: yaml.Node, prefix: KeyPath, path: Path, inside: tuple[yaml.Node, ...] = ()
+) -> Iterator[tuple[KeyPath, int]]:
+    if node in inside:
+        raise ConfigError(
+            f"{path}:{node.start_mark.line + 1}: {_format_path(prefix)}: this alias (*name) "
+            "stands inside what it names: write the value out"
+        )
+    inside = (*inside, node)
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            key = str(key_node.value)
+            if key in seen:
+                raise ConfigError(
+                    f"{path}:{line}: key {key!r} was given before, on line {seen[key]}: keep one"
+                )
+            seen[key] = line
+            yield (*prefix, key), line
+            yield from _walk_lines(value_node, (*prefix, key), path, inside)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield (*prefix, index), item.start_mark.line + 1
+            yield from _walk_lines(item, (*prefix, index), path, inside)
+
+
+def _parse_override(config_class: type[BaseModel], text: str) -> tuple[list[str], Any]:
+    """The parts of the key, and the value."""
+    key, equals, raw = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(f"override {text!r}: expected KEY=VALUE, for example gconfig.n_samples=8")
+    try:
+        value = yaml.load(raw, Loader=_Loader) if raw else ""
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"override {text!r}: the value is not valid YAML: {getattr(error, 'problem', error)}"
+        ) from None
+    if isinstance(value, _SCALARS) and _takes_text_only(config_class, parts):
+        # trial_name=007 is a name: a key of text gets the text that was typed.
+        value = raw.strip()
+    return parts, value
+
+
+def _set_key(data: dict[str, Any], parts: Sequence[str], value: Any, text: str) -> KeyPath:
+    """Sets the value in ``data``; gives the key with its list positions as numbers."""
+    target: Any = data
+    key_path: KeyPath = ()
+    for part in parts[:-1]:
+        key_path = (*key_path, _as_key(target, part, key_path, text))
+        if isinstance(target, dict) and target.get(key_path[-1]) is None:
+            target[key_path[-1]] = {}
+        target = target[key_path[-1]]
+        if not isinstance(target, dict | list):
+            raise ConfigError(
+                f"override {text!r}: {_format_path(key_path)} is "
+                f"{_kind_of(target)}, so it has no keys of its own"
+            )
+    key = _as_key(target, parts[-1], key_path, text)
+    target[key] = value
+    return (*key_path, key)
+
+
+def _as_key(target: Any, part: str, key_path: KeyPath, text: str) -> str | int:
+    if not isinstance(target, list):
+        return part
+    if part.isdigit() and int(part) < len(target):
+        return int(part)
+    entries = f"0 to {len(target) - 1}" if target else "none, it is empty"
+    raise ConfigError(
+        f"override {text!r}: {_format_path(key_path)} is a list and has no entry {part!r}; "
+        f"allowed: {entries}"
+    )
+
+
+def _takes_text_only(config_class: type[BaseModel], parts: Sequence[str]) -> bool:
+    annotation: Any = config_class
+    for part in parts:
+        annotation = find_annotation(annotation, part)
+    kinds = {strip_annotated(a) for a in typing.get_args(annotation)} or {annotation}
+    if typing.get_origin(annotation) is typing.Annotated:
+        kinds = {strip_annotated(annotation)}
+    return bool(kinds) and kinds <= {str, type(None)}
+
+
+def _find_key(data: Any, item: Any) -> KeyPath:
+    """The key that a problem is about; of a section whose kind is none, its ``kind``."""
+    key_path = _real_path(data, item["loc"])
+    return (*key_path, "kind") if item["type"] == "union_tag_invalid" else key_path
+
+
+def _real_path(data: Any, loc: Sequence[str | int]) -> KeyPath:
+    """The part of pydantic's location that is keys, without its names of union members."""
+    real: list[str | int] = []
+    for part in loc:
+        if isinstance(data, dict):
+            if part in data:
+                data = data[part]
+            elif part != loc[-1]:
+                continue
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        else:
+            continue
+        real.append(part)
+    return tuple(real)
+
+
+def _locate(
+    path: Path, lines: Mapping[KeyPath, int], overridden: Mapping[KeyPath, str], key_path: KeyPath
+) -> str:
+    """Where the user wrote a key: an override, or the line of it or of its nearest parent."""
+    key = _format_path(key_path)
+    for length in range(len(key_path), 0, -1):
+        prefix = key_path[:length]
+        if prefix in overridden:
+            return f"override {overridden[prefix]!r}: {key}"
+        if prefix in lines:
+            return f"{path}:{lines[prefix]}: {key}"
+        below = [t for k, t in overridden.items() if k[:length] == prefix]
+        if below:
+            return f"override {below[0]!r}: {key}"
+    return f"{path}: {key}" if key else str(path)
+
+
+def _describe(config_class: type[BaseModel], data: Any, item: Any) -> str:
+    """What is wrong with one value, what is allowed, in one line."""
+    kind, found = item["type"], item.get("input")
+    key_path = _real_path(data, item["loc"])
+    if kind == "extra_forbidden":
+        allowed = allowed_keys(config_class, item["loc"][:-1])
+        return f"unknown key; {format_nearest(str(key_path[-1]), allowed)}"
+    if kind == "missing":
+        return "this key is required and was not given"
+    if kind == "value_error":
+        return str(item["ctx"]["error"])
+    if kind in ("literal_error", "union_tag_invalid"):
+        expected = item["ctx"].get("expected") or item["ctx"].get("expected_tags")
+        chosen = item["ctx"].get("tag", found)
+        names = re.findall(r"'([^']+)'", str(expected))
+        return f"{chosen!r} is not one of the choices; {format_nearest(str(chosen), names)}"
+    if kind == "string_pattern_mismatch":
+        return (
+            f"{found!r} becomes a folder name: allowed are letters, digits, '.', '_' and '-', "
+            "beginning with a letter or digit"
+        )
+    if kind == "invalid_key" or (kind == "string_type" and item["loc"][-1] == "[key]"):
+        return f"keys are text, found {_kind_of(found)}; put it in quotes"
+    expected = _LITERAL.get(kind)
+    if expected:
+        quotes = "; put it in quotes" if kind == "string_type" and _is_scalar(found) else ""
+        return f"expected {expected}, found {_kind_of(found)}{quotes}"
+    return f"{item['msg'][0].lower()}{item['msg'][1:]}, found {found!r}"
+
+
+def _format_path(key_path: KeyPath) -> str:
+    text = ""
+    for part in key_path:
+        if isinstance(part, str):
+            text += f".{part}" if text else part
+        else:
+            text += f"[{part}]"
+    return text
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, _SCALARS)
+
+
+def _kind_of(value: Any) -> str:
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, bool):
+        return f"true/false ({str(value).lower()})"
+    names = {int: "the number", float: "the number", str: "the text"}
+    name = names.get(type(value))
+    if name:
+        return f"{name} {value!r}"
+    if isinstance(value, datetime.date):
+        return f"the date {value}"
+    return "a list" if isinstance(value, list) else "a mapping"

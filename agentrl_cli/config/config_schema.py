@@ -1,0 +1,97 @@
+"""The base of all configuration classes, and what can be read from them."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+_T = TypeVar("_T")
+
+_RESUME_SAFE = "resume-safe"
+#: The type of a key that may differ when a run is resumed: it decides where processes run, how
+#: fast, how long or what is kept, not what is learned. For a section it holds for all its keys.
+ResumeSafe = Annotated[_T, _RESUME_SAFE]
+
+
+class StrictConfig(BaseModel):
+    """Frozen, no unknown keys, no silent conversions; attribute docstrings are the reference."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
+
+
+def is_resume_safe(config_class: type[BaseModel], key_path: Sequence[str]) -> bool:
+    """True where the key, or a section that it is in, may differ when a run is resumed."""
+    section: type[BaseModel] | None = config_class
+    for part in key_path:
+        field = section.model_fields.get(part) if section is not None else None
+        if field is None:
+            return False
+        if _RESUME_SAFE in field.metadata:
+            return True
+        section = find_config_class(field.annotation)
+    return False
+
+
+def allowed_keys(config_class: type[BaseModel], key_path: Sequence[str | int]) -> list[str]:
+    """The keys allowed in the section at ``key_path``; where a section is one of several kinds,
+    the kind may follow it in the path."""
+    annotation: Any = config_class
+    for part in key_path:
+        annotation = find_annotation(annotation, part)
+    section = find_config_class(annotation)
+    return list(section.model_fields) if section is not None else []
+
+
+def find_annotation(annotation: Any, part: str | int) -> Any:
+    """The annotation of what is under ``part`` of a value with this annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        field = annotation.model_fields.get(str(part))
+        return field.annotation if field else None
+    arguments = typing.get_args(annotation)
+    kinds = find_config_kinds(annotation)
+    if part in kinds:
+        return kinds[str(part)]
+    if typing.get_origin(annotation) in (dict, Mapping):
+        return arguments[1]
+    if typing.get_origin(annotation) in (tuple, list):
+        return arguments[0]
+    inner = [find_annotation(a, part) for a in arguments]
+    return next((a for a in inner if a is not None), None)
+
+
+def find_config_class(annotation: Any) -> type[BaseModel] | None:
+    """The configuration class inside an annotation such as ``tuple[X, ...]`` or ``X | None``."""
+    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+        return annotation if issubclass(annotation, BaseModel) else None
+    for argument in typing.get_args(annotation):
+        found = find_config_class(argument)
+        if found is not None:
+            return found
+    return None
+
+
+def find_config_kinds(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The classes of a section that is one of several kinds, by kind; of another one: none."""
+    classes = [
+        a for a in typing.get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel)
+    ]
+    return {str(_find_kind(a)): a for a in classes} if len(classes) > 1 else {}
+
+
+def _find_kind(config_class: type[BaseModel]) -> str | None:
+    """The one value of the class's tag."""
+    field = config_class.model_fields.get("kind")
+    values = typing.get_args(field.annotation) if field is not None else ()
+    return str(values[0]) if len(values) == 1 else None
+
+
+def strip_annotated(annotation: Any) -> Any:
+    """The type inside ``Annotated``."""
+    is_annotated = typing.get_origin(annotation) is typing.Annotated
+    return typing.get_args(annotation)[0] if is_annotated else annotation

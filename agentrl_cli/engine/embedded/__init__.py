@@ -1,0 +1,1 @@
+"""The engine inside the trainer's process: transformers continuous batching, on CPU or CUDA."""

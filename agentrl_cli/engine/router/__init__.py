@@ -1,0 +1,1 @@
+"""Several engine servers as one engine that survives them."""

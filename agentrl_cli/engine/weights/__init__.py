@@ -1,0 +1,1 @@
+"""How new weights reach engine servers: through files, as LoRA adapters, or over NCCL."""

@@ -1,0 +1,219 @@
+"""What trajectories amount to: a report, the comparison of two, and their statistics; all pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from agentrl_cli.prefix_mismatches import MismatchSummary, summarize_prefix_mismatches
+from agentrl_cli.records import Trajectory
+
+Interval = tuple[float, float]
+
+#: Rewards that fall short of the threshold by rounding alone do pass.
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Mean, median and largest of a count over the trajectories."""
+
+    mean: float
+    median: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalReport:
+    """What an evaluation found. ``to_dict`` and ``from_dict`` are each other's inverse."""
+
+    num_tasks: int
+    num_trajectories: int
+    num_unscored: int
+    """Trajectories without a reward (or with NaN): out of the mean, and counted as not passed."""
+    mean_reward: float | None
+    """Over scored trajectories; None: nothing was scored."""
+    interval: Interval | None
+    """95 %, clustered by task; None: fewer than two scored tasks."""
+    pass_threshold: float
+    pass_at_k: Mapping[int, float]
+    completion_tokens: Lengths | None
+    turns: Lengths | None
+    tool_calls: Lengths | None
+    seconds: Lengths | None
+    num_cut_short: int
+    """Trajectories whose last reply was stopped by its token limit."""
+    failures: Mapping[str, int]
+    """Boundary to number of trajectories, most frequent first."""
+    prefix_mismatches: MismatchSummary
+    """Turns whose tokens could not continue an earlier turn, and what that cost."""
+    task_rewards: Mapping[str, float]
+    """Task id to its mean reward, for comparisons."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for a JSON file."""
+        data: dict[str, Any] = TypeAdapter(EvalReport).dump_python(self, mode="json")
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> EvalReport:
+        """The report that ``to_dict`` wrote.
+
+        Raises:
+            ValueError: ``data`` is not such a report.
+        """
+        return TypeAdapter(EvalReport).validate_python(data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """The change of the mean reward from one report to another, on the tasks of both."""
+
+    num_tasks: int
+    before: float
+    after: float
+    difference: float
+    interval: Interval | None
+    """95 % of the difference, paired by task; None: fewer than two tasks in common."""
+    num_improved: int
+    num_worse: int
+
+
+def build_report(
+    trajectories: Sequence[Trajectory],
+    *,
+    k_values: Sequence[int] = (1,),
+    pass_threshold: float = 1.0,
+) -> EvalReport:
+    """The report of an evaluation; ``k_values`` above the trajectories per task are left out."""
+    rewards: dict[str, list[float]] = {}
+    outcomes: dict[str, list[bool]] = {}
+    for t in trajectories:
+        reward = None if t.reward is None or math.isnan(t.reward) else t.reward
+        rewards.setdefault(t.task_id, []).extend([] if reward is None else [reward])
+        passed = reward is not None and reward >= pass_threshold - _ROUNDING
+        outcomes.setdefault(t.task_id, []).append(passed)
+    scored = [reward for of_task in rewards.values() for reward in of_task]
+    at_k = {k: compute_pass_at_k(outcomes, k) for k in sorted(set(k_values))}
+    failures = Counter(t.failure.boundary.value for t in trajectories if t.failure is not None)
+    return EvalReport(
+        num_tasks=len(outcomes),
+        num_trajectories=len(trajectories),
+        num_unscored=len(trajectories) - len(scored),
+        mean_reward=statistics.fmean(scored) if scored else None,
+        interval=compute_clustered_interval(list(rewards.values())),
+        pass_threshold=pass_threshold,
+        pass_at_k={k: value for k, value in at_k.items() if value is not None},
+        completion_tokens=_measure([t.num_completion_tokens for t in trajectories]),
+        turns=_measure([t.num_turns for t in trajectories]),
+        tool_calls=_measure([t.num_tool_calls for t in trajectories]),
+        seconds=_measure([t.seconds for t in trajectories]),
+        num_cut_short=sum(_is_cut_short(t) for t in trajectories),
+        failures=dict(failures.most_common()),
+        prefix_mismatches=summarize_prefix_mismatches(trajectories),
+        task_rewards={task: statistics.fmean(r) for task, r in rewards.items() if r},
+    )
+
+
+def compare_reports(before: EvalReport, after: EvalReport) -> Comparison | None:
+    """The change from ``before`` to ``after``, paired by task; None without tasks in common.
+
+    With d_t the difference of a task's mean rewards, the interval is the t interval of the
+    mean of d_t: what makes tasks differ from each other cancels.
+    """
+    tasks = [t for t in before.task_rewards if t in after.task_rewards]
+    if not tasks:
+        return None
+    differences = [after.task_rewards[t] - before.task_rewards[t] for t in tasks]
+    return Comparison(
+        num_tasks=len(tasks),
+        before=statistics.fmean(before.task_rewards[t] for t in tasks),
+        after=statistics.fmean(after.task_rewards[t] for t in tasks),
+        difference=statistics.fmean(differences),
+        interval=compute_clustered_interval([[d] for d in differences]),
+        num_improved=sum(d > 0 for d in differences),
+        num_worse=sum(d < 0 for d in differences),
+    )
+
+
+def _is_cut_short(trajectory: Trajectory) -> bool:
+    return bool(trajectory.interactions) and trajectory.interactions[-1].finish_reason == "length"
+
+
+def _measure(values: Sequence[float]) -> Lengths | None:
+    if not values:
+        return None
+    return Lengths(
+        mean=statistics.fmean(values),
+        median=float(statistics.median(values)),
+        largest=float(max(values)),
+    )
+
+
+def compute_clustered_interval(clusters: Sequence[Sequence[float]]) -> Interval | None:
+    """The 95 % interval of the mean over all values, which are correlated within a cluster.
+
+    Trajectories of the same task are not independent observations: with tasks as clusters t
+    of values y_ti, N values in G clusters and the mean m over all values,
+
+        variance = G / (G - 1) x sum over t of (sum over i of (y_ti - m))^2 / N^2
+        interval = m +- t(0.975, G - 1) x sqrt(variance)
+
+    the cluster-robust variance of a mean with the usual correction for few clusters
+    (Cameron and Miller 2015, "A Practitioner's Guide to Cluster-Robust Inference",
+    section II.C). With one value a cluster it is the ordinary t interval. None with
+    fewer than two clusters, which say nothing about the spread.
+    """
+    filled = [values for values in clusters if values]
+    num_clusters = len(filled)
+    if num_clusters < 2:
+        return None
+    num_values = sum(len(values) for values in filled)
+    mean = math.fsum(v for values in filled for v in values) / num_values
+    squares = math.fsum(math.fsum(v - mean for v in values) ** 2 for values in filled)
+    variance = num_clusters / (num_clusters - 1) * squares / num_values**2
+    margin = compute_t_quantile(0.975, num_clusters - 1) * math.sqrt(variance)
+    return mean - margin, mean + margin
+
+
+def compute_t_quantile(probability: float, degrees: int) -> float:
+    """Quantile of Student's t distribution, for probabilities above one half.
+
+    Exact for 1 and 2 degrees of freedom; beyond, the expansion of Abramowitz and Stegun,
+    "Handbook of Mathematical Functions", 26.7.5 (off by 0.2 % at 3 degrees for 0.975, less
+    above).
+    """
+    if degrees == 1:
+        return math.tan(math.pi * (probability - 0.5))
+    if degrees == 2:
+        return (2 * probability - 1) / math.sqrt(2 * probability * (1 - probability))
+    z = NormalDist().inv_cdf(probability)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / degrees**power for power, term in enumerate(terms, start=1))
+
+
+def compute_pass_at_k(outcomes: Mapping[str, Sequence[bool]], k: int) -> float | None:
+    """The chance that at least one of ``k`` trajectories of a task passes, averaged over tasks.
+
+    Unbiased for each task with n >= k trajectories, c of them passed: 1 - C(n-c, k) / C(n, k)
+    (Chen et al. 2021, arXiv 2107.03374, equation 1). Tasks with fewer are left out;
+    None when that leaves none.
+    """
+    values = []
+    for passed in outcomes.values():
+        num_samples, num_failed = len(passed), len(passed) - sum(passed)
+        if num_samples >= k:
+            values.append(1.0 - math.comb(num_failed, k) / math.comb(num_samples, k))
+    return statistics.fmean(values) if values else None

@@ -1,0 +1,201 @@
+"""What answers an agent's calls outside of training: an engine here, or an endpoint elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.config.resolved_run import ResolvedRun
+from agentrl_cli.engine.protocol import InferenceEngine, Sampling
+from agentrl_cli.errors import ConfigError, UserInputError
+from agentrl_cli.launch.processes.trainer_spec import RunningServers
+from agentrl_cli.launch.run_models import load_engine
+from agentrl_cli.launch.run_resolution import with_server_package
+from agentrl_cli.launch.servers.server_group import ServerGroup
+from agentrl_cli.log import Observer
+from agentrl_cli.models.builtin_models import resolve_model_folder
+from agentrl_cli.models.pretrained import load_tokenizer_of, open_whole_model
+from agentrl_cli.rollout.background_loop import BackgroundLoop
+from agentrl_cli.tracking.client import TrackingClient
+from agentrl_cli.tracking.endpoint import EndpointGateway
+from agentrl_cli.tracking.gateway import get_gateway
+from agentrl_cli.tracking.session import Budget
+
+#: A remote endpoint refuses when it is busy; its calls are repeated, with growing pauses.
+_NUM_ENDPOINT_RETRIES = 5
+_CLOSE_SECONDS = 20.0
+
+
+class EngineSource:
+    """A model that agentrl runs itself.
+
+    Args:
+        config: the experiment.
+        run: what it comes to on this machine.
+        observer: is told what is started.
+        checkpoint: a checkpoint's folder, instead of ``model.path``.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        run: ResolvedRun,
+        observer: Observer,
+        checkpoint: Path | None = None,
+    ) -> None:
+        self.label = "model"
+        if checkpoint is not None:
+            self.label = f"checkpoint-{_as_file_name(checkpoint.name)}"
+        self._config = config
+        self._run = run
+        self._model_path = str(checkpoint or config.model.path)
+        self._observer = observer
+        self._server_group: ServerGroup | None = None
+
+    def check(self) -> None:
+        """Returns while the servers, if there are any, are started again when they die.
+
+        Raises:
+            AgentrlError: they died too often.
+        """
+        if self._server_group is not None:
+            self._server_group.check()
+
+    @cached_property
+    def model_folder(self) -> str:
+        """The model's folder or hub id."""
+        return resolve_model_folder(self._model_path, self._observer)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return load_tokenizer_of(self.model_folder, self._config.tokenizer_path)
+
+    def prepare(self) -> None:
+        """Looks for what servers run on, makes a built-in model, and checks its tokenizer."""
+        self._run = with_server_package(self._run, self._config)
+        _ = self.tokenizer
+
+    def start(self, background: BackgroundLoop, log_dir: Path, stack: ExitStack) -> InferenceEngine:
+        """Loads the model: here, or on servers that are started now."""
+        server_group: ServerGroup | None = None
+        if self._run.servers:
+            # Servers load no folder that holds an adapter alone.
+            whole_model = open_whole_model(self.model_folder, self._config.model.dtype)
+            server_group = stack.enter_context(
+                ServerGroup(
+                    self._config,
+                    self._run,
+                    stack.enter_context(whole_model),
+                    log_dir=log_dir,
+                    observer=self._observer,
+                )
+            )
+        engine = load_engine(
+            self._config,
+            self.model_folder,
+            self.tokenizer,
+            servers=server_group.wait() if server_group else RunningServers(run=self._run),
+            background=background,
+            observer=self._observer,
+            version=0,
+        )
+        if server_group is not None:
+            server_group.end_with_servers(engine)
+        self._server_group = server_group
+        stack.callback(lambda: background.run(engine.close(), _CLOSE_SECONDS))
+        gateway = get_gateway(engine, self.tokenizer, **self._config.engine.list_reading_options())
+        stack.callback(lambda: background.run(gateway.close(), _CLOSE_SECONDS))
+        return engine
+
+    def open_client(
+        self, engine: InferenceEngine, sampling: Sampling, budget: Budget
+    ) -> TrackingClient:
+        """A client on the engine's gateway."""
+        return TrackingClient(
+            engine=engine,
+            tokenizer=self.tokenizer,
+            sampling=sampling,
+            budget=budget,
+            **self._config.engine.list_reading_options(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _EndpointModel:
+    """All that a workflow of the configuration's agent needs of an engine: its name."""
+
+    model_name: str
+
+
+@dataclass(slots=True)
+class EndpointSource:
+    """A model behind an OpenAI-compatible endpoint; its key is read from ``OPENAI_API_KEY``."""
+
+    config: ExperimentConfig
+    base_url: str
+    model_name: str
+    _gateway: EndpointGateway | None = field(default=None, init=False)
+
+    @property
+    def label(self) -> str:
+        """A part of file names."""
+        return f"endpoint-{_as_file_name(self.model_name)}"
+
+    @property
+    def tokenizer(self) -> Any:
+        """There is none.
+
+        Raises:
+            UserInputError: always.
+        """
+        raise UserInputError(
+            "--base-url evaluates an agent (agent_builder_path); a workflow of your own "
+            "(workflow_path) needs tokens, which endpoints do not give. Evaluate it without "
+            "--base-url, with model.path=FOLDER_OR_HUB_ID"
+        )
+
+    def prepare(self) -> None:
+        """Looks for the key; local endpoints need none."""
+        local = any(name in self.base_url for name in ("127.0.0.1", "localhost", "[::1]"))
+        if not os.environ.get("OPENAI_API_KEY") and not local:
+            raise ConfigError(
+                f"--base-url {self.base_url}: OPENAI_API_KEY is not set, and the endpoint will "
+                "ask for a key. Type: export OPENAI_API_KEY=... (any text where none is needed)"
+            )
+
+    def start(self, background: BackgroundLoop, log_dir: Path, stack: ExitStack) -> InferenceEngine:
+        """Opens the gateway to the endpoint."""
+        gateway = EndpointGateway(
+            self.base_url,
+            os.environ.get("OPENAI_API_KEY") or "none",
+            self.model_name,
+            timeout_seconds=self.config.engine.generate_timeout_seconds,
+            max_retries=_NUM_ENDPOINT_RETRIES,
+        )
+        self._gateway = gateway
+        stack.callback(lambda: background.run(gateway.close(), _CLOSE_SECONDS))
+        # AgentRolloutWorkflow reads the engine's name and hands it to open_client.
+        return cast("InferenceEngine", _EndpointModel(self.model_name))
+
+    def open_client(
+        self, engine: InferenceEngine, sampling: Sampling, budget: Budget
+    ) -> TrackingClient:
+        """A client on the gateway to the endpoint."""
+        assert self._gateway is not None
+        session = self._gateway.open_session(sampling=sampling, budget=budget)
+        return TrackingClient(gateway=self._gateway, session=session)
+
+
+def _as_file_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")
+
+
+#: What answers the agent's calls.
+CompletionSource = EngineSource | EndpointSource

@@ -1,0 +1,158 @@
+"""The models of a run: the learner's, the reference, and the engine's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.config.resolved_run import ResolvedRun
+from agentrl_cli.engine.protocol import InferenceEngine
+from agentrl_cli.errors import ModelError
+from agentrl_cli.launch.processes.trainer_spec import RunningServers
+from agentrl_cli.launch.servers.server_group import open_router
+from agentrl_cli.log import Observer, SilentObserver
+from agentrl_cli.models.builtin_models import resolve_model_folder
+from agentrl_cli.models.pretrained import load_model
+from agentrl_cli.rollout.background_loop import BackgroundLoop
+from agentrl_cli.train.learner import Learner
+from agentrl_cli.train.ranks import SINGLE, Ranks
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+#: What a router may take longer than the servers' start before nobody waits for it.
+_GRACE_SECONDS = 30.0
+
+
+def load_learner(
+    config: ExperimentConfig,
+    run: ResolvedRun,
+    model_folder: str,
+    tokenizer: object,
+    *,
+    ranks: Ranks = SINGLE,
+) -> Learner:
+    """A learner on the model's exact weights, with the reference model that a KL term needs and
+    the critic's that its advantages need.
+
+    Several ranks load one after the other, so that one whole model stands in memory.
+
+    Raises:
+        ModelError: the model cannot be loaded or followed.
+        MissingExtraError: an adapter is to be trained and peft is not installed.
+    """
+    device = _open_device(run)
+    # An adapter's reference is the model without it.
+    needs_reference = config.train.algorithm.uses_reference and config.model.lora is None
+    sends_adapter = bool(run.servers) and run.weight_transfer == "lora"
+
+    def load() -> Learner:
+        return Learner(
+            load_model(model_folder, "float32", device),
+            config,
+            reference_model=(
+                load_model(model_folder, "float32", device) if needs_reference else None
+            ),
+            critic_model=_load_critic_model(config, model_folder, tokenizer, device),
+            tokenizer=tokenizer,
+            device=device,
+            published="adapter" if sends_adapter else "whole",
+            ranks=ranks,
+        )
+
+    return ranks.in_turn(load)
+
+
+def _load_critic_model(
+    config: ExperimentConfig, model_folder: str, tokenizer: Any, device: torch.device
+) -> PreTrainedModel | None:
+    """What the critic starts from: the policy's start weights, or ``train.critic.path``'s."""
+    critic = config.train.critic
+    if critic is None or critic.path is None:
+        return None if critic is None else load_model(model_folder, "float32", device)
+    try:
+        folder = resolve_model_folder(critic.path, SilentObserver())
+        model = load_model(folder, "float32", device)
+    except ModelError as error:
+        text = str(error).removeprefix("model.path: ").replace("model.path=", "train.critic.path=")
+        raise ModelError(f"train.critic.path: {text}") from error
+    num_known = model.get_input_embeddings().weight.shape[0]
+    if num_known < len(tokenizer):
+        raise ModelError(
+            f"train.critic.path: {critic.path} knows {num_known} tokens, and the policy's "
+            f"tokenizer has {len(tokenizer)}. Allowed: models with the policy's tokenizer. "
+            "Type train.critic.path=null to start from the policy's own weights"
+        )
+    return model
+
+
+def _open_device(run: ResolvedRun) -> torch.device:
+    import torch
+
+    if run.num_gpus and not torch.cuda.is_available():
+        raise ModelError(
+            f"this machine shows {run.num_gpus} GPU(s), and the installed torch "
+            f"({torch.__version__}) cannot use them. Install torch for CUDA (pip install "
+            "'agentrl-cli[vllm]' brings it), or hide the GPUs: type CUDA_VISIBLE_DEVICES= before "
+            "the command"
+        )
+    return torch.device(run.trainer_device)
+
+
+def find_tied_names(model: Any) -> dict[str, str]:
+    """Further names of the model's parameters, and the first name of each.
+
+    A tied output head is ``{"lm_head.weight": "model.embed_tokens.weight"}``.
+    """
+    first_names: dict[int, str] = {}
+    tied = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), name)
+        if first != name:
+            tied[name] = first
+    return tied
+
+
+def load_engine(
+    config: ExperimentConfig,
+    model_folder: str,
+    tokenizer: object,
+    *,
+    servers: RunningServers,
+    background: BackgroundLoop,
+    observer: Observer,
+    version: int | None = None,
+    tied_names: Mapping[str, str] | None = None,
+) -> InferenceEngine:
+    """An engine that is ready for calls.
+
+    Args:
+        config: the experiment's.
+        model_folder: folder or hub id of the model.
+        tokenizer: the model's.
+        servers: they sample; with the embedded engine this process does, on its own copy of the
+            model.
+        background: the loop on which the engine is used.
+        observer: shows what goes wrong with weights on their way to servers.
+        version: what the servers' weights are called; None: the first publication will say.
+        tied_names: of :func:`find_tied_names`, for servers that will get weights.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+        EngineError: no server became ready in time.
+    """
+    if not servers.run.servers:
+        from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
+
+        return EmbeddedEngine(
+            load_model(model_folder, config.model.dtype, _open_device(servers.run)),
+            tokenizer,
+            config.engine,
+            model_name=config.model.path,
+        )
+    return background.run(
+        open_router(config, model_folder, servers, version, tied_names or {}, observer.on_message),
+        config.engine.start_timeout_seconds + _GRACE_SECONDS,
+    )

@@ -1,0 +1,171 @@
+"""From ``model.path`` to a folder: ``builtin:calculator`` is made on its first use.
+
+It has under a million parameters, is made by supervised training on generated demonstrations, by
+the code that ``agentrl sft`` runs, and is kept in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from importlib import resources
+from pathlib import Path
+
+import tokenizers
+import torch
+import transformers
+from filelock import FileLock, Timeout
+
+from agentrl_cli.config.sft_config import (
+    NewModelConfig,
+    SftConfig,
+    SftDatasetConfig,
+    SftModelConfig,
+    SftTrainConfig,
+)
+from agentrl_cli.errors import ModelError, RunError, format_nearest
+from agentrl_cli.log import Observer
+from agentrl_cli.models.sft_training import CheckStop, never_stop, train_and_save
+
+#: Another process that makes the model is waited for this long: ten times what it takes.
+_LOCK_TIMEOUT_SECONDS = 1200.0
+_LOCK_POLL_SECONDS = 0.2
+
+_CALCULATOR = "builtin:calculator"
+#: The files of this room that decide what the model becomes.
+_SOURCES = (
+    "calculator_tasks.py",
+    "chatml.jinja",
+    "sft_rows.py",
+    "sft_training.py",
+    "tokenizer_training.py",
+)
+
+
+def resolve_model_folder(path: str, observer: Observer, check_stop: CheckStop = never_stop) -> str:
+    """A folder or hub id for ``path``; a ``builtin:`` model is made on its first use.
+
+    What ``check_stop`` raises ends the making, and nothing of it is kept.
+
+    Raises:
+        ModelError: there is no such built-in model or folder, or the cache cannot be written.
+        RunError: another process has been making the model for too long.
+    """
+    if path == _CALCULATOR:
+        return str(_make_calculator_model(observer, check_stop))
+    if path.startswith("builtin:"):
+        raise ModelError(
+            f"model.path: {path!r} is not a built-in model; {format_nearest(path, [_CALCULATOR])}"
+        )
+    # A hub id is ``name`` or ``owner/name``.
+    is_folder = path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
+    if is_folder and not Path(path).exists():
+        raise ModelError(
+            f"model.path: there is no folder {path!r} (from the current folder, "
+            f"{Path.cwd().name}/). Allowed: a folder with a model in Hugging Face format, a hub id "
+            "such as Qwen/Qwen2.5-1.5B-Instruct, or builtin:calculator. "
+            "Type model.path=builtin:calculator to try without a download"
+        )
+    return path
+
+
+def _make_calculator_model(observer: Observer, check_stop: CheckStop) -> Path:
+    """The model's folder, made in about a minute if it is not in the cache.
+
+    Processes that want it at the same time take turns.
+    """
+    cache = resolve_cache_folder()
+    folder = cache / f"calculator-{compute_digest()}"
+    if folder.is_dir():
+        return folder
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _wait_for_lock(cache / f"{folder.name}.lock", observer, check_stop):
+            if not folder.is_dir():
+                train_and_save(build_calculator_config(str(folder)), None, observer, check_stop)
+    except OSError as error:
+        raise ModelError(
+            f"the cache folder {cache} cannot be written: {error}. Type "
+            "AGENTRL_CACHE=SOME_FOLDER before the command"
+        ) from error
+    return folder
+
+
+def resolve_cache_folder() -> Path:
+    """The folder that agentrl keeps its own files in, between runs.
+
+    ``AGENTRL_CACHE``, else ``XDG_CACHE_HOME/agentrl``, else ``~/.cache/agentrl``.
+    """
+    own = os.environ.get("AGENTRL_CACHE")
+    if own:
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "agentrl"
+
+
+def _wait_for_lock(path: Path, observer: Observer, check_stop: CheckStop) -> FileLock:
+    """The lock, held; a process that dies lets go of it."""
+    lock = FileLock(path)
+    deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
+    was_reported = False
+    while True:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            if not was_reported:
+                observer.on_message(f"another process is making {path.stem}: waiting for it")
+                was_reported = True
+        else:
+            return lock
+        check_stop()
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"another process has held {path} for {_LOCK_TIMEOUT_SECONDS:.0f} seconds. End "
+                "it, or type AGENTRL_CACHE=ANOTHER_FOLDER before the command"
+            )
+        time.sleep(_LOCK_POLL_SECONDS)
+
+
+def build_calculator_config(output_path: str) -> SftConfig:
+    """The warm start of the built-in model; ``configs/sft-calculator.yaml`` says the same."""
+    return SftConfig(
+        output_path=output_path,
+        seed=1,
+        model=SftModelConfig(
+            new=NewModelConfig(
+                vocab_size=1024,
+                hidden_size=128,
+                intermediate_size=384,
+                num_layers=3,
+                num_heads=4,
+                initializer_range=0.06,
+            ),
+            dtype="float32",
+        ),
+        dataset=SftDatasetConfig(
+            path="agentrl_cli.models.calculator_tasks:build_demonstrations", shuffle=False
+        ),
+        train=SftTrainConfig(
+            batch_tokens=1024,
+            learning_rate=2.0e-3,
+            min_learning_rate=1.0e-4,
+            warmup_steps=20,
+            device="cpu",
+            num_threads=2,
+        ),
+    )
+
+
+def compute_digest() -> str:
+    """Twelve hex digits of all that the model is made from: a change makes another model."""
+    digest = hashlib.sha256()
+    recipe = build_calculator_config("").model_dump(mode="json")
+    digest.update(json.dumps(recipe, sort_keys=True).encode())
+    for module in (torch, transformers, tokenizers):
+        digest.update(f"{module.__name__} {module.__version__}\n".encode())
+    room = resources.files("agentrl_cli.models")
+    for source in _SOURCES:
+        digest.update(source.encode() + room.joinpath(source).read_bytes())
+    return digest.hexdigest()[:12]

@@ -1,0 +1,108 @@
+"""An event loop in a thread of its own: agents continue while the trainer computes."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from agentrl_cli.log import get_logger
+
+ResultT = TypeVar("ResultT")
+
+_log = get_logger(__name__)
+
+#: Frameworks run tools and nodes that block in the loop's pool of threads. Python's default, 4 more
+#: than there are cores, would let a handful of trajectories hold up hundreds.
+_MAX_BLOCKING_THREADS = 256
+
+
+class BackgroundLoop:
+    """Runs coroutines for a thread that has no event loop.
+
+    The thread is a daemon: a command that is interrupted twice never waits for it.
+    """
+
+    def __init__(self, name: str = "agentrl-rollout") -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_default_executor(
+            concurrent.futures.ThreadPoolExecutor(_MAX_BLOCKING_THREADS, "agentrl-blocking")
+        )
+        self._closing = False
+        self._grace_seconds = 10.0
+        self._thread = threading.Thread(target=self._run_loop, name=name, daemon=True)
+        self._thread.start()
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.run_until_complete(_cancel_all(self._grace_seconds))
+            self._loop.close()
+
+    def submit(self, coroutine: Coroutine[Any, Any, ResultT]) -> concurrent.futures.Future[ResultT]:
+        """A future of the coroutine, which starts at once; cancelling it cancels the coroutine."""
+        if self._closing:
+            coroutine.close()
+            raise RuntimeError("the background loop was closed")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, ResultT], timeout_seconds: float) -> ResultT:
+        """The coroutine's result; it is cancelled at the deadline, or when Ctrl-C interrupts.
+
+        Raises:
+            TimeoutError: the deadline passed.
+        """
+        if threading.current_thread() is self._thread:
+            coroutine.close()
+            raise RuntimeError("run() would wait for its own thread: await the coroutine instead")
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout_seconds)
+        except concurrent.futures.TimeoutError:
+            if future.done():  # The coroutine's own TimeoutError, not our deadline.
+                raise
+            future.cancel()
+            name = getattr(coroutine, "__qualname__", "the coroutine")
+            raise TimeoutError(f"{name} did not finish in {timeout_seconds:g} seconds") from None
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self, timeout_seconds: float = 10.0) -> None:
+        """Cancels what still runs and ends the thread; may be called twice."""
+        if not self._closing:
+            self._closing = True
+            self._grace_seconds = timeout_seconds
+            self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_seconds + 1.0)
+        if self._thread.is_alive():
+            _log.warning("the background loop is blocked by code that does not await; leaving it")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+async def _cancel_all(timeout_seconds: float) -> None:
+    """Cancels every other task of the running loop and waits until they have ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if not others:
+        return
+    _, pending = await asyncio.wait(others, timeout=timeout_seconds)
+    for task in pending:
+        _log.warning("a task ignored its cancellation and is left behind: %r", task)
+    await asyncio.get_running_loop().shutdown_asyncgens()

@@ -1,0 +1,1 @@
+"""Trajectories made by programs elsewhere (``rollout.agent_mode: external``)."""

@@ -1,0 +1,1 @@
+"""Agents that run in worker processes (``rollout.agent_mode: subprocess``)."""

@@ -1,0 +1,461 @@
+"""What runs in a worker process: agents, one trajectory at a time.
+
+It gets its work on a connection to the trainer, as JSON, one message a line, and ends with it. It
+imports no line of the user's code before the environment says where the model is: what that code
+makes when it is imported, such as a client, is then right for the trajectory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import json
+import os
+import resource
+import socket
+import ssl
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import httpx2
+import psutil
+from openai import AsyncOpenAI, OpenAI
+
+import agentrl_cli
+from agentrl_cli.agents.agent_building import AgentSource, AgentSpec
+from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome
+from agentrl_cli.errors import BuilderError, RewardError, UserInputError
+from agentrl_cli.log import get_logger
+from agentrl_cli.records import Boundary
+from agentrl_cli.rollout.reward_workers import parse_reward_result
+from agentrl_cli.rollout.rollout_failures import describe_failure
+from agentrl_cli.tracking.client import build_loopback_http
+from agentrl_cli.tracking.credit import parse_reward
+
+_log = get_logger(__name__)
+
+Message = dict[str, Any]
+
+#: A row with images as text fits; a runaway answer does not.
+_MAX_MESSAGE_BYTES = 32 * 2**20
+#: Calls of a trajectory's client that a worker has the trainer make.
+REWARD_CALLS = ("set_reward", "set_final_reward", "apply_reward_discount")
+#: The SDKs find a model and its key by these: they are the trajectory's own.
+MODEL_VARIABLES = (
+    *("OPENAI_BASE_URL", "OPENAI_API_KEY"),
+    # The last would be sent beside the key, and be taken for it.
+    *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"),
+)
+#: Any name is served; this one is no model of OpenAI's.
+_SERVED_MODEL = "policy"
+#: Where builders are tried, there is no model.
+_NO_BASE_URL, _NO_KEY = "http://agentrl.invalid/v1", "opens-nothing"
+#: When memory is short, the kernel ends the process with the highest score first.
+_OOM_SCORE = 800
+_LIBRARIES = tuple(
+    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_OWN_FOLDER = str(Path(agentrl_cli.__file__).parent) + os.sep
+_ERRORS: dict[str, type[Exception]] = {"KeyError": KeyError, "ValueError": ValueError}
+
+
+class MessageError(Exception):
+    """What came is no message, or what was to be sent cannot be one."""
+
+
+def encode_message(message: Mapping[str, Any]) -> bytes:
+    """The message as one line.
+
+    Raises:
+        MessageError: it holds what JSON cannot say, or is too long.
+    """
+    try:
+        # Plain ASCII: halves of surrogate pairs, which models do write, survive it.
+        line = json.dumps(message).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise MessageError(f"this cannot be sent as JSON: {error}") from None
+    if len(line) > _MAX_MESSAGE_BYTES:
+        raise MessageError(f"{len(line)} bytes are too many, allowed are {_MAX_MESSAGE_BYTES}")
+    return line
+
+
+def read_message(reader: IO[bytes]) -> Message | None:
+    """The next message; None: the other end is closed.
+
+    Raises:
+        MessageError: what came is no message.
+    """
+    line = reader.readline(_MAX_MESSAGE_BYTES + 1)
+    if not line.endswith(b"\n"):
+        if len(line) > _MAX_MESSAGE_BYTES:
+            raise MessageError(f"a line is longer than {_MAX_MESSAGE_BYTES} bytes")
+        return None
+    try:
+        message = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise MessageError(f"a line is not JSON: {error}: {line[:80]!r}") from None
+    if not isinstance(message, dict) or not isinstance(message.get("op"), str):
+        raise MessageError(f"a line is no message: {line[:80]!r}")
+    return message
+
+
+class TrainerConnection:
+    """The worker's end of the connection. Thread-safe."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._reader = connected.makefile("rb")
+        self._lock = threading.Lock()
+        self._session_key: str | None = None
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Sends, and waits until the message is on its way."""
+        with self._lock:
+            self._socket.sendall(encode_message(message))
+
+    def receive(self) -> Message | None:
+        """The next piece of work; None: the trainer is gone."""
+        return read_message(self._reader)
+
+    def allow_rewards(self, session_key: str | None) -> None:
+        """Takes rewards of the session with this key from now on, and of no other."""
+        with self._lock:
+            self._session_key = session_key
+
+    def set_reward(self, session_key: str, call: str, *arguments: Any) -> None:
+        """Has the trainer make one of ``REWARD_CALLS``.
+
+        Raises:
+            KeyError, ValueError: as the session raises them.
+        """
+        with self._lock:
+            if session_key != self._session_key:
+                raise RuntimeError("the trajectory has ended: no reward is accepted any more")
+            self._socket.sendall(encode_message({"op": call, "arguments": arguments}))
+            answer = read_message(self._reader)
+        if answer is None:
+            raise RuntimeError("the trainer is gone")
+        if answer["op"] != "ok":
+            raise _ERRORS.get(answer["error"], RuntimeError)(answer["message"])
+
+
+class _Rewarding:
+    """What a tracking client adds to the SDK, as far as it reaches into another process."""
+
+    api_key: str
+
+    def __init__(self, *, connection: TrainerConnection, **openai_options: Any) -> None:
+        self._connection = connection
+        super().__init__(**openai_options)
+
+    def copy(self, **options: Any) -> Any:
+        """A client with other options on the same session."""
+        extra = {**options.pop("_extra_kwargs", {}), "connection": self._connection}
+        return super().copy(**options, _extra_kwargs=extra)  # type: ignore[misc]
+
+    with_options = copy
+
+    @property
+    def session_key(self) -> str:
+        """The secret that opens this session, and no other, at the gateway."""
+        return self.api_key
+
+    def set_reward(self, interaction_id: str, reward: Any) -> None:
+        """Gives one interaction (the ``id`` of a completion) its own reward.
+
+        Raises:
+            KeyError: no completed interaction has this id.
+            TypeError, ValueError: the reward is no finite number.
+        """
+        self._set("set_reward", interaction_id, parse_reward(reward))
+
+    def set_final_reward(self, reward: Any) -> None:
+        """Gives the reward to the interaction that ended last.
+
+        Raises:
+            ValueError: no call was completed.
+        """
+        self._set("set_final_reward", parse_reward(reward))
+
+    def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
+        """Hands credit to earlier turns: own reward + turn_discount x mean over successors."""
+        self._set("apply_reward_discount", float(turn_discount))
+
+    def _set(self, call: str, *arguments: Any) -> None:
+        self._connection.set_reward(self.session_key, call, *arguments)
+
+    def export_interactions(self, style: str = "concat") -> NoReturn:
+        """Not here: records stay with the trainer.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "records of model calls are kept in the trainer's process, and this agent runs in "
+            "another. Type rollout.agent_mode=inline for an agent that reads them"
+        )
+
+    @property
+    def interactions(self) -> NoReturn:
+        """Not here: records stay with the trainer.
+
+        Raises:
+            RuntimeError: always.
+        """
+        self.export_interactions()
+
+
+class WorkerClient(_Rewarding, AsyncOpenAI):
+    """A stock ``AsyncOpenAI`` on one session of the gateway."""
+
+    def build_blocking_client(self) -> BlockingWorkerClient:
+        """The same for code that blocks."""
+        return BlockingWorkerClient(
+            connection=self._connection,
+            base_url=self.base_url,
+            api_key=self.session_key,
+            max_retries=self.max_retries,
+            http_client=build_loopback_http(),
+        )
+
+
+class BlockingWorkerClient(_Rewarding, OpenAI):
+    """A stock ``OpenAI`` on one session of the gateway, for agents that are not async."""
+
+
+class WorkerProgram:
+    """Does what is asked for on the connection, until there is nothing more."""
+
+    def __init__(self, connection: TrainerConnection) -> None:
+        self._connection = connection
+        self._sources: dict[str, AgentSource] = {}
+        self._environment = dict(os.environ)
+        self._folder = Path.cwd()
+        self._pid = os.getpid()
+
+    def run(self) -> None:
+        """Works until the trainer says that it is enough, or is gone."""
+        # Of one thread, so that the last lines are those of the crash.
+        faulthandler.enable(all_threads=False)
+        self._say_idle()
+        while (message := self._connection.receive()) is not None:
+            op = message["op"]
+            if op == "end":
+                return
+            if op == "try":
+                specs = [AgentSpec(**spec) for spec in message["agents"]]
+                self._connection.send(self._try_agents(specs))
+                self._say_idle()
+            elif op == "run":
+                self._run_task(message)
+                self._say_idle()
+            else:
+                raise MessageError(f"a worker knows no {op!r}")
+
+    def _try_agents(self, specs: Sequence[AgentSpec]) -> Message:
+        """Builds every agent once: what they are, or why one cannot be."""
+        self._set_environment(_NO_BASE_URL, _NO_KEY)
+        traits, key = [], ""
+        try:
+            for spec in specs:
+                key = spec.key
+                runner = spec.load().runner
+                traits.append(
+                    {
+                        "framework": runner.framework,
+                        "gives_rewards": runner.gives_rewards,
+                        "input_fields": list(runner.input_fields),
+                    }
+                )
+        except UserInputError as error:
+            return {"op": "refused", "error": type(error).__name__, "message": str(error)}
+        except BaseException as error:
+            text = f"{key}: trying the builder ended with {type(error).__name__}: {error}"
+            traceback.print_exc()
+            return {"op": "refused", "error": BuilderError.__name__, "message": text}
+        _forget_modules()
+        return {"op": "tried", "agents": traits}
+
+    def _say_idle(self) -> None:
+        self._connection.send(
+            {"op": "idle", "pid": self._pid, "is_reusable": not _has_left_process()}
+        )
+
+    def _run_task(self, task: Message) -> None:
+        os.chdir(self._folder)
+        self._set_environment(task["base_url"], task["api_key"])
+        self._connection.allow_rewards(task["api_key"])
+        try:
+            asyncio.run(self._answer(task))
+        except BaseException as error:
+            # The agent's end was sent before; this is what it left behind.
+            _log.debug("an agent's event loop did not end cleanly", exc_info=error)
+        if task["modules"] == "reloaded":
+            self._sources.clear()
+            _forget_modules()
+
+    def _set_environment(self, base_url: str, api_key: str) -> None:
+        """The environment as the process found it, with the way to the model."""
+        os.environ.clear()
+        os.environ.update(build_environment(self._environment, base_url, api_key))
+
+    async def _answer(self, task: Message) -> None:
+        reply = await self._find_answer(task)
+        if os.getpid() != self._pid:
+            # Forked by the agent, and not ended where it should have been.
+            os._exit(0)
+        self._connection.allow_rewards(None)
+        self._connection.send(reply)
+
+    async def _find_answer(self, task: Message) -> Message:
+        try:
+            reply = _format_outcome(await self._run_agent(task))
+            encode_message(reply)
+            return reply
+        except UserInputError as error:
+            return {"op": "refused", "error": type(error).__name__, "message": str(error)}
+        except MessageError as error:
+            return _format_failure(TypeError(f"what the agent returned is no answer: {error}"))
+        except RewardError as error:
+            return _format_failure(error, Boundary.REWARD)
+        except SystemExit as error:
+            return _format_failure(RuntimeError(f"the agent called exit({error.code!r})"))
+        except asyncio.CancelledError:
+            cancelled = RuntimeError("the agent cancelled itself (asyncio.CancelledError)")
+            return _format_failure(cancelled)
+        except BaseException as error:
+            return _format_failure(error, own_urls=(task["base_url"],))
+
+    async def _run_agent(self, task: Message) -> AgentOutcome:
+        spec = AgentSpec(**task["agent"])
+        if spec.key not in self._sources:
+            self._sources[spec.key] = spec.load(trial="never")
+        # For plain HTTP to this machine: reading the system's certificates takes 25 ms.
+        transport = httpx2.AsyncHTTPTransport(
+            limits=httpx2.Limits(max_connections=None),
+            verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        )
+        http_client = httpx2.AsyncClient(transport=transport, timeout=httpx2.Timeout(None))
+        client = WorkerClient(
+            connection=self._connection,
+            base_url=task["base_url"],
+            api_key=task["api_key"],
+            max_retries=0,
+            http_client=http_client,
+        )
+        try:
+            runner = self._sources[spec.key].get_runner(client, task["model"])
+            return await runner.run(
+                AgentCall(
+                    row=task["row"],
+                    client=client,
+                    model=task["model"],
+                    base_url=task["base_url"],
+                    api_key=task["api_key"],
+                    http_client=http_client,
+                    max_turns=task["max_turns"],
+                )
+            )
+        finally:
+            await client.close()
+
+
+def build_environment(
+    environment: Mapping[str, str], base_url: str, api_key: str
+) -> dict[str, str]:
+    """``environment``, which names no model, for an agent whose model is at ``base_url``."""
+    changed = {
+        **environment,
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": api_key,
+        # Anthropic's SDK adds /v1 itself.
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": api_key,
+        # The OpenAI Agents SDK would send traces to OpenAI with the session's key, and with every
+        # call the settings of OpenAI's newest model, which it takes for an agent without one.
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",
+        "OPENAI_DEFAULT_MODEL": _SERVED_MODEL,
+    }
+    # The way to this machine must not lead through a proxy.
+    for name in ("NO_PROXY", "no_proxy"):
+        hosts = [host for host in environment.get(name, "").split(",") if host]
+        changed[name] = ",".join(dict.fromkeys([*hosts, "127.0.0.1", "localhost"]))
+    return changed
+
+
+def _format_outcome(outcome: AgentOutcome) -> Message:
+    """What an agent ended with, as a message; rewards of any kind become plain numbers.
+
+    Raises:
+        RewardError: it returned what is no reward.
+    """
+    returned = outcome.returned
+    if isinstance(returned, Mapping):
+        returned = {str(name): _to_number(reward) for name, reward in returned.items()}
+    elif returned is not None:
+        returned = _to_number(returned)
+    return {"op": "done", "final_answer": outcome.final_answer, "returned": returned}
+
+
+def _to_number(value: Any) -> float:
+    reward, _ = parse_reward_result(value)
+    # None would mean that the agent gave no reward; this one said "unscored".
+    return float("nan") if reward is None else reward
+
+
+def _format_failure(
+    error: BaseException, boundary: Boundary | None = None, own_urls: Sequence[str] | None = None
+) -> Message:
+    failure = describe_failure(error, boundary=boundary, own_urls=own_urls)
+    message = {"op": "failed", "failure": asdict(failure)}
+    try:
+        encode_message(message)
+    except MessageError as too_long:
+        short = MessageError(f"{type(error).__name__}: {too_long}")
+        message = {"op": "failed", "failure": asdict(describe_failure(short))}
+    return message
+
+
+def _forget_modules() -> None:
+    """Has the user's own modules imported again when they are next asked for."""
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file and not file.startswith((*_LIBRARIES, _OWN_FOLDER)):
+            del sys.modules[name]
+
+
+def _has_left_process() -> bool:
+    """Whether something that an agent started still runs, orphans included."""
+    # multiprocessing starts its tracker with its first lock, once and for good.
+    expected = (os.getpid(), getattr(resource_tracker._resource_tracker, "_pid", None))
+    for process in psutil.Process(os.getppid()).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if process.pid not in expected and process.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
+
+
+def _prepare_process() -> None:
+    """Makes this process the first to go when memory is short, and leaves no core files."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        try:
+            Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
+        except OSError as error:
+            print(f"oom_score_adj stays as it is: {error}", file=sys.stderr)
+
+
+def main(connection: int) -> None:
+    """The whole life of a worker, on the socket with this file descriptor."""
+    _prepare_process()
+    # Not for what agents start.
+    os.set_inheritable(connection, False)
+    WorkerProgram(TrainerConnection(socket.socket(fileno=connection))).run()

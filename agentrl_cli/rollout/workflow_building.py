@@ -1,0 +1,214 @@
+"""From a configuration to the workflow that makes its trajectories."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+from agentrl_cli.agents.agent_building import list_agent_specs
+from agentrl_cli.config.experiment import EngineConfig, ExperimentConfig, GenerationConfig
+from agentrl_cli.config.import_paths import import_object
+from agentrl_cli.engine.protocol import InferenceEngine, Sampling
+from agentrl_cli.errors import ConfigError, ImportPathError
+from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow, ClientFactory, RunnerSource
+from agentrl_cli.rollout.external.external_workflow import ExternalListener, ExternalWorkflow
+from agentrl_cli.rollout.external.task_queue import TaskQueue
+from agentrl_cli.rollout.rewards import AsyncRewardWrapper
+from agentrl_cli.rollout.workers.worker_pool import RemoteAgent, WorkerAgents
+from agentrl_cli.rollout.workflow import RolloutWorkflow
+from agentrl_cli.tracking.client import TrackingClient
+from agentrl_cli.tracking.session import Budget
+
+
+class ExternalAccess(NamedTuple):
+    """What the workflows of a run share where agents are programs elsewhere."""
+
+    queue: TaskQueue
+    listener: ExternalListener
+
+
+def build_workflow(
+    config: ExperimentConfig,
+    tokenizer: Any,
+    *,
+    gconfig: GenerationConfig | None = None,
+    open_client: ClientFactory | None = None,
+    seed: int | None = None,
+    workers: WorkerAgents | None = None,
+    external: ExternalAccess | None = None,
+    split: str = "train",
+) -> RolloutWorkflow:
+    """The workflow of a configuration, its builders and reward function imported and tried.
+
+    Args:
+        config: the configuration.
+        tokenizer: the model's tokenizer.
+        gconfig: sampling; None: the configuration's ``gconfig``. Evaluations pass
+            ``config.resolve_eval_gconfig()``.
+        open_client: makes the client of a trajectory; None: a TrackingClient on the engine.
+        seed: see :class:`AgentRolloutWorkflow`.
+        workers: run the agents; None: they run here, whatever ``rollout.agent_mode`` says.
+        external: the way in for programs elsewhere, for ``agent_mode: external``.
+        split: what the tasks are for; shown to such programs.
+
+    Raises:
+        UserInputError: an import path, a builder, a signature or a combination that cannot work.
+    """
+    gconfig = gconfig or config.gconfig
+    open_client = open_client or _make_client_factory(tokenizer, config.engine)
+    if external is not None:
+        return ExternalWorkflow(
+            *external,
+            reward=_build_reward(config),
+            gconfig=gconfig,
+            rollout=config.rollout,
+            open_client=open_client,
+            split=split,
+            seed=seed,
+        )
+    if config.workflow_path is not None:
+        return _build_own_workflow(config, tokenizer, gconfig)
+    reward = _build_reward(config)
+    agents = _build_agents(config, workers)
+    if reward is None:
+        _check_rewarded(agents)
+    return AgentRolloutWorkflow(
+        agents,
+        workers=workers,
+        reward=reward,
+        gconfig=gconfig,
+        rollout=config.rollout,
+        open_client=open_client,
+        seed=seed,
+    )
+
+
+def open_external_access(
+    config: ExperimentConfig,
+    announce: Callable[[str], None],
+    *,
+    waits: Literal["limited", "ever"],
+    key: str | None = None,
+) -> ExternalAccess:
+    """The way in for programs elsewhere, at ``rollout.external``; it opens with the first task.
+
+    Args:
+        config: the configuration.
+        announce: shows where it is, and its key, to the user.
+        waits: how long tasks wait for programs: ``max_wait_seconds``, or for ever.
+        key: opens it; None: that in AGENTRL_API_KEY, else a random one.
+
+    Raises:
+        UserInputError: the address cannot be used.
+    """
+    external = config.rollout.external
+    queue = TaskQueue(
+        max_wait_seconds=external.max_wait_seconds if waits == "limited" else None,
+        max_sessions=config.rollout.max_concurrent,
+    )
+    return ExternalAccess(queue, ExternalListener(external, announce, key=key))
+
+
+def _make_client_factory(tokenizer: Any, config: EngineConfig) -> ClientFactory:
+    held: list[Any] = []
+
+    def open_client(engine: InferenceEngine, sampling: Sampling, budget: Budget) -> TrackingClient:
+        client = TrackingClient(
+            engine=engine,
+            tokenizer=tokenizer,
+            sampling=sampling,
+            budget=budget,
+            **config.list_reading_options(),
+        )
+        # An engine's gateway lives as long as somebody holds it; between two trajectories
+        # that is us.
+        held[:] = [client.gateway]
+        return client
+
+    return open_client
+
+
+def _build_agents(
+    config: ExperimentConfig, workers: WorkerAgents | None
+) -> dict[str | None, RunnerSource | RemoteAgent]:
+    agents: dict[str | None, RunnerSource | RemoteAgent]
+    if workers is None:
+        agents = {name: spec.load() for name, spec in list_agent_specs(config).items()}
+    else:
+        agents = {**workers.agents}
+    # With one agent there is nothing for rows to choose.
+    return {None: next(iter(agents.values())), **agents} if len(agents) == 1 else agents
+
+
+@contextmanager
+def open_workers(config: ExperimentConfig) -> Iterator[WorkerAgents | None]:
+    """The workers that run the agents inside the block, if ``rollout.agent_mode`` asks for them.
+
+    Raises:
+        UserInputError: an agent cannot be built; found out in a process of its own.
+        RunError: no process can be started.
+    """
+    if config.rollout.agent_mode != "subprocess" or config.workflow_path is not None:
+        yield None
+        return
+    workers = WorkerAgents(config)
+    try:
+        yield workers
+    finally:
+        workers.close()
+
+
+def _build_reward(config: ExperimentConfig) -> AsyncRewardWrapper | None:
+    if config.reward_fn_path is None:
+        return None
+    return AsyncRewardWrapper(
+        import_object(config.reward_fn_path, "reward_fn_path"),
+        timeout_seconds=config.rollout.reward_timeout_seconds,
+        num_workers=config.rollout.reward_workers,
+        import_path=config.reward_fn_path,
+    )
+
+
+def _check_rewarded(
+    agents: Mapping[str | None, RunnerSource | RemoteAgent],
+) -> None:
+    for name, source in agents.items():
+        if not source.runner.gives_rewards:
+            which = "the agent" if name is None else f"agents.{name}"
+            raise ConfigError(
+                f"reward_fn_path is not set, and {which} ({source.runner.framework}) answers "
+                "in text, so nothing would give a reward. "
+                "Type reward_fn_path=rewards.gsm8k.gsm8k_reward_fn (or one of your own)"
+            )
+
+
+def _build_own_workflow(
+    config: ExperimentConfig, tokenizer: Any, gconfig: GenerationConfig
+) -> RolloutWorkflow:
+    """The user's RolloutWorkflow: gets ``workflow_kwargs``, and what else its signature names."""
+    where = f"workflow_path: {config.workflow_path!r}"
+    factory = import_object(config.workflow_path or "", "workflow_path")
+    if not callable(factory):
+        raise ImportPathError(f"{where} is {type(factory).__name__}; name a RolloutWorkflow class")
+    named = inspect.signature(factory).parameters
+    supplied: dict[str, Any] = {"tokenizer": tokenizer, "gconfig": gconfig, "config": config}
+    if "reward" in named:
+        supplied["reward"] = _build_reward(config)
+    chosen = {k: v for k, v in supplied.items() if k in named and k not in config.workflow_kwargs}
+    try:
+        workflow = factory(**config.workflow_kwargs, **chosen)
+    except Exception as error:
+        raise ImportPathError(
+            f"{where} raised {type(error).__name__}: {error}. It is called with workflow_kwargs "
+            f"({', '.join(config.workflow_kwargs) or 'empty'}) and, if it names them, tokenizer, "
+            "gconfig, config and reward"
+        ) from error
+    if not isinstance(workflow, RolloutWorkflow):
+        raise ImportPathError(
+            f"{where} gave {type(workflow).__name__}. Allowed: a class derived from "
+            "agentrl_cli.RolloutWorkflow, or a function that returns an object of one"
+        )
+    workflow.use(config.rollout)
+    return workflow

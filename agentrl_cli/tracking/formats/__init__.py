@@ -1,0 +1,1 @@
+"""Tool calls and reasoning, as each family of models writes them."""

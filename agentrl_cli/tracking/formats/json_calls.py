@@ -1,0 +1,204 @@
+"""Readers of calls whose arguments are JSON: with the name inside of it, or before it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl_cli.tracking.formats.call_scanner import (
+    CallReader,
+    Cursor,
+    Reading,
+    Unfinished,
+    Unreadable,
+    build_call,
+    decode_json,
+)
+
+#: Makes a call of one JSON object, or finds that it describes none.
+CallBuilder = Callable[[Any], dict[str, Any] | None]
+
+_NAME = re.compile(r"[^\s<\[{|`]{1,256}")
+_NUMBERED_NAME = re.compile(r"(?:functions\.)?(.+):\d+")
+_CALL_ID_CHARACTERS = string.ascii_letters + string.digits
+_MISTRAL_START = "[TOOL_CALLS]"
+_MISTRAL_ID = re.compile(r"\s*\[CALL_ID\](\w*)")
+
+
+def build_call_of_object(data: Any, argument_keys: tuple[str, ...]) -> dict[str, Any] | None:
+    """The call that a JSON object with ``name`` and arguments describes, or None."""
+    if not isinstance(data, dict):
+        return None
+    arguments = next((data[key] for key in argument_keys if key in data), None)
+    return build_call(data.get("name"), arguments)
+
+
+def build_named_call(data: Any) -> dict[str, Any] | None:
+    """The call that an object with a name, and with arguments or parameters, describes, or None."""
+    return build_call_of_object(data, ("arguments", "parameters"))
+
+
+def build_call_of_pair(data: Any) -> dict[str, Any] | None:
+    """The call that ``{name: arguments}`` describes, or None."""
+    if not isinstance(data, dict) or len(data) != 1:
+        return None
+    [(name, arguments)] = data.items()
+    return build_call_of_object({"name": name, "arguments": arguments}, ("arguments",))
+
+
+@dataclass(slots=True, kw_only=True)
+class JsonCalls(CallReader):
+    """Calls such as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
+
+    Where the JSON is a list, each of its objects is a call; those that are not stay text.
+    """
+
+    starts: tuple[str, ...]
+    end: str = ""
+    """Empty: a call ends where its JSON does."""
+    build: CallBuilder = build_named_call
+
+    def read_calls(self, cursor: Cursor) -> Reading:
+        """The call, or the calls, that the text begins with."""
+        cursor.take(*self.starts)
+        if cursor.peek() == "[":
+            return self._read_list(cursor)
+        data = cursor.take_json()
+        self._close(cursor)
+        return cursor.end_call(self.build(data))
+
+    def _read_list(self, cursor: Cursor) -> Reading:
+        """The objects of a list one by one, so that a list cut off keeps those it has."""
+        reading, text = Reading(), cursor.text
+        cursor.at += 1
+        while True:
+            while text[cursor.at : cursor.at + 1].isspace() or text.startswith(",", cursor.at):
+                cursor.at += 1
+            begin = cursor.at
+            if text.startswith("]", begin):
+                cursor.at += 1
+                try:
+                    self._close(cursor)
+                except Unreadable:
+                    cursor.at = begin + 1
+                break
+            try:
+                data, cursor.at = decode_json(text, begin)
+            except (ValueError, RecursionError):
+                if not cursor.at_end:
+                    raise Unfinished from None
+                break
+            call = self.build(data)
+            if call is None:
+                reading.text += text[begin : cursor.at]
+            else:
+                reading.calls.append(call)
+        reading.length = cursor.at
+        if not reading.calls:
+            raise Unreadable
+        return reading
+
+    def _close(self, cursor: Cursor) -> None:
+        if self.end:
+            cursor.close(self.end)
+
+
+class BareJsonCalls(CallReader):
+    """Calls as Llama 3 writes them: a JSON object and nothing around it.
+
+    An object is a call only with a name and arguments, for an answer may be JSON as well.
+    """
+
+    starts = ("<|python_tag|>", "{")
+    closers = (";", ",")
+
+    def read_calls(self, cursor: Cursor) -> Reading:
+        """The call that the text begins with."""
+        cursor.take("<|python_tag|>")
+        if cursor.peek() == "{" and not _may_be_call(cursor.text[cursor.at :]):
+            raise Unreadable
+        data = cursor.take_json()
+        named = isinstance(data, dict) and not {"parameters", "arguments"}.isdisjoint(data)
+        if named and "name" not in data:
+            data = {**data, "name": data.get("function")}
+        call = build_call_of_object(data, ("parameters", "arguments")) if named else None
+        return Reading(cursor.at) if call is None else cursor.end_call(call)
+
+
+def _may_be_call(text: str) -> bool:
+    """Whether an object that begins so may have the keys of a call."""
+    first = text[1:].lstrip()
+    keys = ('"name"', '"type"', '"function"', '"parameters"', '"arguments"', '"id"')
+    return any(key.startswith(first[: len(key)]) for key in keys)
+
+
+@dataclass(slots=True, kw_only=True)
+class NamedCalls(CallReader):
+    """Calls such as ``<begin>NAME<separator>{...}<end>``, as DeepSeek and Kimi write them.
+
+    White space between the parts does not count.
+    """
+
+    section: str
+    """What may stand before the first call."""
+    before_name: tuple[str, ...]
+    before_arguments: tuple[str, ...]
+    end: tuple[str, ...]
+    closers: tuple[str, ...]
+    starts: tuple[str, ...]
+    """The section's beginning, and a call's."""
+    is_numbered: bool = False
+    """True: what stands in the name's place is the call's id, such as ``functions.NAME:0``."""
+
+    def read_calls(self, cursor: Cursor) -> Reading:
+        """The call that the text begins with."""
+        if cursor.text.startswith(self.section):
+            cursor.expect(self.section)
+        cursor.expect(*self.before_name)
+        name = cursor.match(_NAME)
+        cursor.expect(*self.before_arguments)
+        data = cursor.take_json()
+        cursor.close(*self.end)
+        call_id = None
+        if self.is_numbered:
+            numbered = _NUMBERED_NAME.fullmatch(name)
+            if numbered is None:
+                raise Unreadable
+            call_id, name = name, numbered.group(1)
+        return cursor.end_call(build_call(name, data, call_id))
+
+
+class MistralCalls(CallReader):
+    """``[TOOL_CALLS]NAME[ARGS]{...}``, and the list of objects of Mistral's older models."""
+
+    starts = (_MISTRAL_START,)
+    _listed = JsonCalls(starts=(_MISTRAL_START,))
+
+    def read_calls(self, cursor: Cursor) -> Reading:
+        """The call, or the list of calls, that the text begins with."""
+        cursor.expect(_MISTRAL_START)
+        if cursor.peek() in ("{", "["):
+            reading = self._listed.read(cursor.text, cursor.at_end)
+            for call in reading.calls:
+                call["id"] = make_mistral_id()
+            return reading
+        name = cursor.match(_NAME)
+        call_id = _MISTRAL_ID.match(cursor.text, cursor.at)
+        if call_id is not None:
+            cursor.at = call_id.end()
+        if cursor.peek() != "{":
+            if call_id is None and cursor.is_partial("[CALL_ID]"):
+                raise Unfinished
+            cursor.expect("[ARGS]")
+        data = cursor.take_json()
+        known_id = call_id.group(1) if call_id is not None else ""
+        return cursor.end_call(build_call(name, data, known_id or make_mistral_id()))
+
+
+def make_mistral_id() -> str:
+    """An id as Mistral's templates demand it: nine letters or digits."""
+    return "".join(secrets.choice(_CALL_ID_CHARACTERS) for _ in range(9))

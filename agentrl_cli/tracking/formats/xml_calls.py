@@ -1,0 +1,257 @@
+"""Readers of calls whose arguments stand one by one between tags."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl_cli.tracking.formats.call_scanner import (
+    CallReader,
+    Cursor,
+    Reading,
+    Unfinished,
+    Unreadable,
+    build_call,
+    load_json,
+)
+from agentrl_cli.tracking.formats.python_calls import read_literal
+
+#: A name, or a key with its attributes, is not longer.
+_MAX_HEADER = 400
+_NAME = r"[\w.:-]{1,128}"
+_GLM_CALL = re.compile(rf"<tool_call>{_NAME}\s*(?:<arg_key>|</tool_call>)")
+
+
+def _take_value(
+    cursor: Cursor, end: str, followers: Sequence[str], other_call: re.Pattern[str]
+) -> str:
+    """The text up to the ``end`` that one of ``followers`` follows: other ends are text.
+
+    ``other_call`` matches what another call begins with: with it in the value, this one was
+    not finished.
+    """
+    begin = cursor.at
+    while True:
+        last = cursor.at
+        found = cursor.text.find(end, last)
+        if other_call.search(cursor.text, last, found if found >= 0 else len(cursor.text)):
+            raise Unreadable
+        if found < 0:
+            raise Unfinished
+        cursor.at = found + len(end)
+        if cursor.take(*followers) is not None:
+            cursor.at = found + len(end)
+            return cursor.text[begin:found]
+
+
+@dataclass(slots=True, kw_only=True)
+class XmlCalls(CallReader):
+    """Calls such as ``<function=NAME><parameter=KEY>VALUE</parameter></function>``."""
+
+    types: ArgumentTypes
+    section: str
+    """What may stand before the first call."""
+    call_begin: str
+    call_header_end: str
+    key_begin: str
+    key_pattern: re.Pattern[str]
+    """Matches what follows ``key_begin`` up to its ``>``; group ``key``, and group ``is_text``
+    where the model says itself whether the value is text."""
+    value_end: str
+    call_end: str
+    closers: tuple[str, ...]
+    has_lines: bool
+    """True: a value stands on lines of its own, whose breaks are not part of it."""
+    starts: tuple[str, ...]
+    """The section's beginning, and a call's."""
+
+    @property
+    def _other_call(self) -> re.Pattern[str]:
+        begin, header_end, key_begin, call_end = (
+            re.escape(text)
+            for text in (self.call_begin, self.call_header_end, self.key_begin, self.call_end)
+        )
+        return re.compile(rf"{begin}{_NAME}{header_end}\s*(?:{key_begin}|{call_end})")
+
+    def read_calls(self, cursor: Cursor) -> Reading:
+        """The call that the text begins with."""
+        if cursor.take(self.section, self.call_begin) == self.section and (
+            cursor.take(self.call_begin) is None
+        ):
+            raise Unreadable
+        name = cursor.take_until(self.call_header_end, _MAX_HEADER).strip()
+        if "<" in name or "\n" in name:
+            raise Unreadable
+        arguments: dict[str, Any] = {}
+        while (tag := cursor.take(self.key_begin, self.call_end)) == self.key_begin:
+            header = self.key_pattern.fullmatch(cursor.take_until(">", _MAX_HEADER))
+            if header is None:
+                raise Unreadable
+            value = self._read_value(cursor)
+            key = header.group("key").strip()
+            is_text = header.groupdict().get("is_text")
+            arguments[key] = value if is_text == "true" else self.types.convert(name, key, value)
+        if tag is None:
+            raise Unreadable
+        return cursor.end_call(build_call(name, arguments))
+
+    def _read_value(self, cursor: Cursor) -> str:
+        value = _take_value(
+            cursor, self.value_end, (self.key_begin, self.call_end), self._other_call
+        )
+        return value.removeprefix("\n").removesuffix("\n") if self.has_lines else value
+
+
+@dataclass(slots=True)
+class GlmCalls(CallReader):
+    """GLM's calls: ``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>``..."""
+
+    types: ArgumentTypes
+    starts = ("<tool_call>",)
+
+    def read_calls(self, cursor: Cursor) -> Reading:
+        """The call that the text begins with."""
+        cursor.expect("<tool_call>")
+        begin = cursor.at
+        cursor.take_until("<", _MAX_HEADER)
+        cursor.at -= 1
+        name = cursor.text[begin : cursor.at].strip()
+        if not name or any(c.isspace() or c in "{[" for c in name):
+            raise Unreadable
+        arguments = {}
+        while (tag := cursor.take("<arg_key>", "</tool_call>")) == "<arg_key>":
+            key = cursor.take_until("</arg_key>", _MAX_HEADER).strip()
+            if "<" in key or cursor.take("<arg_value>") is None:
+                raise Unreadable
+            value = _take_value(cursor, "</arg_value>", ("<arg_key>", "</tool_call>"), _GLM_CALL)
+            arguments[key] = self.types.convert(name, key, value)
+        if tag is None:
+            raise Unreadable
+        return cursor.end_call(build_call(name, arguments))
+
+
+_CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
+
+
+#: White space around a string of which a schema says one of these is not part of it.
+_RESTRICTIONS = frozenset({"enum", "const", "pattern", "format"})
+#: Choices and references within one another are not followed further.
+_MAX_DEPTH = 16
+
+
+class ArgumentTypes:
+    """What the offered tools' schemas say about their parameters; nothing in them is taken for
+    granted, for requests without constraints do not have them checked."""
+
+    def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
+        self._parameters: dict[str, dict[str, Any]] = {}
+        for tool in tools:
+            function = tool.get("function")
+            parameters = function.get("parameters") if isinstance(function, dict) else None
+            if isinstance(function, dict) and isinstance(parameters, dict):
+                self._parameters[str(function.get("name"))] = parameters
+
+    def convert(self, tool: str, parameter: str, text: str) -> Any:
+        """The data that ``text`` stands for: the text itself where the schema says ``string``.
+
+        Where the schema says nothing, JSON is data and anything else is text.
+        """
+        root = self._parameters.get(tool, {})
+        properties = root.get("properties")
+        schema = properties.get(parameter) if isinstance(properties, dict) else None
+        choices = list(_list_choices(schema, root))
+        types = {name for choice in choices for name in _list_types(choice)}
+        if types and types <= {"string"}:
+            return _trim(text, choices)
+        data = _read_value(text, types)
+        name = _name_type(data)
+        fits = not types or name in types or (name == "integer" and "number" in types)
+        return _trim(text, choices) if "string" in types and (data == text or not fits) else data
+
+
+def _list_choices(schema: Any, root: dict[str, Any], depth: int = 0) -> Iterator[dict[str, Any]]:
+    """The schemas that a value may fit, references and lists of choices resolved."""
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
+        return
+    if "$ref" in schema:
+        yield from _list_choices(_follow(schema["$ref"], root), root, depth + 1)
+        return
+    yield schema
+    for key in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(key)
+        for part in parts if isinstance(parts, list) else ():
+            yield from _list_choices(part, root, depth + 1)
+
+
+def _follow(reference: Any, root: dict[str, Any]) -> Any:
+    target: Any = root
+    for part in str(reference).split("/")[1:]:
+        target = target.get(part) if isinstance(target, dict) else None
+    return target
+
+
+def _list_types(schema: dict[str, Any]) -> list[str]:
+    """The JSON types that a schema names; empty: it names none."""
+    declared = schema.get("type")
+    listed = declared if isinstance(declared, list) else [declared]
+    types = [name for name in listed if isinstance(name, str)]
+    return types or [_name_type(value) for value in _list_values(schema)]
+
+
+def _list_values(schema: dict[str, Any]) -> list[Any]:
+    values = schema.get("enum")
+    if "const" in schema:
+        return [schema["const"]]
+    return values if isinstance(values, list) else []
+
+
+def _trim(text: str, choices: Sequence[dict[str, Any]]) -> str:
+    """A string without the white space that stands for none of it."""
+    strings = [choice for choice in choices if "string" in _list_types(choice)]
+    if any(text in _list_values(choice) for choice in strings):
+        return text
+    is_restricted = all(
+        _RESTRICTIONS & choice.keys() or _is_longer(text, choice.get("maxLength"))
+        for choice in strings
+    )
+    return text.strip() if is_restricted else text
+
+
+def _is_longer(text: str, limit: Any) -> bool:
+    return isinstance(limit, int) and len(text) > limit
+
+
+def _read_value(text: str, types: set[str]) -> Any:
+    try:
+        data = load_json(text)
+    except (ValueError, RecursionError):
+        return _read_python(text, types)
+    return text if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def _read_python(text: str, types: set[str]) -> Any:
+    """Data that is written as Python writes it (``True``, ``{'a': 1}``), else the text."""
+    constant = text.strip().lower()
+    if constant in _CONSTANTS:
+        return _CONSTANTS[constant]
+    if types & {"object", "array"}:
+        data = read_literal(text)
+        return data if isinstance(data, dict | list) else text
+    return text
+
+
+def _name_type(data: Any) -> str:
+    if data is None:
+        return "null"
+    if isinstance(data, bool):
+        return "boolean"
+    if isinstance(data, int):
+        return "integer"
+    if isinstance(data, float):
+        return "number"
+    if isinstance(data, str):
+        return "string"
+    return "array" if isinstance(data, list) else "object"

@@ -1,1 +1,0 @@
-"""How models write tool calls and thoughts: the formats, their names, and what reads them."""

@@ -1,0 +1,1 @@
+"""From trajectories to what is trained on: samples, minibatches, packed micro-batches."""

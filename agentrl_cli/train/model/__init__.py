@@ -1,0 +1,1 @@
+"""The models in training: policy, critic, optimizer, attention, output head, shards."""

@@ -1,0 +1,168 @@
+"""The critic: a second model, which says what return to expect of each action's state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from agentrl_cli.config.algorithm_config import CriticConfig
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.errors import ModelError, StoreError
+from agentrl_cli.models.frozen_weights import freeze_weights
+from agentrl_cli.models.lora import add_adapter
+from agentrl_cli.train.checkpoint import describe_damage, load_optimizer_state
+from agentrl_cli.train.data.packing import MicroBatch
+from agentrl_cli.train.data.samples import Sample
+from agentrl_cli.train.loss.gae import ValueTargets
+from agentrl_cli.train.loss.value_loss import compute_value_loss
+from agentrl_cli.train.model.layers import prepare_layers, set_checkpointing
+from agentrl_cli.train.model.optimizer import MasterOptimizer, compute_learning_rate
+from agentrl_cli.train.model.output_head import compute_target_states
+from agentrl_cli.train.model.trained_model import TrainedModel
+from agentrl_cli.train.monitor.update_metrics import UpdateMetrics
+from agentrl_cli.train.non_finite import ComputePart, Part
+from agentrl_cli.train.ranks import SINGLE, Ranks
+
+#: The critic's folder in a checkpoint.
+CRITIC_DIR = "critic"
+
+
+class ValueModel(nn.Module):
+    """A language model's layers, and a linear head that gives one number instead of logits."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Takes over the layers of ``model``; its output head is dropped. The new head is 0, so
+        that a new critic expects nothing."""
+        super().__init__()
+        layers = model.base_model
+        if not isinstance(layers, PreTrainedModel):
+            raise ModelError(
+                f"train.critic.path: {type(model).__name__} cannot be used without its output "
+                "head. Allowed: architectures such as Qwen2, Qwen3, Llama and Mistral"
+            )
+        self.model = layers
+        # On "meta" nothing is drawn from the generator, which belongs to the run.
+        width = layers.config.get_text_config().hidden_size
+        self.head = nn.Linear(width, 1, device="meta").to_empty(device="cpu")
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """The value of the state in which each target was sampled: float32 [targets]."""
+        states = compute_target_states(self.model, batch)
+        # In bfloat16 a value near 1 would be off by up to 0.004.
+        # Not a column of a matrix: FSDP warns of modules that give a view.
+        return states.float() @ self.head.weight[0].float() + self.head.bias.float()
+
+
+class Critic(TrainedModel[Tensor]):
+    """A value model in training, on one device or sharded; its values are float32 [targets]."""
+
+    role = "critic"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: ExperimentConfig,
+        device: torch.device,
+        ranks: Ranks = SINGLE,
+    ) -> None:
+        """Takes ``model`` over.
+
+        With ``config.model.lora`` an adapter and the head alone are trained; what
+        ``config.model.frozen`` names stays as it is, as in the policy.
+
+        Raises:
+            MissingExtraError: an adapter is asked for and peft is not installed.
+            ModelError: an architecture that agentrl does not support.
+            ValueError: ``config`` has no critic.
+        """
+        if config.train.critic is None:
+            raise ValueError("the configuration has no train.critic")
+        self._config: CriticConfig = config.train.critic
+        train = config.train.model_copy(update={"learning_rate": self._config.learning_rate})
+        # While it has the names that a user knows.
+        freeze_weights(model, config.model.frozen)
+        self.value_model = ValueModel(model)
+        layers = self.value_model.model
+        prepare_layers(layers, device, train)
+        self.value_model.to(device)
+        if config.model.lora is not None:
+            add_adapter(layers, config.model.lora, seed=config.seed)
+        dtype = getattr(torch, config.model.dtype)
+        super().__init__(
+            self.value_model,
+            layers,
+            train=train,
+            dtype=dtype,
+            ranks=ranks,
+            device=device,
+            take_values=lambda values: values,
+        )
+        self.optimizer = MasterOptimizer(self.value_model, train, dtype, ranks)
+        set_checkpointing(layers, enabled=train.gradient_checkpointing)
+
+    def compute_learning_rate(self, step: int) -> float:
+        """The critic's learning rate of ``step``, from 1."""
+        return compute_learning_rate(self._train, step)
+
+    def learns_alone(self, step: int) -> bool:
+        """True for the first steps, in which the policy stays as it is."""
+        return step <= self._config.warmup_steps
+
+    def build_loss(
+        self, samples: Sequence[Sample], targets: ValueTargets, metrics: UpdateMetrics
+    ) -> ComputePart:
+        """What gives each micro-batch's part in the value loss of the minibatch ``samples``, every
+        target of which counts alike, and reports it to ``metrics``."""
+        num_targets = sum(sample.num_targets for sample in samples)
+
+        def compute_part(batch: MicroBatch) -> Part:
+            old_values, returns = targets.join(batch)
+            values = self.forward(batch)
+            output = compute_value_loss(
+                values,
+                old_values,
+                returns,
+                clip_range=self._config.clip_range,
+                num_targets=num_targets,
+            )
+            metrics.add_critic_micro_batch(batch, output)
+            made_of = {"values": values, "old_values": old_values, "returns": returns}
+            return Part(output.loss, made_of)
+
+        return compute_part
+
+    def save(self, folder: Path) -> None:
+        """Writes what is trained and the optimizer into ``critic/`` of a checkpoint.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        self.save_state(folder / CRITIC_DIR, with_masters=True)
+
+    def load(self, folder: Path) -> None:
+        """Takes over what :meth:`save` wrote.
+
+        Raises:
+            StoreError: it is damaged, or of another model.
+        """
+        optimizer_state, weights = load_optimizer_state(folder / CRITIC_DIR)
+        if weights is None:
+            missing = FileNotFoundError(f"{CRITIC_DIR}/ has no weights")
+            raise StoreError(describe_damage(folder, missing))
+        try:
+            self.optimizer.load_master_weights(weights)
+            self.optimizer.load_state_tensors(optimizer_state)
+        except (KeyError, RuntimeError) as error:
+            raise StoreError(
+                f"the critic in the checkpoint {folder} is of another model: {error}"
+            ) from error
+
+    def describe(self) -> str:
+        """What must be equal where a checkpoint is loaded."""
+        return type(self.value_model.model).__name__

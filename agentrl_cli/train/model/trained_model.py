@@ -1,0 +1,167 @@
+"""A model in training, and how the ranks divide its passes among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from agentrl_cli.config.train_config import TrainConfig
+from agentrl_cli.train.checkpoint import save_optimizer_state
+from agentrl_cli.train.data.packing import MicroBatch, pack_samples
+from agentrl_cli.train.data.samples import Sample, build_scoring_sample
+from agentrl_cli.train.model.optimizer import MasterOptimizer
+from agentrl_cli.train.model.sharding import gather_named, shard_module
+from agentrl_cli.train.ranks import Ranks
+
+Output = TypeVar("Output")
+
+
+class ModelPasses(Generic[Output]):
+    """Passes of samples through a model, which is sharded where there are several ranks.
+
+    Each rank makes those of its share of the samples, and all make equally many, since all
+    take part in a pass through a sharded model.
+
+    Args:
+        root: called with a micro-batch; sharded here, in place.
+        model: in ``root``; has the layers.
+        train: how micro-batches are filled.
+        dtype: in which a sharded model computes.
+        ranks: train together, and call all methods in the same order.
+        device: on which micro-batches are made.
+        take_values: one number for each target, of what ``root`` gives.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        model: PreTrainedModel,
+        *,
+        train: TrainConfig,
+        dtype: torch.dtype,
+        ranks: Ranks,
+        device: torch.device,
+        take_values: Callable[[Output], Tensor],
+    ) -> None:
+        self.device = device
+        self._root = root
+        self._train = train
+        self._ranks = ranks
+        self._take_values = take_values
+        self._num_missing = 0
+        # With a target, so that every weight has a gradient, and 0 is added to each.
+        nothing = build_scoring_sample([0, 0], 1, temperature=1.0, top_p=1.0)
+        [self._nothing] = pack_samples([nothing], 2, device)
+        if ranks.mesh is not None:
+            shard_module(root, model, ranks.mesh, dtype)
+
+    def pack(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+        """The micro-batches of this rank's share of ``samples``, which all ranks know."""
+        return self._pack(samples, self._divide(samples)[self._ranks.index])
+
+    def forward(self, batch: MicroBatch) -> Output:
+        """What the model gives for a micro-batch, with gradient."""
+        output: Output = self._root(batch)
+        return output
+
+    def catch_up(self) -> None:
+        """Called after the backward passes of :meth:`pack`'s micro-batches: makes empty ones until
+        this rank has made as many as the busiest."""
+        for _ in range(self._num_missing):
+            (self._take_values(self.forward(self._nothing)).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[Sample]) -> dict[int, Tensor]:
+        """The values of each sample's targets, float32 [targets] on the CPU, by ``id(sample)``.
+
+        On every rank those of all samples, though each passes its share alone.
+        """
+        own = self._divide(samples)[self._ranks.index]
+        scored: dict[int, Tensor] = {}
+        for batch in self._pack(samples, own):
+            values = self._take_values(self.forward(batch)).float().cpu()
+            parts = torch.split(values, [s.num_targets for s in batch.samples])
+            scored |= {id(s): part for s, part in zip(batch.samples, parts, strict=True)}
+        for _ in range(self._num_missing):
+            self.forward(self._nothing)
+        if isinstance(self._root, FSDPModule):
+            # Without a backward pass the root's weights would stay gathered, and become stale.
+            self._root.reshard()
+        joined = torch.cat([torch.zeros(0), *(scored[id(samples[i])] for i in own)])
+        everything = torch.cat(self._ranks.gather_tensors(joined))
+        # Shares are neighbours, so that their values one after the other are those of all.
+        parts = torch.split(everything, [s.num_targets for s in samples])
+        return {id(s): part for s, part in zip(samples, parts, strict=True)}
+
+    def _divide(self, samples: Sequence[Sample]) -> list[range]:
+        return divide_evenly([sample.num_tokens for sample in samples], self._ranks.count)
+
+    def _pack(self, samples: Sequence[Sample], share: range) -> list[MicroBatch]:
+        chosen = [samples[i] for i in share]
+        train = self._train
+        batches = pack_samples(chosen, train.micro_batch_tokens, self.device, train.packing)
+        self._num_missing = max(self._ranks.gather_objects(len(batches))) - len(batches)
+        return batches
+
+
+class TrainedModel(ModelPasses[Output]):
+    """A model with its optimizer: the policy, or its critic."""
+
+    role: Literal["policy", "critic"]
+    optimizer: MasterOptimizer
+
+    def save_state(self, folder: Path, *, with_masters: bool) -> None:
+        """Writes the optimizer's state, and its float32 weights, whole, into ``folder``: on rank 0,
+        while the others take part.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        keep = self._ranks.index == 0
+        masters = None
+        if with_masters:
+            masters = gather_named(self.optimizer.master_weights(), keep=keep)
+        state = gather_named(self.optimizer.state_tensors(), keep=keep)
+        if keep:
+            save_optimizer_state(folder, state, masters)
+
+
+def divide_evenly(costs: Sequence[int], count: int) -> list[range]:
+    """``count`` runs of neighbours that cover all positions, the costliest as cheap as can be.
+
+    Neighbours stay together because samples of one group share prefixes, which are computed once
+    by the rank that has them. The costliest run is above the mean by less than the largest cost.
+    Runs may be empty. The result depends on the arguments only.
+
+    Args:
+        costs: of each sample, not negative: its tokens.
+        count: of ranks.
+    """
+    lowest, highest = max([*costs, -(-sum(costs) // count)]), sum(costs)
+    while lowest < highest:
+        middle = (lowest + highest) // 2
+        if len(_cut(costs, middle)) <= count:
+            highest = middle
+        else:
+            lowest = middle + 1
+    runs = _cut(costs, lowest)
+    return runs + [range(len(costs), len(costs))] * (count - len(runs))
+
+
+def _cut(costs: Sequence[int], limit: int) -> list[range]:
+    """Runs of at most ``limit``, which is no less than any cost, each as long as can be."""
+    runs: list[range] = []
+    start, total = 0, 0
+    for position, cost in enumerate(costs):
+        if total + cost > limit:
+            runs.append(range(start, position))
+            start, total = position, 0
+        total += cost
+    runs.append(range(start, len(costs)))
+    return runs

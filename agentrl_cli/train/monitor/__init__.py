@@ -1,0 +1,1 @@
+"""What is watched while a run trains: its metrics, alarms, and loggers."""

@@ -1,0 +1,148 @@
+"""A batch of trajectories: its progress while it is sampled, and its metrics."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+from agentrl_cli.log import Observer, format_count
+from agentrl_cli.prefix_mismatches import MismatchTotals, summarize_prefix_mismatches
+from agentrl_cli.records import Boundary, MismatchCause, StopReason, Trajectory
+from agentrl_cli.scores import compute_group_statistics, compute_score
+
+
+def summarize_trajectories(
+    trajectories: Sequence[Trajectory], policy_version: int
+) -> dict[str, float]:
+    """The step's metrics of its trajectories; every value is finite.
+
+    ``trajectories`` are all that were sampled for the step, including those of replaced groups:
+    what is not trained on is reported all the same. ``reward_*`` (``reward_std`` unbiased) are
+    over the scored trajectories and missing when there are none, as 0 would be read as a reward.
+    ``truncated_fraction`` is the share of trajectories with a reply cut by its length limit;
+    ``staleness_*`` is ``policy_version`` minus the version of each sampled token. Lengths, turns
+    and tool calls are per trajectory. What counts as a prefix mismatch, and what it costs, is
+    defined in :mod:`agentrl_cli.prefix_mismatches`.
+    """
+    return {
+        **_summarize_rewards(trajectories),
+        **_summarize_lengths(trajectories),
+        **_summarize_staleness(trajectories, policy_version),
+        **_count_failures(trajectories),
+        **_count_stops(trajectories),
+        **_count_prefix_mismatches(trajectories),
+    }
+
+
+def _summarize_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    scored = (t.reward for t in trajectories if compute_score(t) is not None)
+    rewards = [reward for reward in scored if reward is not None]
+    groups = compute_group_statistics(trajectories).values()
+    replaced = {t.group_id for t in trajectories if t.replaced_by is not None}
+    summary = {
+        "num_groups": float(len(groups)),
+        "num_trajectories": float(len(trajectories)),
+        "num_unscored": float(len(trajectories) - len(rewards)),
+        "num_groups_without_signal": float(sum(not group.has_signal for group in groups)),
+        "num_filtered_groups": float(len(replaced)),
+    }
+    if rewards:
+        summary["reward_mean"] = statistics.fmean(rewards)
+        summary["reward_min"] = min(rewards)
+        summary["reward_max"] = max(rewards)
+        summary["reward_std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
+    return summary
+
+
+def _summarize_lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    tokens = [t.num_completion_tokens for t in trajectories]
+    num_truncated = sum(
+        any(i.finish_reason == "length" for i in t.interactions) for t in trajectories
+    )
+    return {
+        "turns_mean": _mean([t.num_turns for t in trajectories]),
+        "tool_calls_mean": _mean([t.num_tool_calls for t in trajectories]),
+        "completion_tokens_mean": _mean(tokens),
+        "completion_tokens_max": float(max(tokens, default=0)),
+        "truncated_fraction": num_truncated / max(len(trajectories), 1),
+    }
+
+
+def _summarize_staleness(
+    trajectories: Sequence[Trajectory], policy_version: int
+) -> dict[str, float]:
+    staleness = [
+        policy_version - version
+        for trajectory in trajectories
+        for interaction in trajectory.interactions
+        for version in interaction.versions
+    ]
+    return {
+        "staleness_mean": _mean(staleness),
+        "staleness_max": float(max(staleness, default=0)),
+    }
+
+
+def _count_stops(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    counts = Counter(t.stop_reason for t in trajectories)
+    return {f"stops_{reason}": float(counts[reason]) for reason in StopReason}
+
+
+def _count_failures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    counts = Counter(t.failure.boundary for t in trajectories if t.failure is not None)
+    by_boundary = {f"failures_{boundary}": float(counts[boundary]) for boundary in Boundary}
+    return {"failures": float(counts.total()), **by_boundary}
+
+
+def _count_prefix_mismatches(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    summary = summarize_prefix_mismatches(trajectories)
+    counts = {"prefix_mismatch_fraction": summary.mismatch_fraction}
+    for cause in MismatchCause:
+        totals = summary.by_cause.get(cause, MismatchTotals())
+        counts[f"prefix_mismatches_{cause}"] = float(totals.num_turns)
+        counts[f"reprefilled_tokens_{cause}"] = float(totals.num_reprefilled_tokens)
+        counts[f"dropped_tokens_{cause}"] = float(totals.num_dropped_tokens)
+    return counts
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
+
+
+class BatchProgress:
+    """Counts finished trajectories of the step that the trainer waits for.
+
+    Trajectories of later steps finish meanwhile; they count when their step comes. Those of
+    replaced groups are subtracted: as many are made again.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._num_finished: Counter[int] = Counter()
+        self._num_filtered_groups: Counter[int] = Counter()
+        self._step: int | None = None
+
+    def begin(self, step: int) -> None:
+        """From now on the trainer waits for ``step``."""
+        self._step = step
+        self._report()
+
+    def on_finished(self, trajectory: Trajectory) -> None:
+        """Counts one trajectory."""
+        self._num_finished[trajectory.step] += 1
+        if trajectory.step == self._step:
+            self._report()
+
+    def on_backup_task(self, step: int, num_trajectories: int) -> None:
+        """A group of ``step``, of so many trajectories, was replaced by another."""
+        self._num_finished[step] -= num_trajectories
+        self._num_filtered_groups[step] += 1
+        if step == self._step:
+            self._report()
+
+    def _report(self) -> None:
+        assert self._step is not None
+        num_filtered = self._num_filtered_groups[self._step]
+        note = f"{format_count(num_filtered, 'group')} replaced" if num_filtered else ""
+        self._observer.on_progress(self._num_finished[self._step], note)

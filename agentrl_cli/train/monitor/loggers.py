@@ -1,0 +1,97 @@
+"""Where metrics go besides the run folder: TensorBoard, Weights & Biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentrl_cli.config.experiment import ExperimentConfig, LoggerConfig
+from agentrl_cli.errors import MissingExtraError
+
+
+class MetricsLogger(Protocol):
+    """Receives the metrics of every step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records the metrics of one step."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is left; may be called twice."""
+        ...
+
+
+def build_loggers(config: ExperimentConfig, run_dir: Path, stack: ExitStack) -> list[MetricsLogger]:
+    """The loggers of ``config.loggers``, in its order; the end of ``stack`` closes them.
+
+    Raises:
+        MissingExtraError: a logger's package is not installed.
+    """
+    loggers = []
+    for logger_config in config.loggers:
+        logger = _build(logger_config, config, run_dir)
+        stack.callback(logger.close)
+        loggers.append(logger)
+    return loggers
+
+
+def _build(logger: LoggerConfig, config: ExperimentConfig, run_dir: Path) -> MetricsLogger:
+    if logger.kind == "tensorboard":
+        return TensorboardLogger(run_dir / "tensorboard")
+    return WandbLogger(logger, config, run_dir)
+
+
+class TensorboardLogger:
+    """Writes event files into one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _missing("tensorboard", error) from error
+        self._writer = SummaryWriter(str(folder))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records the metrics of one step and makes them visible."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Closes the event file."""
+        self._writer.close()
+
+
+class WandbLogger:
+    """Sends metrics to Weights & Biases; a resumed trial continues in the same run."""
+
+    def __init__(self, logger: LoggerConfig, config: ExperimentConfig, run_dir: Path) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise _missing("wandb", error) from error
+        self._run: Any = wandb.init(
+            project=logger.project or config.experiment_name,
+            name=config.trial_name,
+            id=f"{config.experiment_name}-{config.trial_name}",
+            resume="allow",
+            dir=str(run_dir),
+            config=config.model_dump(mode="json"),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends the metrics of one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Waits until everything is sent."""
+        self._run.finish()
+
+
+def _missing(package: str, error: ImportError) -> MissingExtraError:
+    return MissingExtraError(
+        f"loggers: kind {package} needs the package {package}, which does not import ({error}). "
+        f"Type: pip install 'agentrl-cli[{package}]'"
+    )

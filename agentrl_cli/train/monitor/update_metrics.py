@@ -1,0 +1,132 @@
+"""The metrics of one update, added up over its micro-batches."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from agentrl_cli.train.data.packing import MicroBatch
+from agentrl_cli.train.data.samples import Sample
+from agentrl_cli.train.loss.policy_loss import LossOutput
+from agentrl_cli.train.loss.value_loss import ValueLoss
+from agentrl_cli.train.ranks import Ranks
+
+
+class UpdateMetrics:
+    """Collects what happens in an update; every mean is over the tokens passed forward."""
+
+    def __init__(self, samples: Sequence[Sample], policy_version: int) -> None:
+        self._num_samples = len(samples)
+        self._off_policy_fraction = _compute_off_policy_fraction(samples, policy_version)
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._num_scored_tokens = 0
+        self._num_micro_batches = 0
+        self._num_forward_tokens = 0
+        self._maxima: defaultdict[str, float] = defaultdict(float)
+        self._grad_norms: list[float] = []
+        self._critic_grad_norms: list[float] = []
+        self._critic_learning_rate = 0.0
+        self._num_skipped_updates = 0
+        self.begin_update()
+
+    def begin_update(self) -> None:
+        """Starts counting for the next update."""
+        counts = (self._num_scored_tokens, self._num_micro_batches, self._num_forward_tokens)
+        self._before = (self._sums.copy(), self._maxima.copy(), counts)
+
+    def skip_update(self) -> None:
+        """Counts an update that was skipped, and drops what was counted for it."""
+        self._sums, self._maxima, counts = self._before
+        self._num_scored_tokens, self._num_micro_batches, self._num_forward_tokens = counts
+        self._num_skipped_updates += 1
+        self.begin_update()
+
+    def add_micro_batch(self, batch: MicroBatch, output: LossOutput, entropies: Tensor) -> None:
+        """Counts one micro-batch."""
+        for name, value in output.sums.items():
+            self._sums[name] += float(value)
+        self._sums["entropy"] += float(entropies.detach().sum())
+        self._sums["loss"] += float(output.loss.detach())
+        self._num_scored_tokens += len(batch.targets)
+        self._num_micro_batches += 1
+        self._num_forward_tokens += batch.num_tokens
+        for name, value in output.maxima.items():
+            self._maxima[name] = max(self._maxima[name], float(value))
+
+    def add_update(self, grad_norm: float) -> None:
+        """Counts one optimizer update; ``grad_norm`` is before clipping."""
+        self._grad_norms.append(grad_norm)
+        self.begin_update()
+
+    def add_critic_micro_batch(self, batch: MicroBatch, output: ValueLoss) -> None:
+        """Counts one micro-batch of the critic."""
+        self._sums["value_loss"] += float(output.loss.detach())
+        self._sums["value_clipped"] += float(output.num_clipped)
+        self._sums["valued_tokens"] += len(batch.targets)
+
+    def add_critic_update(self, grad_norm: float, learning_rate: float) -> None:
+        """Counts one update of the critic; ``grad_norm`` is before clipping."""
+        self._critic_grad_norms.append(grad_norm)
+        self._critic_learning_rate = learning_rate
+        self.begin_update()
+
+    def add_ranks(self, ranks: Ranks) -> None:
+        """Adds what the other ranks have counted; updates are the same for all."""
+        counts = (self._num_scored_tokens, self._num_micro_batches, self._num_forward_tokens)
+        parts = ranks.gather_objects([self._sums, self._maxima, counts])
+        self._sums, self._maxima = defaultdict(float), defaultdict(float)
+        for sums, maxima, _ in parts:
+            for name, value in sums.items():
+                self._sums[name] += value
+            for name, value in maxima.items():
+                self._maxima[name] = max(self._maxima[name], value)
+        totals = [sum(part[2][which] for part in parts) for which in range(len(counts))]
+        self._num_scored_tokens, self._num_micro_batches, self._num_forward_tokens = totals
+
+    def summarize(self) -> dict[str, float]:
+        """The metrics; means of nothing are 0."""
+        num_tokens = max(self._num_scored_tokens, 1)
+        num_updates = len(self._grad_norms)
+        means = {
+            name: self._sums[name] / num_tokens
+            for name in ("approx_kl", "clipfrac", "kl", "entropy")
+        }
+        return {
+            **means,
+            **self._summarize_critic(),
+            "loss": self._sums["loss"] / max(num_updates, 1),
+            "grad_norm": sum(self._grad_norms) / max(num_updates, 1),
+            "logprob_gap_mean": self._sums["logprob_gap"] / num_tokens,
+            "logprob_gap_max": self._maxima["logprob_gap"],
+            "rollout_correction_mean": self._sums["rollout_correction"] / num_tokens,
+            "rollout_correction_max": self._maxima["rollout_correction"],
+            "rollout_correction_dropped_fraction": self._sums["rollout_correction_dropped"]
+            / num_tokens,
+            "off_policy_fraction": self._off_policy_fraction,
+            "num_samples": float(self._num_samples),
+            "num_micro_batches": float(self._num_micro_batches),
+            "num_updates": float(num_updates),
+            "num_skipped_updates": float(self._num_skipped_updates),
+            "train_tokens": float(self._num_forward_tokens),
+        }
+
+    def _summarize_critic(self) -> dict[str, float]:
+        num_updates = len(self._critic_grad_norms)
+        if num_updates == 0:
+            return {}
+        return {
+            "value_loss": self._sums["value_loss"] / num_updates,
+            "value_clipfrac": self._sums["value_clipped"] / max(self._sums["valued_tokens"], 1.0),
+            "critic_grad_norm": sum(self._critic_grad_norms) / num_updates,
+            "critic_learning_rate": self._critic_learning_rate,
+        }
+
+
+def _compute_off_policy_fraction(samples: Sequence[Sample], policy_version: int) -> float:
+    """Share of the trained tokens that another policy version sampled."""
+    versions = [s.targets.versions for s in samples]
+    joined = torch.cat(versions) if versions else torch.empty(0)
+    return float((joined != policy_version).float().mean()) if joined.numel() else 0.0

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl_cli.cli.command_exit import crashes_logged, run_reporting_failures, stop_on_signals
+from agentrl_cli.errors import ConfigError, EngineError, StoreError
+
+
+def fail(error: BaseException):
+    def command() -> None:
+        raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("bad key"), 2),
+        (EngineError("it died"), 1),
+        (SystemExit(), 0),
+        (SystemExit(2), 2),
+        (SystemExit("text"), 1),
+        (KeyboardInterrupt(), 130),
+        (SystemExit(130), 130),
+        (ZeroDivisionError("x"), 1),
+    ],
+)
+def test_exit_codes(error: BaseException, code: int, capsys) -> None:
+    assert run_reporting_failures(fail(error)) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+
+
+def test_success_is_silent(capsys) -> None:
+    assert run_reporting_failures(lambda: None) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_messages_go_to_stderr_whole(capsys) -> None:
+    run_reporting_failures(fail(ConfigError("c.yaml:3: line one\n  line [two]")))
+    assert capsys.readouterr().err == "error: c.yaml:3: line one\n  line [two]\n"
+
+
+def test_the_unexpected_says_where_to_look(capsys, monkeypatch) -> None:
+    run_reporting_failures(fail(ZeroDivisionError("division by zero")))
+    text = capsys.readouterr().err
+    assert "unexpected ZeroDivisionError: division by zero (test_command_exit.py:" in text
+    assert "AGENTRL_DEBUG=1" in text
+    monkeypatch.setenv("AGENTRL_DEBUG", "1")
+    run_reporting_failures(fail(ZeroDivisionError("division by zero")))
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+def test_crashes_are_written_to_the_run_s_log_without_secrets(tmp_path: Path, capsys) -> None:
+    log = tmp_path / "command.log"
+
+    def command() -> None:
+        with crashes_logged(lambda: log):
+            raise ZeroDivisionError("key sk-verysecretkey123")
+
+    assert run_reporting_failures(command) == 1
+    written = log.read_text()
+    assert "Traceback (most recent call last)" in written
+    assert "sk-verysecretkey123" not in written
+    assert f"The full traceback is in {log}" in capsys.readouterr().err
+
+
+def test_expected_errors_leave_no_log(tmp_path: Path) -> None:
+    log = tmp_path / "command.log"
+    with pytest.raises(ConfigError), crashes_logged(lambda: log):
+        raise ConfigError("x")
+    assert not log.exists()
+
+
+def test_a_log_that_cannot_be_written_does_not_hide_the_crash(tmp_path: Path) -> None:
+    def find() -> Path:
+        raise StoreError("no room")
+
+    with pytest.raises(ZeroDivisionError) as caught, crashes_logged(find):
+        raise ZeroDivisionError
+    assert "no room" in caught.value.__notes__[0]
+
+
+def test_the_first_signal_asks_and_the_second_stops() -> None:
+    said: list[str] = []
+    heard = threading.Event()
+
+    def hear(text: str) -> None:
+        said.append(text)
+        heard.set()
+
+    before = signal.getsignal(signal.SIGINT)
+    with stop_on_signals(hear) as stop:
+        assert not stop.is_set()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.is_set()
+        assert heard.wait(5)
+        assert "Ctrl-C again stops at once" in said[0]
+        with pytest.raises(KeyboardInterrupt):
+            _signal_and_wait()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert len(said) == 1
+
+
+def _signal_and_wait() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+
+
+def test_terminate_drains_as_well() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_on_signals(print) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.is_set()
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_display_that_is_busy_does_not_block_the_signal() -> None:
+    """The handler runs in the main thread, which may hold the lock that showing needs."""
+    lock = threading.Lock()
+
+    def show(text: str) -> None:
+        with lock:
+            pass
+
+    with stop_on_signals(show) as stop, lock:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.is_set()
+
+
+def test_outside_the_main_thread_nothing_is_installed() -> None:
+    seen: list[bool] = []
+
+    def work() -> None:
+        with stop_on_signals(print) as stop:
+            seen.append(stop.is_set())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(5)
+    assert seen == [False]

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import io
+import math
+import threading
+
+import pytest
+from rich.console import Console
+
+from agentrl_cli.cli.progress_display import (
+    PlainObserver,
+    RichObserver,
+    format_sparkline,
+    format_step,
+    is_plain,
+)
+
+
+@pytest.mark.parametrize(
+    ("env", "is_terminal", "plain"),
+    [
+        ({}, True, False),
+        ({}, False, True),
+        ({"CI": "true"}, True, True),
+        ({"NO_COLOR": "1"}, True, True),
+        ({"NO_COLOR": ""}, True, False),
+        ({"TERM": "dumb"}, True, True),
+        ({"TERM": "xterm"}, True, False),
+    ],
+)
+def test_where_lines_are_plain(env: dict[str, str], is_terminal: bool, plain: bool) -> None:
+    assert is_plain(env, is_terminal) is plain
+
+
+def test_a_step_in_one_line() -> None:
+    metrics = {"step": 3, "reward_mean": 0.41251, "tokens_per_second": 1812.3, "failures": 0}
+    assert format_step(metrics, 40) == "step 3/40  reward 0.413  1,812 tokens/s"
+    assert format_step({"step": 3, "failures": 2, "reward_mean": math.nan}, None) == (
+        "step 3  2 failed"
+    )
+    assert format_step({}, None) == "step ?"
+
+
+def test_plain_lines_are_few(capsys) -> None:
+    now = [0.0]
+    observer = PlainObserver(total_steps=2, clock=lambda: now[0])
+    with observer:
+        observer.on_stage("evaluation", 8)
+        observer.on_stage("rollout", 64)
+        for number in range(64):
+            now[0] += 0.5
+            observer.on_progress(number + 1, "mean reward 0.5")
+        observer.on_stage("train")
+        observer.on_step({"step": 1, "reward_mean": 0.5})
+        observer.on_message("saved")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "evaluation (0/8) ..."
+    assert len(lines) == 6, "the stages of a step have no lines of their own"
+    # 32 seconds, a line every ten
+    assert [line for line in lines if "mean reward" in line] == [
+        f"rollout ({n}/64) mean reward 0.5" for n in (20, 40, 60)
+    ]
+    assert lines[-2:] == ["step 1/2  reward 0.500", "saved"]
+
+
+def test_the_live_display_shows_stage_bar_and_rewards() -> None:
+    console = Console(file=io.StringIO(), width=160, force_terminal=True, color_system=None)
+    observer = RichObserver(total_steps=40, console=console)
+    with observer:
+        observer.on_stage("rollout", 64)
+        observer.on_progress(16, "mean reward 0.5")
+        for step, reward in enumerate((0.1, 0.5, 0.9), start=1):
+            observer.on_step({"step": step, "reward_mean": reward})
+        observer.on_message("saved [checkpoint]")
+        shown = Console(file=io.StringIO(), width=160, color_system=None)
+        shown.print(observer._render())
+        text = shown.file.getvalue()
+    assert "rollout" in text
+    assert "16/64" in text
+    assert "mean reward 0.5" in text
+    assert "step 3/40  reward 0.900" in text
+    assert "▁▅█" in text
+    assert "saved [checkpoint]" in console.file.getvalue()
+
+
+def test_the_live_display_is_safe_from_threads() -> None:
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    errors: list[BaseException] = []
+
+    def work(observer: RichObserver, number: int) -> None:
+        try:
+            for index in range(200):
+                observer.on_stage(f"stage {number}", 200)
+                observer.on_progress(index)
+                observer.on_step({"step": index, "reward_mean": 0.1})
+                if index % 50 == 0:
+                    observer.on_message(f"message {number}.{index}")
+        except BaseException as error:
+            errors.append(error)
+
+    with RichObserver(console=console) as observer:
+        threads = [threading.Thread(target=work, args=(observer, n)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert errors == []
+    assert not any(t.is_alive() for t in threads)
+    text = console.file.getvalue()
+    assert all(f"message {n}.{i}" in text for n in range(4) for i in (0, 50, 100, 150))
+
+
+def test_sparklines() -> None:
+    assert format_sparkline([]) == ""
+    assert format_sparkline([math.nan]) == ""
+    assert format_sparkline([0.0, 1.0]) == "▁█"
+    assert format_sparkline([0.5, 0.5]) == "▄▄"
+    assert format_sparkline([0.0, math.nan, 1.0]) == "▁ █"
+    # 80 values in 40 bars, each the mean of two
+    line = format_sparkline([float(i // 2) for i in range(80)])
+    assert len(line) == 40
+    assert line[0] == "▁"
+    assert line[-1] == "█"
+    assert list(line) == sorted(line)

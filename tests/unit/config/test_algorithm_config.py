@@ -1,0 +1,201 @@
+"""Recipes fill in what is left out; combinations that cannot work are refused with a way out."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from agentrl_cli.config.algorithm_config import RECIPES, AlgorithmConfig, KlConfig, check_algorithm
+from agentrl_cli.errors import ConfigError
+
+
+def build(**given: Any) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(given)
+
+
+@pytest.mark.parametrize(
+    ("kind", "advantage", "loss", "aggregation"),
+    [
+        ("grpo", "grpo", "decoupled_ppo", "token_mean"),
+        ("dr_grpo", "dr_grpo", "decoupled_ppo", "constant"),
+        ("rloo", "rloo", "reinforce", "token_mean"),
+        ("reinforce_plus_plus", "reinforce_plus_plus", "decoupled_ppo", "token_mean"),
+        ("maxrl", "maxrl", "decoupled_ppo", "token_mean"),
+        ("gspo", "grpo", "gspo", "trajectory_mean"),
+        ("cispo", "grpo", "cispo", "token_mean"),
+        ("sapo", "grpo", "sapo", "trajectory_mean"),
+        ("ppo", "gae", "decoupled_ppo", "token_mean"),
+    ],
+)
+def test_recipes(kind: str, advantage: str, loss: str, aggregation: str):
+    recipe = build(kind=kind)
+    assert (recipe.advantage.kind, recipe.loss.kind) == (advantage, loss)
+    assert recipe.aggregation == aggregation
+    assert recipe.rollout_correction is not None
+    assert recipe.rollout_correction.model_dump() == {
+        "level": "token",
+        "mode": "clamp",
+        "cap": 2.0,
+        "floor": None,
+    }
+    assert (recipe.kl, recipe.overlong, recipe.entropy_coef) == (None, None, 0.0)
+    assert recipe.uses_critic is (kind == "ppo")
+
+
+def test_every_recipe_is_tested_and_the_default_is_grpo():
+    assert set(RECIPES) == {
+        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "maxrl", "gspo", "cispo", "sapo", "ppo",
+    }  # fmt: skip
+    assert AlgorithmConfig() == build() == build(kind="grpo")
+
+
+def test_a_coefficient_keeps_the_recipes_kind():
+    mixed = build(kind="gspo", loss={"clip_high": 0.1}, aggregation="token_mean")
+    assert mixed.loss.model_dump() == {"kind": "gspo", "clip_low": 3e-4, "clip_high": 0.1}
+    assert mixed.aggregation == "token_mean"
+    assert build(kind="ppo", advantage={"gae_lambda": 0.5}).advantage.kind == "gae"
+    # Another kind takes its own coefficients.
+    mixed = build(kind="gspo", loss={"kind": "decoupled_ppo"})
+    assert mixed.loss.model_dump()["clip_low"] == 0.2
+
+
+def test_the_correction_is_left_out_with_ppo_clip_alone():
+    assert build(loss={"kind": "ppo_clip"}).rollout_correction is None
+    assert build(rollout_correction=None).rollout_correction is None
+    kept = build(rollout_correction={"mode": "mask"}).rollout_correction
+    assert kept is not None
+    assert (kept.mode, kept.cap) == ("mask", 2.0)
+
+
+@pytest.mark.parametrize("kind", sorted(RECIPES))
+def test_a_resolved_algorithm_resolves_to_itself(kind: str):
+    resolved = build(kind=kind, kl={"coef": 0.1, "place": "reward"}).model_dump(mode="json")
+    assert build(**resolved).model_dump(mode="json") == resolved
+    ppo_clip = build(kind=kind, loss={"kind": "ppo_clip"}).model_dump(mode="json")
+    assert build(**ppo_clip).rollout_correction is None
+
+
+def test_the_estimator_follows_the_place():
+    assert KlConfig(coef=0.1).estimator == "k3"
+    assert KlConfig(coef=0.1, place="reward").estimator == "k1"
+    assert KlConfig(coef=0.1, place="reward", estimator="k2").estimator == "k2"
+
+
+def test_what_is_needed_follows_from_the_terms():
+    in_loss, in_reward = build(kl={"coef": 0.1}), build(kl={"coef": 0.1, "place": "reward"})
+    plain, entropy = build(), build(entropy_coef=0.01)
+    assert [a.uses_reference for a in (in_loss, in_reward, plain)] == [True, True, False]
+    assert [a.has_kl_loss for a in (in_loss, in_reward, plain)] == [True, False, False]
+    assert [a.has_kl_reward for a in (in_loss, in_reward, plain)] == [False, True, False]
+    assert [a.trains_without_advantage for a in (in_loss, in_reward, plain, entropy)] == [
+        True, False, False, True,
+    ]  # fmt: skip
+    compares = [build(kind=kind).compares_within_groups for kind in ("grpo", "rloo", "ppo")]
+    assert compares == [True, True, False]
+    whole = {"kind": "reinforce_plus_plus", "baseline": "batch"}
+    assert not build(advantage=whole).compares_within_groups
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"kind": "grop"},
+        {"kind": "grop", "loss": {"clip_high": 0.1}},
+        {"loss": {"kind": "sapo", "clip_high": 0.1}},
+        {"loss": "cispo"},
+        {"kl": {}},
+        {"kl": {"coef": 0.0}},
+        {"rollout_correction": {"cap": 0.5}},
+        {"rollout_correction": {"floor": 1.5}},
+        {"overlong": {}},
+        {"kl_coef": 0.1},
+    ],
+)
+def test_what_is_wrong_by_itself_is_one_problem(given: dict[str, Any]):
+    with pytest.raises(ValidationError) as caught:
+        build(**given)
+    assert len(caught.value.errors()) == 1
+
+
+def check(algorithm: AlgorithmConfig, n_samples: int = 4, limit: int = 1000) -> None:
+    check_algorithm(algorithm, n_samples=n_samples, max_tokens_per_trajectory=limit)
+
+
+@pytest.mark.parametrize("kind", sorted(RECIPES))
+def test_recipes_can_be_trained(kind: str):
+    check(build(kind=kind))
+    check(build(kind=kind, entropy_coef=0.01, kl={"coef": 0.1}))
+
+
+@pytest.mark.parametrize("kind", sorted(set(RECIPES) - {"ppo"}))
+def test_a_group_of_one_is_refused(kind: str):
+    with pytest.raises(ConfigError, match=r"n_samples: 1 .* Type gconfig\.n_samples=8") as caught:
+        check(build(kind=kind), n_samples=1)
+    assert build(kind=kind).advantage.kind in str(caught.value)
+
+
+def test_a_group_of_one_works_where_groups_are_not_compared():
+    check(build(kind="ppo"), n_samples=1)
+    whole = {"kind": "reinforce_plus_plus", "baseline": "batch"}
+    check(build(advantage=whole), n_samples=1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message", "cures"),
+    [
+        (
+            {"loss": {"kind": "ppo_clip"}, "rollout_correction": {}},
+            r"corrected for twice.*rollout_correction=null.*loss\.kind=decoupled_ppo",
+            [{"rollout_correction": None}, {"loss": {"kind": "decoupled_ppo"}}],
+        ),
+        (
+            {"kind": "maxrl", "kl": {"coef": 0.1, "place": "reward"}},
+            r"kl\.place: reward with .*maxrl.*kl\.place=loss",
+            [{"kl": {"coef": 0.1, "place": "loss"}}, {"advantage": {"kind": "grpo"}}],
+        ),
+        (
+            {"kind": "maxrl", "overlong": {"buffer_tokens": 10}},
+            r"overlong with .*maxrl.*overlong=null",
+            [{"overlong": None}],
+        ),
+        (
+            {"overlong": {"buffer_tokens": 1001}},
+            r"buffer_tokens: 1001 .*up to 1000.*buffer_tokens=250",
+            [{"overlong": {"buffer_tokens": 250}}, {"overlong": {"buffer_tokens": 1000}}],
+        ),
+        (
+            {"overlong": {"buffer_tokens": 11, "max_tokens": 10}},
+            r"buffer_tokens: 11 .*up to 10\..*buffer_tokens=2",
+            [{"overlong": {"buffer_tokens": 2, "max_tokens": 10}}],
+        ),
+        (
+            {"overlong": {"buffer_tokens": 1, "max_tokens": 1001}},
+            r"max_tokens: 1001 .*trajectory: 1000.*max_tokens=null.*trajectory=1001",
+            [{"overlong": {"buffer_tokens": 1, "max_tokens": 1000}}],
+        ),
+        (
+            {"constant_denominator": 5.0},
+            r"constant_denominator: 5 .*aggregation=constant",
+            [{"aggregation": "constant"}, {"constant_denominator": None}],
+        ),
+    ],
+)
+def test_what_cannot_work_together_is_refused(
+    given: dict[str, Any], message: str, cures: list[dict[str, Any]]
+):
+    with pytest.raises(ConfigError, match=message):
+        check(build(**given))
+    for cure in cures:
+        check(build(**{**given, **cure}))
+
+
+def test_k1_in_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        check(build(kl={"coef": 0.1}))
+        check(build(kl={"coef": 0.1, "place": "reward"}))
+        assert not caplog.records
+        check(build(kl={"coef": 0.1, "estimator": "k1"}))
+    assert "kl.estimator=k3" in caplog.text

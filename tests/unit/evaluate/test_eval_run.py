@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+
+from agentrl_cli.evaluate.eval_run import choose_k_values, evaluate
+from agentrl_cli.log import SilentObserver
+from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
+from agentrl_cli.rollout.dataset import build_eval_tasks
+from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
+
+
+class ScriptedWorkflow(RolloutWorkflow):
+    """Right in every second attempt; task 2 always fails."""
+
+    async def arun_episode(self, engine, data):
+        raise NotImplementedError
+
+    async def arun_trajectory(self, engine, attempt: Attempt) -> Trajectory:
+        if attempt.task.task_id == "2":
+            failure = Failure(boundary=Boundary.TOOL, kind="X", message="")
+            return attempt.begin_trajectory(failure=failure)
+        return attempt.begin_trajectory(
+            reward=float(attempt.sample_index % 2), interactions=(Interaction(id="call"),)
+        )
+
+
+class RecordingObserver(SilentObserver):
+    def __init__(self) -> None:
+        self.seen: list[tuple] = []
+
+    def on_stage(self, stage: str, total: int | None = None) -> None:
+        self.seen.append((stage, total))
+
+    def on_progress(self, num_done: int, note: str = "") -> None:
+        self.seen.append((num_done, note))
+
+
+async def test_every_task_is_attempted_and_reported() -> None:
+    observer = RecordingObserver()
+    report, trajectories = await evaluate(
+        ScriptedWorkflow(),
+        engine=None,  # type: ignore[arg-type]
+        tasks=build_eval_tasks([{"q": 0}, {"q": 1}, {"q": 2}], step=7),
+        n_samples=4,
+        max_concurrent=2,
+        observer=observer,
+        step=7,
+    )
+    assert len(trajectories) == 12
+    assert {t.step for t in trajectories} == {7}
+    assert report.num_tasks == 3
+    assert report.num_unscored == 4
+    assert report.mean_reward == 0.5
+    # Tasks 0 and 1: 2 of 4 passed; task 2: none. pass@2 = (2 x (1 - C(2,2)/C(4,2)) + 0) / 3
+    assert report.pass_at_k == pytest.approx({1: 1 / 3, 2: 2 * (1 - 1 / 6) / 3, 4: 2 / 3})
+    assert report.failures == {"tool": 4}
+    assert observer.seen[0] == ("evaluation", 12)
+    assert [n for n, _ in observer.seen[1:]] == list(range(1, 13))
+    assert observer.seen[-1] == (12, "mean reward 0.500")
+
+
+@pytest.mark.parametrize(
+    ("n_samples", "expected"), [(1, (1,)), (2, (1, 2)), (5, (1, 2, 4, 5)), (8, (1, 2, 4, 8))]
+)
+def test_k_values(n_samples: int, expected: tuple[int, ...]) -> None:
+    assert choose_k_values(n_samples) == expected

@@ -1,0 +1,401 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.config.machine import Machine
+from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.engine.protocol import Sampling
+from agentrl_cli.engine.router.engine_router import EngineRouter
+from agentrl_cli.engine.vllm.vllm_server import VllmServer
+from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
+from agentrl_cli.errors import (
+    AgentrlError,
+    EngineError,
+    EngineTimeoutError,
+    ModelError,
+    UserInputError,
+)
+from agentrl_cli.launch.servers import server_supervisor
+from agentrl_cli.launch.servers.server_group import ServerGroup
+from agentrl_cli.log import SilentObserver
+
+MakeConfig = Callable[..., ExperimentConfig]
+
+
+class Messages(SilentObserver):
+    """Keeps what a person would be told."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def on_message(self, text: str) -> None:
+        self.texts.append(text)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_supervisor, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(server_supervisor, "_HEALTH_INTERVAL_SECONDS", 0.1)
+    monkeypatch.setattr(server_supervisor, "_HEALTH_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(server_supervisor, "HUNG_SECONDS", 0.8)
+
+
+@pytest.fixture
+def make_server_group(
+    make_config: MakeConfig, tmp_path: Path
+) -> Iterator[Callable[..., ServerGroup]]:
+    """Server groups with the faulty interpreter: ``make_server_group(num_servers=2)``."""
+    with ExitStack() as stack:
+
+        def open_one(
+            *, num_gpus: int = 0, purpose: Any = "train", observer: Any = None,
+            on_failed: Any = None, **engine: Any,
+        ) -> ServerGroup:  # fmt: skip
+            config = make_config(**engine)
+            machine = Machine(gpu_ids=tuple(map(str, range(num_gpus))))
+            server_group = ServerGroup(
+                config,
+                resolve_run(config, machine, purpose=purpose),
+                config.model.path,
+                log_dir=tmp_path / "logs",
+                observer=observer or SilentObserver(),
+                on_failed=on_failed,
+            )
+            stack.callback(server_group.stop)
+            return server_group
+
+        yield open_one
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def start(server_group: ServerGroup) -> None:
+    """Returns when they are ready; ends them if they cannot be."""
+    try:
+        server_group.start()
+        server_group.wait()
+    except BaseException:
+        server_group.stop()
+        raise
+
+
+def answers(server_group: ServerGroup, index: int = 0) -> bool:
+    port = int(server_group.endpoints[index].base_url.rpartition(":")[2])
+    with socket.socket() as client:
+        client.settimeout(1)
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_servers_start_with_keys_and_ports_and_logs_of_their_own(
+    make_server_group: Any, interpreter: Any, tmp_path: Path
+) -> None:
+    observer = Messages()
+    server_group = make_server_group(num_servers=3, observer=observer)
+    before = list(server_group.endpoints)
+    start(server_group)
+    start(server_group)
+    assert server_group.endpoints == before, "known before they listen"
+    assert [e.name for e in before] == ["vllm-0", "vllm-1", "vllm-2"]
+    assert len({e.base_url for e in before}) == len({e.api_key for e in before}) == 3
+    assert all(len(e.api_key) > 40 for e in before)
+    assert all("serving" in Path(e.log_path or "").read_text() for e in before)
+    assert sorted(interpreter.read_env(i)["VLLM_API_KEY"] for i in range(3)) == sorted(
+        e.api_key for e in before
+    )
+    assert sum("is ready after" in text for text in observer.texts) == 3
+    assert all(answers(server_group, i) for i in range(3))
+    pids = interpreter.pids
+    server_group.stop()
+    server_group.stop()
+    assert len(pids) == 3
+    assert not any(map(is_alive, pids))
+    assert server_group._error is None
+    # Nobody but the owner reads another's key from a command line.
+    command_lines = [path.read_text() for path in (interpreter.folder / "lives").iterdir()]
+    assert not any(e.api_key in line for e in before for line in command_lines)
+
+
+def test_a_server_group_is_a_context_manager(make_server_group: Any) -> None:
+    with make_server_group() as server_group:
+        server_group.wait()
+        assert answers(server_group)
+    assert not answers(server_group)
+
+
+def test_servers_see_no_secrets_that_are_not_theirs(
+    make_server_group: Any,
+    interpreter: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-mine")
+    monkeypatch.setenv("AGENTRL_SERVERS", "[]")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
+    monkeypatch.setenv("HF_TOKEN", "hf_for_gated_models")
+    start(make_server_group())
+    env = interpreter.read_env(0)
+    assert not {"OPENAI_API_KEY", "AGENTRL_SERVERS", "VLLM_CPU_KVCACHE_SPACE"} & env.keys()
+    assert env["HF_TOKEN"] == "hf_for_gated_models"
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "shown"),
+    [
+        (
+            "ValueError: To serve at least one request with the model's max seq len (8192), (9 GiB "
+            "KV cache is needed, which is larger than the available KV cache memory (1 GiB).",
+            ModelError,
+            "engine.max_model_len (8192), engine.cpu_kv_cache_gib (1.0)",
+        ),
+        ("api_server.py: error: unrecognized arguments: --no", UserInputError, "--no"),
+        ("something nobody has seen", EngineError, "something nobody has seen"),
+    ],
+)
+def test_a_server_that_does_not_start_says_why(
+    said: str,
+    error: type[AgentrlError],
+    shown: str,
+    make_server_group: Any,
+    interpreter: Any,
+) -> None:
+    interpreter.behave(f"say {said}")
+    server_group = make_server_group(num_servers=2)
+    with pytest.raises(error) as error_info:
+        start(server_group)
+    assert type(error_info.value) is error
+    assert shown in str(error_info.value)
+    assert said.partition(": ")[2][:60] in str(error_info.value)
+    assert "logs/vllm-" in str(error_info.value)
+    assert server_group._error is error_info.value
+    assert not any(map(is_alive, interpreter.pids)), "the others are ended too"
+    assert len(interpreter.pids) <= 2, "what fails at first is not tried again"
+
+
+@pytest.mark.parametrize("behaviour", ["hang", "other model"])
+def test_a_server_that_is_never_ready_has_a_deadline(
+    behaviour: str, make_server_group: Any, interpreter: Any
+) -> None:
+    interpreter.behave(behaviour)
+    server_group = make_server_group(start_timeout_seconds=1.5)
+    with pytest.raises(EngineTimeoutError) as error_info:
+        start(server_group)
+    text = str(error_info.value)
+    assert "vllm-0 was not ready within engine.start_timeout_seconds (1.5)" in text
+    assert "type engine.start_timeout_seconds=3" in text
+    assert f"life 0 {behaviour}" in text, "the log's last lines"
+    assert not is_alive(interpreter.pids[0])
+
+
+def test_a_start_can_be_stopped_from_another_thread(
+    make_server_group: Any, interpreter: Any
+) -> None:
+    interpreter.behave("hang")
+    server_group = make_server_group()
+    threading.Timer(0.5, server_group.stop).start()
+    started = time.monotonic()
+    with pytest.raises(EngineError, match="stopped before they were ready"):
+        start(server_group)
+    assert time.monotonic() - started < 10
+    assert not any(map(is_alive, interpreter.pids))
+
+
+def test_a_stopped_server_group_does_not_start(make_server_group: Any) -> None:
+    server_group = make_server_group()
+    server_group.stop()
+    with pytest.raises(EngineError, match="stopped"):
+        start(server_group)
+
+
+def test_a_killed_server_comes_back_at_its_endpoint(
+    make_server_group: Any, interpreter: Any
+) -> None:
+    observer = Messages()
+    server_group = make_server_group(num_servers=2, observer=observer)
+    start(server_group)
+    endpoints, victim = list(server_group.endpoints), interpreter.pids[0]
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: len(interpreter.pids) == 3)
+    wait_for(lambda: answers(server_group, 0) and answers(server_group, 1))
+    assert server_group.endpoints == endpoints
+    assert server_group._error is None
+    [told] = [text for text in observer.texts if "restarting" in text]
+    assert "was killed by SIGKILL; restarting it (restart 1 of 3 within an hour)" in told
+    assert interpreter.read_env(2)["VLLM_API_KEY"] in {e.api_key for e in endpoints}
+    assert is_alive(interpreter.pids[1]) or is_alive(interpreter.pids[0]), "the other keeps serving"
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "path"), [("freeze", "/health"), ("freeze engine", "/weight_info")]
+)
+def test_a_frozen_server_is_killed_and_comes_back(
+    make_server_group: Any, interpreter: Any, behaviour: str, path: str
+) -> None:
+    interpreter.behave(behaviour, "serve")
+    observer = Messages()
+    server_group = make_server_group(publish_timeout_seconds=0.2, observer=observer)
+    start(server_group)
+    wait_for(lambda: len(interpreter.pids) == 2)
+    wait_for(lambda: sum("is ready" in text for text in observer.texts) == 2)
+    assert not is_alive(interpreter.pids[0])
+    assert any(f"did not answer {path} for" in text for text in observer.texts)
+
+
+def test_a_server_that_dies_too_often_is_given_up(make_server_group: Any, interpreter: Any) -> None:
+    interpreter.behave("die")
+    failed: list[AgentrlError] = []
+    server_group = make_server_group(max_restarts=2, on_failed=failed.append)
+    start(server_group)
+    wait_for(lambda: failed)
+    assert len(interpreter.pids) == 3
+    text = str(server_group._error)
+    assert failed == [server_group._error]
+    assert "ended with exit status 3: 3 times within an hour, and engine.max_restarts is 2" in text
+    assert "serving" in text, "the log's last lines"
+
+
+def test_restarts_that_fail_count_too(make_server_group: Any, interpreter: Any) -> None:
+    interpreter.behave("die", "say no more memory")
+    server_group = make_server_group(max_restarts=1)
+    start(server_group)
+    wait_for(lambda: server_group._error is not None)
+    assert len(interpreter.pids) == 2
+    assert "ended with exit status 1 while it started: 2 times" in str(server_group._error)
+    assert "no more memory" in str(server_group._error)
+
+
+def test_a_budget_is_for_an_hour(make_server_group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    [supervisor] = make_server_group(max_restarts=1)._supervisors
+    moments = iter((0.0, 3601.0, 7202.0, 7202.0 + 3599.0))
+    clock = SimpleNamespace(monotonic=lambda: next(moments))
+    monkeypatch.setattr("agentrl_cli.launch.servers.server_supervisor.time", clock)
+    for _ in range(3):
+        supervisor._spend_restart("ended")
+    with pytest.raises(EngineError, match="ended: 2 times within an hour"):
+        supervisor._spend_restart("ended")
+    monkeypatch.undo()
+
+
+def test_a_port_that_is_taken_is_the_users_to_change(make_server_group: Any) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(UserInputError, match=f"port {port} of 127.0.0.1 is taken") as info:
+            make_server_group(first_port=port)
+    assert "Type engine.first_port=null" in str(info.value)
+
+
+def test_a_port_that_is_taken_later_is_the_users_to_change_too(
+    make_server_group: Any, interpreter: Any
+) -> None:
+    interpreter.behave("say OSError: [Errno 98] Address already in use")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(UserInputError, match=f"engine.first_port: port {port} of"):
+        start(make_server_group(first_port=port))
+
+
+def test_ports_are_kept_while_nobody_listens(make_server_group: Any) -> None:
+    server_group = make_server_group()
+    port = int(server_group.endpoints[0].base_url.rpartition(":")[2])
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    server_group.stop()
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+
+
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("/proc/none", "cannot be written to"),
+        ("{tmp_path}/file/inside", "cannot be written to"),
+        ("{tmp_path}/file", "is a file"),
+    ],
+)
+def test_weights_that_cannot_be_put_anywhere_are_refused_before_anything_is_started(
+    make_server_group: Any, tmp_path: Path, folder: str, reason: str
+) -> None:
+    (tmp_path / "file").touch()
+    folder = folder.format(tmp_path=tmp_path)
+    transfer = {"dir": folder}
+    with pytest.raises(UserInputError, match=f"weight_transfer.dir: {folder} {reason}") as info:
+        make_server_group(weight_transfer=transfer)
+    assert "engine.weight_transfer.dir=null" in str(info.value)
+    make_server_group(weight_transfer=transfer, purpose="eval")
+
+
+def test_a_folder_for_weights_is_made_and_left_empty(
+    make_server_group: Any, tmp_path: Path
+) -> None:
+    make_server_group(weight_transfer={"dir": str(tmp_path / "a/b")})
+    assert list((tmp_path / "a/b").iterdir()) == []
+
+
+def test_an_sglang_server_gets_its_key_in_a_private_file(
+    make_server_group: Any, interpreter: Any
+) -> None:
+    interpreter.behave("serve", versions={"sglang": "0.5.23"})
+    server_group = make_server_group(kind="sglang", num_gpus=1, purpose="eval")
+    argv = server_group.processes[0].argv
+    key_file = Path(argv[argv.index("--config") + 1])
+    assert key_file.read_text() == f'api-key: "{server_group.endpoints[0].api_key}"\n'
+    assert stat.S_IMODE(key_file.parent.stat().st_mode) == 0o700
+    server_group.stop()
+    assert not key_file.exists()
+
+
+@pytest.mark.parametrize("given_up", ["before", "during"])
+async def test_calls_fail_with_the_servers_instead_of_waiting_for_them(
+    make_config: MakeConfig, make_server_group: Any, given_up: str
+) -> None:
+    config = make_config(start_timeout_seconds=600.0)
+    server_group = make_server_group(start_timeout_seconds=600.0)
+    error = EngineError("vllm-0 died 4 times")
+    (endpoint,) = server_group.endpoints
+    router = EngineRouter(
+        [VllmServer(endpoint, config.engine)],
+        config.engine,
+        model_name="m",
+        transfer=build_weight_transfer(
+            config, model_folder=config.model.path, kind="disk", tied_names={}
+        ),
+    )
+    try:
+        if given_up == "before":
+            server_group._fail(error)
+        server_group.end_with_servers(router)
+        if given_up == "during":
+            threading.Timer(0.1, server_group._fail, [error]).start()
+        for call in (router.start(0), router.generate([1, 2], Sampling(max_tokens=4))):
+            with pytest.raises(EngineError, match="died 4 times"):
+                await asyncio.wait_for(call, 20.0)
+    finally:
+        await router.close()

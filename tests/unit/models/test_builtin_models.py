@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl_cli.config.config_file import load_config, load_config_as
+from agentrl_cli.config.sft_config import SftConfig
+from agentrl_cli.errors import ModelError, StoppedError
+from agentrl_cli.log import Observer, SilentObserver
+from agentrl_cli.models import builtin_models
+from agentrl_cli.models.builtin_models import (
+    build_calculator_config,
+    compute_digest,
+    resolve_cache_folder,
+    resolve_model_folder,
+)
+from agentrl_cli.models.calculator_tasks import CALCULATE_TOOL, SYSTEM_PROMPT, build_demonstrations
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def test_the_yaml_is_what_the_built_in_model_is_made_from() -> None:
+    written = load_config_as(SftConfig, CONFIGS / "sft-calculator.yaml")
+    assert written == build_calculator_config(written.output_path)
+
+
+def test_quickstart_is_valid() -> None:
+    config = load_config(CONFIGS / "quickstart.yaml")
+    assert config.model.path == "builtin:calculator"
+    config.check_trainable()
+
+
+def test_demonstrations_come_in_their_parts() -> None:
+    rows = build_demonstrations(
+        num_bare_rows=50, num_tool_rows=50, num_mixed_rows=1000, tool_rate=0.3
+    )
+    assert len(rows) == 1100
+    for row in rows[:50]:
+        assert "tools" not in row
+        assert [m["role"] for m in row["messages"]] == ["user", "assistant", "tool", "assistant"]
+    for row in rows[50:]:
+        assert row["tools"] == [CALCULATE_TOOL]
+        assert row["messages"][0] == {"role": "system", "content": SYSTEM_PROMPT}
+    assert all(len(row["messages"]) == 5 for row in rows[50:100])
+    num_calls = sum(len(row["messages"]) == 5 for row in rows[100:])
+    assert 250 <= num_calls <= 350
+
+
+def test_calls_are_answered_by_their_results() -> None:
+    for row in build_demonstrations(num_bare_rows=0, num_tool_rows=200, num_mixed_rows=0):
+        _, _, called, result, answer = row["messages"]
+        call = called["tool_calls"][0]
+        assert result["tool_call_id"] == call["id"]
+        assert result["content"] == answer["content"]
+
+
+def test_demonstrations_depend_on_the_seed_alone() -> None:
+    sizes = {"num_bare_rows": 5, "num_tool_rows": 5, "num_mixed_rows": 5}
+    assert build_demonstrations(seed=1, **sizes) == build_demonstrations(seed=1, **sizes)
+    assert build_demonstrations(seed=1, **sizes) != build_demonstrations(seed=2, **sizes)
+
+
+def test_a_changed_recipe_is_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = compute_digest()
+    assert digest == compute_digest()
+    original = build_calculator_config
+
+    def change(output_path: str) -> SftConfig:
+        return original(output_path).model_copy(update={"seed": 2})
+
+    monkeypatch.setattr(builtin_models, "build_calculator_config", change)
+    assert compute_digest() != digest
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AGENTRL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The folders that were made, in no time."""
+    made: list[str] = []
+
+    def make(config: SftConfig, start_path: None, *_: object) -> None:
+        made.append(config.output_path)
+        Path(config.output_path).mkdir()
+
+    monkeypatch.setattr(builtin_models, "train_and_save", make)
+    return made
+
+
+def resolve(observer: Observer | None = None, **arguments: Any) -> Path:
+    observer = observer or SilentObserver()
+    return Path(resolve_model_folder("builtin:calculator", observer, **arguments))
+
+
+def test_where_the_cache_is(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_cache_folder() == cache
+    monkeypatch.delenv("AGENTRL_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert resolve_cache_folder() == tmp_path / "agentrl"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve_cache_folder() == tmp_path / ".cache" / "agentrl"
+
+
+def test_made_on_first_use_and_kept(cache: Path, made: list[str]) -> None:
+    assert resolve() == resolve() == cache / f"calculator-{compute_digest()}"
+    assert len(made) == 1
+
+
+def test_a_failure_is_not_remembered(cache: Path, made: list[str], monkeypatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("died")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtin_models, "train_and_save", fail)
+        with pytest.raises(RuntimeError, match="died"):
+            resolve()
+    assert resolve().is_dir()
+
+
+def test_two_at_once_make_it_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, released = threading.Event(), threading.Event()
+    messages: list[str] = []
+    calls: list[str] = []
+
+    class Listener(SilentObserver):
+        def on_message(self, text: str) -> None:
+            messages.append(text)
+            released.set()
+
+    def make(config: SftConfig, *_: object) -> None:
+        calls.append(config.output_path)
+        started.set()
+        assert released.wait(20)
+        Path(config.output_path).mkdir()
+
+    monkeypatch.setattr(builtin_models, "train_and_save", make)
+    first = threading.Thread(target=resolve)
+    first.start()
+    assert started.wait(20)
+    resolve(Listener())
+    first.join(20)
+    assert len(calls) == 1
+    assert "another process is making calculator-" in messages[0]
+
+
+def test_a_cache_that_cannot_be_written(cache: Path) -> None:
+    cache.write_text("a file, not a folder")
+    with pytest.raises(ModelError, match="AGENTRL_CACHE=SOME_FOLDER"):
+        resolve()
+
+
+def test_a_killed_process_does_not_hold_the_lock(cache: Path, made: list[str]) -> None:
+    code = (
+        "import os\n"
+        "from agentrl_cli.models import builtin_models\n"
+        "from agentrl_cli.log import SilentObserver\n"
+        "builtin_models.train_and_save = lambda *_: os._exit(9)\n"
+        "builtin_models.resolve_model_folder('builtin:calculator', SilentObserver())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+    assert ended.returncode == 9
+    assert resolve().is_dir()
+    assert len(made) == 1
+
+
+def test_waiting_for_another_process_can_be_stopped(cache: Path, monkeypatch) -> None:
+    def stop() -> None:
+        raise StoppedError
+
+    def make(config: SftConfig, *_: object) -> None:
+        with pytest.raises(StoppedError):
+            resolve(check_stop=stop)
+        Path(config.output_path).mkdir()
+
+    monkeypatch.setattr(builtin_models, "train_and_save", make)
+    assert resolve().is_dir()

@@ -1,0 +1,281 @@
+"""What finished before its step was complete is kept, whatever cuts the file short."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl_cli.errors import StoreError
+from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
+from agentrl_cli.store import pending_trajectories
+from agentrl_cli.store.pending_trajectories import PendingTrajectories
+from agentrl_cli.store.run_folder import RunFolder
+
+
+def make(step: int, index: int, num_tokens: int = 20, **fields) -> Trajectory:
+    rng = random.Random(f"{step}/{index}")
+    call = Interaction(
+        id=f"c{index}",
+        messages=({"role": "user", "content": "lone \ud800 half"},),
+        prompt_ids=(1, 2),
+        completion_ids=tuple(range(num_tokens)),
+        rollout_logprobs=tuple(rng.random() for _ in range(num_tokens)),
+        versions=(step,) * num_tokens,
+        turn_return=1 / 3,
+    )
+    return Trajectory(
+        id=f"{step}/{index}",
+        group_id=str(step),
+        task_id=str(index),
+        sample_index=index,
+        step=step,
+        task={"question": "q"},
+        interactions=(call,),
+        **{"reward": 1 / 3, **fields},
+    )
+
+
+def test_what_was_added_is_read_by_the_next_start(folder: RunFolder, make_config) -> None:
+    made = [make(step, index) for index in range(3) for step in (4, 5)]
+    for trajectory in made:
+        folder.add_pending(trajectory)
+    folder.close()
+    with RunFolder.create_or_resume(make_config()) as again:
+        found = again.read_pending(4)
+        assert {t.id: t for t in found} == {t.id: t for t in made}
+        # A second interruption: what the first left and what was made since.
+        again.add_pending(found[0])
+        again.add_pending(make(4, 7))
+    with RunFolder.create_or_resume(make_config()) as third:
+        assert sorted(t.id for t in third.read_pending(4)) == sorted([*(t.id for t in made), "4/7"])
+
+
+def test_a_complete_step_has_nothing_pending(folder: RunFolder, make_config) -> None:
+    for step in (1, 2):
+        folder.add_pending(make(step, 0))
+    folder.write_trajectories(1, [make(1, 0)])
+    assert [t.step for t in RunFolder.open(folder.path).read_pending(1)] == [2]
+    # Killed between the two: the step's own file is what counts.
+    assert folder.read_pending(3) == []
+    assert list((folder.path / "pending").iterdir()) == []
+    folder.close()
+    with RunFolder.create_or_resume(make_config(), overwrite=True) as run:
+        assert not (run.path / "pending").exists()
+
+
+def test_what_ends_after_its_step_is_complete_is_not_kept(folder: RunFolder) -> None:
+    """A group that was to take another's place, say."""
+    folder.write_trajectories(1, [make(1, 0)])
+    folder.add_pending(make(1, 9))
+    assert not (folder.path / "pending").exists()
+
+
+def test_failed_ones_are_made_again(folder: RunFolder, make_config) -> None:
+    failure = Failure(boundary=Boundary.ENGINE, kind="EngineError", message="m", traceback="t")
+    folder.add_pending(make(1, 0, reward=None, failure=failure))
+    folder.add_pending(make(1, 1, reward=None))
+    folder.add_pending(make(1, 2, reward=math.nan))
+    folder.close()
+    with RunFolder.create_or_resume(make_config()) as run:
+        assert sorted(t.id for t in run.read_pending(1)) == ["1/1", "1/2"]
+        run.add_pending(make(1, 0))
+    with RunFolder.create_or_resume(make_config()) as run:
+        assert sorted(t.id for t in run.read_pending(1)) == ["1/0", "1/1", "1/2"]
+
+
+def damage(content: bytes, kind: str, cut: int, noise: bytes) -> bytes:
+    """``content`` from ``cut`` on as a kill, a power cut or a bad disk leaves it."""
+    kept, lost = content[:cut], content[cut:]
+    if kind == "truncated":
+        return kept
+    if kind == "zeros":
+        return kept + bytes(len(lost) + 4096)
+    if kind == "noise":
+        return kept + noise
+    flips = (noise * len(lost))[: len(lost)] if noise else b"\x01" * len(lost)
+    return kept + bytes(a ^ (b or 1) for a, b in zip(lost, flips, strict=True))
+
+
+@given(
+    kind=st.sampled_from(["truncated", "zeros", "noise", "flipped"]),
+    place=st.floats(0.0, 1.0, exclude_max=True),
+    noise=st.binary(max_size=200),
+)
+@settings(max_examples=150, deadline=None)
+def test_damage_costs_only_what_it_hit_and_appending_continues(kind, place, noise) -> None:
+    made = [make(1, index, num_tokens=3) for index in range(4)]
+    with tempfile.TemporaryDirectory() as folder:
+        pending = PendingTrajectories(Path(folder))
+        for trajectory in made:
+            pending.add(trajectory)
+        pending.close()
+        (path,) = Path(folder).iterdir()
+        content = path.read_bytes()
+        cut = int(place * len(content))
+        path.write_bytes(damage(content, kind, cut, noise))
+        num_intact = content[:cut].count(b"\n")
+
+        after = PendingTrajectories(Path(folder))
+        assert after.read(1) == made[:num_intact]
+        assert path.read_bytes() == b"".join(content.splitlines(keepends=True)[:num_intact])
+        after.add(make(1, 9, num_tokens=3))
+        after.close()
+        assert [t.id for t in PendingTrajectories(Path(folder)).read(1)] == [
+            *(t.id for t in made[:num_intact]),
+            "1/9",
+        ]
+
+
+def test_one_flipped_byte_of_the_last_record_is_found_wherever_it_is(tmp_path: Path) -> None:
+    pending = PendingTrajectories(tmp_path)
+    for index in range(2):
+        pending.add(make(1, index, num_tokens=1))
+    pending.close()
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    for place in range(content.index(b"\n") + 1, len(content), 7):
+        spoilt = bytearray(content)
+        spoilt[place] ^= 0x10
+        path.write_bytes(spoilt)
+        assert PendingTrajectories(tmp_path).read(1) == [make(1, 0, num_tokens=1)]
+
+
+def test_what_is_cut_is_said_with_the_name_of_the_file(tmp_path, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(pending_trajectories, "_MAX_LINE_BYTES", 2**20)
+    pending = PendingTrajectories(tmp_path)
+    pending.add(make(1, 0))
+    pending.close()
+    (path,) = tmp_path.iterdir()
+    with path.open("ab") as file:
+        # More than memory could hold at once, if a reader took all of it for one line.
+        file.truncate(path.stat().st_size + 2**40)
+    with caplog.at_level(logging.WARNING, logger="agentrl_cli"):
+        assert len(PendingTrajectories(tmp_path).read(1)) == 1
+    assert f"{path}: its last {2**40} bytes are damaged" in caplog.text
+    caplog.clear()
+    assert len(PendingTrajectories(tmp_path).read(1)) == 1
+    assert caplog.text == ""
+
+
+def test_records_of_another_version_are_made_again(tmp_path: Path) -> None:
+    record = b'{"id": "1/0", "colour": "red"}'
+    line = b'{"crc32": %d, "trajectory": %s}\n' % (zlib.crc32(record), record)
+    (tmp_path / "step-000001.jsonl").write_bytes(line)
+    pending = PendingTrajectories(tmp_path)
+    assert pending.read(1) == []
+    pending.add(make(1, 0))
+    pending.close()
+    assert PendingTrajectories(tmp_path).read(1) == [make(1, 0)]
+
+
+def test_several_threads_add_at_once(tmp_path: Path) -> None:
+    pending = PendingTrajectories(tmp_path)
+
+    def add(first: int) -> None:
+        for index in range(first, first + 20):
+            pending.add(make(1 + index % 2, index))
+
+    threads = [threading.Thread(target=add, args=(20 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pending.close()
+    assert len(PendingTrajectories(tmp_path).read(1)) == 80
+
+
+def test_a_full_disk_is_said_and_costs_only_what_did_not_fit(
+    tmp_path: Path, limited_file_size
+) -> None:
+    pending = PendingTrajectories(tmp_path)
+    pending.add(make(1, 0))
+    (path,) = tmp_path.iterdir()
+    with (
+        limited_file_size(path.stat().st_size + 1000),
+        pytest.raises(StoreError, match="Everything written before is intact"),
+    ):
+        pending.add(make(1, 1, num_tokens=5000))
+    pending.add(make(1, 2))
+    pending.close()
+    assert [t.id for t in PendingTrajectories(tmp_path).read(1)] == ["1/0", "1/2"]
+
+
+def test_a_file_that_could_not_even_begin_takes_no_others_with_it(
+    tmp_path: Path, limited_file_size
+) -> None:
+    pending = PendingTrajectories(tmp_path)
+    with limited_file_size(100), pytest.raises(StoreError, match="is full"):
+        pending.add(make(1, 0))
+    pending.add(make(1, 1))
+    pending.close()
+    assert [t.id for t in PendingTrajectories(tmp_path).read(1)] == ["1/1"]
+
+
+WRITER = """
+import sys
+from agentrl_cli.config.config_file import load_config
+from agentrl_cli.records import Interaction, Trajectory
+from agentrl_cli.store.run_folder import RunFolder
+
+run = RunFolder.create_or_resume(load_config(sys.argv[1]))
+steps = run.trajectory_steps()
+step = steps[-1] + 1 if steps else 1
+found = {t.id: t for t in run.read_pending(step)}
+call = Interaction(id="c", completion_ids=tuple(range(3000)), versions=(0,) * 3000)
+while True:
+    made = []
+    for index in range(30):
+        for ahead in (0, 1):
+            name = f"{step + ahead}/{index}"
+            one = found.pop(name, None) or Trajectory(
+                id=name, group_id="g", task_id="0", step=step + ahead, interactions=(call,)
+            )
+            run.add_pending(one)
+            if not ahead:
+                made.append(one)
+            print(name, flush=True)
+    run.write_trajectories(step, made)
+    print(f"complete {step}", flush=True)
+    step += 1
+"""
+
+
+def test_after_sigkill_every_one_that_was_added_is_there(tmp_path: Path, make_config) -> None:
+    config, rng = make_config(), random.Random(1)
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    added: set[str] = set()
+    for _ in range(3):
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            # Somewhere in a step, and there a moment that falls on whatever it falls on.
+            lines = [process.stdout.readline() for _ in range(rng.randint(1, 150))]
+            time.sleep(rng.uniform(0.0, 0.01))
+            process.send_signal(signal.SIGKILL)
+            # The last line may be cut short.
+            lines += process.stdout.read().splitlines()[:-1]
+            added |= {line.strip() for line in lines if "/" in line}
+        with RunFolder.create_or_resume(config) as run:
+            complete = run.trajectory_steps()
+            stored = {t.id for step in complete for t in run.read_trajectories(step)}
+            pending = {t.id for t in run.read_pending(len(complete) + 1)}
+        assert complete == list(range(1, len(complete) + 1))
+        assert added <= stored | pending
+        assert not stored & pending
+    assert len(added) > 30

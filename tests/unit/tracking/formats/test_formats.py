@@ -1,0 +1,217 @@
+"""Every format reads what its models write, and raises on nothing that they might write."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl_cli.tracking.formats.call_scanner import ParsedText
+from agentrl_cli.tracking.formats.format_table import TOOL_CALL_FORMATS
+from agentrl_cli.tracking.formats.reply_formats import ReplyContext
+
+Write = Callable[[Sequence[tuple[str, dict[str, Any]]]], str]
+NAMES = sorted(TOOL_CALL_FORMATS)
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("get_weather", {"city": "Zürich", "days": 3}),
+    ("note", {"text": "a\nb 'c' <d>", "tags": ["x", 1], "urgent": True, "more": {"k": [None]}}),
+    ("now", {}),
+]
+#: Text stands in a message of its own, or nowhere beside calls.
+CALLS_ALONE = ("openai", "pythonic", "llama3_json")
+
+
+def read(name: str, text: str, tools: Sequence[Any], sizes: Sequence[int] = ()) -> ParsedText:
+    """What the format's parser makes of ``text``, whole or in pieces of ``sizes``."""
+    parser = TOOL_CALL_FORMATS[name].build_parser(ReplyContext(tools=tools))
+    parsed = ParsedText()
+    at = number = 0
+    while at < len(text):
+        size = sizes[number % len(sizes)] if sizes else len(text)
+        parsed.add(parser.feed(text[at : at + size]))
+        at, number = at + size, number + 1
+    parsed.add(parser.finish())
+    return parsed
+
+
+def list_calls(parsed: ParsedText) -> list[tuple[str, Any]]:
+    for call in parsed.tool_calls:
+        assert set(call) == {"id", "type", "function"}
+        assert call["type"] == "function"
+    functions = [call["function"] for call in parsed.tool_calls]
+    return [(f["name"], json.loads(f["arguments"])) for f in functions]
+
+
+def test_every_format_has_a_writer_here(writers: dict[str, Write]) -> None:
+    assert set(writers) == set(NAMES)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_are_read_as_they_are_written(
+    name: str, number: int, writers: dict[str, Write], tools: list[Any]
+) -> None:
+    for calls in (CALLS[:number], CALLS[-number:], [CALLS[0]] * number):
+        parsed = read(name, writers[name](calls), tools)
+        assert (parsed.content, parsed.reasoning) == ("", "")
+        assert list_calls(parsed) == calls
+        assert len({call["id"] for call in parsed.tool_calls}) == len(calls)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in CALLS_ALONE])
+def test_text_around_calls_is_kept(name: str, writers: dict[str, Write], tools: list[Any]) -> None:
+    parsed = read(name, f"I look.\n{writers[name](CALLS)}\nDone.", tools)
+    assert parsed.content.split() == ["I", "look.", "Done."]
+    assert list_calls(parsed) == CALLS
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("openai",)])
+def test_text_without_calls_is_content(name: str, tools: list[Any]) -> None:
+    for text in ("Plain [1] {x} <b>text</b> f(x)", " \n", "", "functions", "[", "{", "a < b | c"):
+        parsed = read(name, text, tools)
+        assert (parsed.content, parsed.tool_calls, parsed.reasoning) == (text, [], "")
+
+
+def _cut_up(written: str) -> list[str]:
+    """Parts of a call: whole, cut off, and its marks alone."""
+    marks = [
+        written[: len(written) // 3],
+        written[len(written) // 3 :],
+        written[: len(written) // 2],
+    ]
+    return [written, *marks, written[:-1], written[:-9], written[1:], written[5:]]
+
+
+_NOISE = st.sampled_from(
+    ["{", "}", "[", "]", '"', "\\", "\n", " ", "text", "<", "|>", ">", "é", "😀", "\\ud800", "(",
+     ")", "'", "=", ",", ";", "NaN", "1e999", "null", '{"name": "f"', '"arguments": ', "</", "f(",
+     "<think>", "</think>", "\ud800", "\x00", "```"]
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_raises_and_nothing_depends_on_the_pieces(
+    name: str, writers: dict[str, Write], tools: list[Any]
+) -> None:
+    written = [
+        part for calls in (CALLS, CALLS[:1], CALLS[2:]) for part in _cut_up(writers[name](calls))
+    ]
+    marks = [m for m in TOOL_CALL_FORMATS[name].special_texts or () if m]
+    parts = st.lists(st.sampled_from([*written, *marks, *marks]) | _NOISE, max_size=7)
+
+    @settings(max_examples=60, deadline=None)
+    @given(parts, st.lists(st.integers(1, 12), min_size=1, max_size=12))
+    def check(pieces: list[str], sizes: list[int]) -> None:
+        text = "".join(pieces)
+        whole = read(name, text, tools)
+        cut = read(name, text, tools, sizes)
+        assert (cut.content, cut.reasoning) == (whole.content, whole.reasoning)
+        assert list_calls(cut) == list_calls(whole)
+        for parsed in (whole, cut):
+            for called, arguments in list_calls(parsed):
+                assert called
+                assert isinstance(arguments, dict)
+            json.dumps(parsed.tool_calls, ensure_ascii=False).encode()
+            for call in parsed.tool_calls:
+                assert "NaN" not in call["function"]["arguments"].replace('"NaN"', "")
+
+    check()
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in ("pythonic", "llama4_pythonic")])
+def test_malformed_call_stays_text_and_the_valid_one_after_it_is_kept(
+    name: str, writers: dict[str, Write], tools: list[Any]
+) -> None:
+    good = writers[name](CALLS[:1])
+    # The same call, its arguments broken: a cut in the midst and another beginning.
+    for cut in (len(good) // 2, len(good) - 12, len(good) * 2 // 3):
+        bad = good[:cut]
+        parsed = read(name, f"{bad} {good}", tools)
+        assert list_calls(parsed)[-1:] == CALLS[:1], (bad, parsed)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_call_that_is_cut_off_loses_no_text(
+    name: str, writers: dict[str, Write], tools: list[Any]
+) -> None:
+    marks = TOOL_CALL_FORMATS[name].special_texts or ()
+    good = writers[name](CALLS[:1])
+    for end in range(len(good)):
+        parsed = read(name, good[:end], tools)
+        if not parsed.tool_calls:
+            assert "".join(parsed.content.split()) == "".join(good[:end].split()) or (
+                name == "openai" and parsed.content in good
+            ), (good[:end], marks)
+        else:
+            assert list_calls(parsed) == CALLS[:1]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "openai"])
+def test_marks_and_brackets_inside_of_arguments_are_text(
+    name: str, writers: dict[str, Write], tools: list[Any]
+) -> None:
+    """But for gpt-oss, whose marks are tokens that no text holds."""
+    one = TOOL_CALL_FORMATS[name]
+    reader = one.build_parser(ReplyContext())._reader  # type: ignore[attr-defined]
+    marks = {*reader.starts, *reader.closers, *(one.special_texts or ())}
+    marks |= {"</parameter>", "</function>", "</arg_value>", "<arg_key>", "\\u0041", "<think>"}
+    for mark in sorted(marks | {"}", "]", ")]", "[", '"', "'", '"""', "\\"}):
+        for text in (mark, f"a{mark}b", mark * 2):
+            calls = [("note", {"text": text, "more": {text: [text]}}), ("now", {})]
+            written = writers[name](calls)
+            for sizes in ((), (3, 7, 1)):
+                parsed = read(name, written, tools, sizes)
+                assert (list_calls(parsed), parsed.content) == (calls, ""), (text, sizes)
+
+
+def _long_texts(name: str, write: Write, tools: Sequence[Any]) -> list[str]:
+    whole = write([("note", {"text": "TEXT"})])
+    begin, _, end = whole.partition("TEXT")
+    marks = [mark for mark in TOOL_CALL_FORMATS[name].special_texts or () if mark]
+    repeated = ["{", "]", ")]", " ", "</parameter>", "</arg_value>", ";", *marks[:2]]
+    texts = [text * (30_000 // len(text)) for text in repeated]
+    # From the beginning, in a call that never ends, in one that does, and behind one.
+    return [
+        variant
+        for text in texts
+        for variant in (text, begin + text, begin + text + end, whole + text)
+    ] + [begin * (30_000 // len(begin))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_time_grows_with_the_length_and_not_with_its_square(
+    name: str, writers: dict[str, Write], tools: list[Any]
+) -> None:
+    slowest = 0.0
+    for text in _long_texts(name, writers[name], tools):
+        for sizes in ((), (16,)):
+            started = time.process_time()
+            read(name, text, tools, sizes)
+            slowest = max(slowest, time.process_time() - started)
+    # Mostly 0.1 s; attempts at every bracket took from seconds to minutes.
+    assert slowest < 1
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (14, 100)])
+def test_string_in_three_quotes_may_hold_what_ends_a_list(sizes: Sequence[int]) -> None:
+    parsed = read("pythonic", '[f(x="""a")] """)]', [], sizes)
+    assert list_calls(parsed) == [("f", {"x": 'a")] '})]
+
+
+@pytest.mark.parametrize("value", ['{**{"a": 1}}', "name", "[name]", "{name: 1}", "g()", "1 + x"])
+def test_what_is_no_literal_is_no_argument(value: str) -> None:
+    parsed = read("pythonic", f"[f(x={value})]", [])
+    assert (parsed.tool_calls, parsed.content) == ([], f"[f(x={value})]")
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "mimo", "seed_oss", "minimax_m2", "glm45"])
+def test_bare_word_where_an_object_is_wanted_is_text(
+    name: str, writers: dict[str, Write], tools: list[Any]
+) -> None:
+    parsed = read(name, writers[name]([("note", {"more": "word", "tags": "[word]"})]), tools)
+    assert list_calls(parsed) == [("note", {"more": "word", "tags": "[word]"})]

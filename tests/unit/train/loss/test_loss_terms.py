@@ -1,0 +1,282 @@
+"""The loss of some targets: its terms put together, weighted, and counted, by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl_cli.config.algorithm_config import AlgorithmConfig
+from agentrl_cli.train.loss.policy_loss import LossInputs, LossOutput, compute_loss
+
+LOG_2 = math.log(2.0)
+
+
+def tensor(values: list[float], **options: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, **options)
+
+
+def loss_of(
+    new: Tensor,
+    *,
+    proximal: list[float] | None = None,
+    rollout: list[float] | None = None,
+    advantages: list[float],
+    weights: list[float] | None = None,
+    sequences: list[int] | None = None,
+    ref: list[float] | None = None,
+    entropies: Tensor | None = None,
+    **algorithm: Any,
+) -> LossOutput:
+    """compute_loss with defaults: on policy, everything trained, weight 1 per token."""
+    proximal_logprobs = new.detach() if proximal is None else tensor(proximal)
+    return compute_loss(
+        LossInputs(
+            new_logprobs=new,
+            proximal_logprobs=proximal_logprobs,
+            rollout_logprobs=proximal_logprobs if rollout is None else tensor(rollout),
+            advantages=tensor(advantages),
+            sequence_numbers=torch.tensor(sequences or [0] * len(new), dtype=torch.long),
+            token_weights=tensor([1.0] * len(new) if weights is None else weights),
+            ref_logprobs=None if ref is None else tensor(ref),
+            entropies=entropies,
+        ),
+        AlgorithmConfig.model_validate(algorithm),
+    )
+
+
+def gradient_of(new: Tensor, **options: Any) -> list[float]:
+    new = new.detach().requires_grad_()
+    loss_of(new, **options).loss.backward()
+    assert new.grad is not None
+    return new.grad.tolist()
+
+
+def test_on_policy_loss_is_minus_the_advantages():
+    # r = 1 and w = 1: loss -2 - (-3) = 1; d(-r A)/d new = -r A = -A.
+    new = tensor([-1.0, -2.0])
+    output = loss_of(new, advantages=[2.0, -3.0])
+    assert output.loss.item() == pytest.approx(1.0)
+    assert gradient_of(new, advantages=[2.0, -3.0]) == pytest.approx([-2.0, 3.0])
+    assert {name: value.item() for name, value in output.sums.items()} == {
+        "approx_kl": 0.0,
+        "clipfrac": 0.0,
+        "kl": 0.0,
+        "logprob_gap": 0.0,
+        "rollout_correction": 2.0,
+        "rollout_correction_dropped": 0.0,
+    }
+    assert {name: value.item() for name, value in output.maxima.items()} == {
+        "logprob_gap": 0.0,
+        "rollout_correction": 1.0,
+    }
+
+
+def test_decoupled_loss_clips_on_proximal_and_weighs_by_rollout():
+    # new -1, proximal -1 - ln 1.1: r = 1.1; rollout = proximal - ln 1.5: w = 1.5.
+    # Token 1 (A = 2): -1.5 x 1.1 x 2 = -3.3, gradient -3.3.
+    # Token 2: r = 2 clipped at 1.2, w = min(4, cap 2) = 2: -2 x 1.2 x 1 = -2.4, gradient 0.
+    # Token 3: r = 1, w = 0.5: -0.5 x 1 x (-1) = 0.5, gradient 0.5.
+    new = tensor([-1.0, -1.0, -1.0])
+    proximal = [-1.0 - math.log(1.1), -1.0 - LOG_2, -1.0]
+    options: dict[str, Any] = {
+        "proximal": proximal,
+        "rollout": [proximal[0] - math.log(1.5), proximal[1] - 2 * LOG_2, proximal[2] + LOG_2],
+        "advantages": [2.0, 1.0, -1.0],
+    }
+    output = loss_of(new, **options)
+    assert output.loss.item() == pytest.approx(-3.3 - 2.4 + 0.5)
+    assert gradient_of(new, **options) == pytest.approx([-3.3, 0.0, 0.5])
+    # Statistics: one of three is clipped; gaps ln 1.5, 2 ln 2, ln 2; k3 of r = 1.1 and 2:
+    # (0.1 - 0.0953) + (1 - 0.6931); weights 1.5, 2, 0.5, the second 4 before its cap.
+    assert output.sums["clipfrac"].item() == 1.0
+    assert output.sums["logprob_gap"].item() == pytest.approx(math.log(1.5) + 3 * LOG_2)
+    assert output.maxima["logprob_gap"].item() == pytest.approx(2 * LOG_2)
+    assert output.sums["approx_kl"].item() == pytest.approx(0.1 - math.log(1.1) + 1 - LOG_2)
+    assert output.sums["rollout_correction"].item() == pytest.approx(4.0)
+    assert output.maxima["rollout_correction"].item() == pytest.approx(4.0)
+
+
+def test_a_masked_token_gives_no_gradient_and_stays_in_the_denominator():
+    # Raw weights 4 (dropped) and 1; weights of 1/2 each, as if nothing were dropped.
+    options: dict[str, Any] = {
+        "rollout": [-1.0 - 2 * LOG_2, -1.0],
+        "advantages": [1.0, 1.0],
+        "weights": [0.5, 0.5],
+        "rollout_correction": {"mode": "mask"},
+    }
+    output = loss_of(tensor([-1.0, -1.0]), **options)
+    assert output.loss.item() == pytest.approx(-0.5)
+    assert gradient_of(tensor([-1.0, -1.0]), **options) == pytest.approx([0.0, -0.5])
+    assert output.sums["rollout_correction_dropped"].item() == 1.0
+    assert output.sums["rollout_correction"].item() == pytest.approx(1.0)
+
+
+def test_the_sequence_ratio_of_gspo_reaches_the_loss():
+    # Ratios 1.21 and 1 of one sequence: s = 1.1 within the range; alone, 1.21 would be held.
+    gradient = gradient_of(
+        tensor([-1.0, -1.0]),
+        proximal=[-1.0 - math.log(1.21), -1.0],
+        advantages=[1.0, 1.0],
+        kind="gspo",
+        loss={"clip_high": 0.2},
+    )
+    assert gradient == pytest.approx([-1.1, -1.1])
+
+
+def test_the_ratio_of_ppo_clip_is_against_what_sampled():
+    # new / rollout = 1.1 with A = 2: gradient -1.1 x 2.
+    options: dict[str, Any] = {"rollout": [-1.0 - math.log(1.1)], "loss": {"kind": "ppo_clip"}}
+    assert gradient_of(tensor([-1.0]), advantages=[2.0], **options) == pytest.approx([-2.2])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [
+        # d = new - ref = -ln 2.
+        ("k1", -LOG_2, 1.0),
+        ("k2", LOG_2**2 / 2, -LOG_2),
+        ("k3", 1.0 - LOG_2, -1.0),
+    ],
+)
+def test_kl_is_added_per_token_before_aggregation(estimator: str, value: float, slope: float):
+    # Token 1: -1 x 1 + 0.5 x value; token 2: 0.5 x 0. Weights 1/4 and 3/4. The rollout
+    # correction (1/2 here) is the policy loss's alone.
+    options: dict[str, Any] = {
+        "rollout": [-1.0 + LOG_2, -1.0],
+        "advantages": [1.0, 0.0],
+        "weights": [0.25, 0.75],
+        "ref": [-1.0 + LOG_2, -1.0],
+        "kl": {"coef": 0.5, "estimator": estimator},
+    }
+    output = loss_of(tensor([-1.0, -1.0]), **options)
+    assert output.loss.item() == pytest.approx(0.25 * (-0.5 + 0.5 * value))
+    assert output.sums["kl"].item() == pytest.approx(value)
+    gradient = gradient_of(tensor([-1.0, -1.0]), **options)
+    second = 0.75 * 0.5 if estimator == "k1" else 0.0
+    assert gradient == pytest.approx([0.25 * (-0.5 + 0.5 * slope), second])
+
+
+def test_kl_in_the_reward_is_no_part_of_the_loss():
+    options: dict[str, Any] = {"advantages": [1.0], "kl": {"coef": 9.0, "place": "reward"}}
+    for ref in (None, [-7.0]):
+        output = loss_of(tensor([-1.0]), ref=ref, **options)
+        assert output.loss.item() == -1.0
+        assert output.sums["kl"].item() == 0.0
+
+
+def test_entropy_lowers_the_loss_per_token():
+    # -1 - 0.1 x 2 and -0 - 0.1 x 3, weights 1/4 and 3/4; gradient -0.1 x weight.
+    entropies = tensor([2.0, 3.0], requires_grad=True)
+    output = loss_of(
+        tensor([-1.0, -1.0]),
+        advantages=[1.0, 0.0],
+        weights=[0.25, 0.75],
+        entropies=entropies,
+        entropy_coef=0.1,
+    )
+    output.loss.backward()
+    assert output.loss.item() == pytest.approx(0.25 * -1.2 + 0.75 * -0.3)
+    assert entropies.grad is not None
+    assert entropies.grad.tolist() == pytest.approx([-0.025, -0.075])
+
+
+def test_missing_inputs_are_named():
+    with pytest.raises(ValueError, match=r"^kl is in the loss: compute_loss needs ref_logprobs$"):
+        loss_of(tensor([-1.0]), advantages=[1.0], kl={"coef": 0.5})
+    with pytest.raises(ValueError, match=r"^entropy_coef is set: compute_loss needs entropies$"):
+        loss_of(tensor([-1.0]), advantages=[1.0], entropy_coef=0.5)
+
+
+def test_no_gradient_reaches_what_is_fixed():
+    proximal = tensor([-1.5], requires_grad=True)
+    ref = tensor([-1.2], requires_grad=True)
+    new = tensor([-1.0], requires_grad=True)
+    inputs = LossInputs(
+        new_logprobs=new,
+        proximal_logprobs=proximal,
+        rollout_logprobs=tensor([-1.4]),
+        advantages=tensor([1.0]),
+        sequence_numbers=torch.tensor([0]),
+        token_weights=tensor([1.0]),
+        ref_logprobs=ref,
+    )
+    compute_loss(inputs, AlgorithmConfig.model_validate({"kl": {"coef": 0.1}})).loss.backward()
+    assert new.grad is not None
+    assert proximal.grad is None
+    assert ref.grad is None
+
+
+def test_nothing_trained_is_a_loss_of_zero_with_a_path_for_gradients():
+    new = tensor([], requires_grad=True)
+    output = loss_of(new, advantages=[])
+    output.loss.backward()
+    assert output.loss.item() == 0.0
+    assert output.maxima["logprob_gap"].item() == 0.0
+    assert output.maxima["rollout_correction"].item() == 0.0
+    assert new.grad is not None
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "gspo", "cispo", "sapo"])
+def test_parts_add_up_to_the_whole(kind: str):
+    new = tensor([-1.0, -2.0, -0.5, -1.5])
+    options: dict[str, Any] = {
+        "kind": kind,
+        "kl": {"coef": 0.1},
+        "rollout_correction": {"level": "sequence", "mode": "mask", "cap": 1.1},
+    }
+    columns: dict[str, list[Any]] = {
+        "proximal": [-1.1, -1.9, -0.5, -1.0],
+        "rollout": [-1.2, -1.5, -0.7, -1.0],
+        "advantages": [1.0, -1.0, 2.0, -2.0],
+        "weights": [0.1, 0.2, 0.3, 0.4],
+        "ref": [-1.0, -1.0, -1.0, -1.0],
+        "sequences": [0, 1, 1, 1],
+    }
+    whole = loss_of(new, **columns, **options)
+    # A sample is never cut: the second part's is its first.
+    first = {name: values[:1] for name, values in columns.items()}
+    second = {name: values[1:] for name, values in columns.items()} | {"sequences": [0, 0, 0]}
+    parts = [loss_of(new[:1], **first, **options), loss_of(new[1:], **second, **options)]
+    assert sum(p.loss.item() for p in parts) == pytest.approx(whole.loss.item(), rel=1e-12)
+    for name, value in whole.sums.items():
+        assert sum(p.sums[name].item() for p in parts) == pytest.approx(value.item())
+    for name, value in whole.maxima.items():
+        assert max(p.maxima[name].item() for p in parts) == pytest.approx(value.item())
+
+
+def test_gradient_against_finite_differences():
+    generator = torch.Generator().manual_seed(3)
+
+    def draw() -> Tensor:
+        return -3 * torch.rand(24, generator=generator, dtype=torch.float64)
+
+    proximal, rollout, ref, advantages = draw(), draw(), draw(), draw() + 1.5
+    algorithm = AlgorithmConfig.model_validate(
+        {
+            "loss": {"dual_clip": 2.0, "clip_high": 0.28},
+            "kl": {"coef": 0.2},
+            "rollout_correction": {"cap": 1.5},
+        }
+    )
+
+    def loss(new: Tensor) -> Tensor:
+        inputs = LossInputs(
+            new_logprobs=new, proximal_logprobs=proximal, rollout_logprobs=rollout,
+            advantages=advantages, ref_logprobs=ref, sequence_numbers=torch.arange(24) // 7,
+            token_weights=torch.full_like(new, 1 / 19),
+        )  # fmt: skip
+        return compute_loss(inputs, algorithm).loss
+
+    new = draw().requires_grad_()
+    loss(new).backward()
+    assert new.grad is not None
+    with torch.no_grad():
+        for place in range(24):
+            nudge = torch.zeros_like(new)
+            nudge[place] = 1e-6
+            difference = (loss(new + nudge) - loss(new - nudge)) / 2e-6
+            assert new.grad[place].item() == pytest.approx(difference.item(), abs=1e-7)

@@ -1,0 +1,116 @@
+"""The metrics of a batch, counted by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from agentrl_cli.records import (
+    Boundary,
+    Failure,
+    Interaction,
+    InteractionStatus,
+    MismatchCause,
+    Trajectory,
+)
+from agentrl_cli.train.monitor.batch_metrics import summarize_trajectories
+
+
+def call(name: str, num_tokens: int, version: int = 3, **fields: Any) -> Interaction:
+    return Interaction(
+        id=name, completion_ids=(1,) * num_tokens, versions=(version,) * num_tokens, **fields
+    )
+
+
+def attempt(name: str, group: str, reward: float | None, *calls: Interaction, **fields: Any):
+    return Trajectory(
+        id=name, group_id=group, task_id=group, reward=reward, interactions=calls, **fields
+    )
+
+
+BATCH = [
+    attempt(
+        "a", "x", 1.0,
+        call("a0", 4, version=2, reply={"role": "assistant", "tool_calls": [{}, {}]}),
+        call("a1", 6, finish_reason="length", mismatch_cause=MismatchCause.HISTORY_EDITED),
+    ),
+    attempt("b", "x", 0.0, call("b0", 2)),
+    attempt(
+        "c", "y", None, call("c0", 0, status=InteractionStatus.FAILED),
+        failure=Failure(boundary=Boundary.TOOL, kind="ZeroDivisionError", message=""),
+    ),
+    attempt("d", "y", 0.5, call("d0", 4, version=5)),
+]  # fmt: skip
+
+
+def test_a_batch_by_hand():
+    metrics = summarize_trajectories(BATCH, 5)
+    assert metrics["num_trajectories"] == 4
+    assert metrics["num_unscored"] == 1
+    # Rewards 1, 0, 1/2: mean 1/2, unbiased deviation sqrt((1/4 + 1/4 + 0) / 2) = 1/2.
+    assert metrics["reward_mean"] == 0.5
+    assert metrics["reward_std"] == pytest.approx(0.5)
+    # Group y has one scored trajectory only.
+    assert metrics["num_groups_without_signal"] == 1
+    # Completed calls 2 + 1 + 0 + 1; tool calls 2; tokens 10, 2, 0, 4.
+    assert metrics["turns_mean"] == 1.0
+    assert metrics["tool_calls_mean"] == 0.5
+    assert metrics["completion_tokens_mean"] == 4.0
+    assert metrics["completion_tokens_max"] == 10.0
+    assert metrics["truncated_fraction"] == 0.25
+    # 4 tokens are 3 behind, 8 are 2 behind, 4 are fresh: 28 / 16.
+    assert metrics["staleness_mean"] == pytest.approx(1.75)
+    assert metrics["staleness_max"] == 3.0
+    assert metrics["failures"] == 1
+    assert metrics["failures_tool"] == 1
+    assert sum(metrics[f"failures_{boundary}"] for boundary in Boundary) == 1
+    assert metrics["prefix_mismatches_history_edited"] == 1
+    assert sum(metrics[f"prefix_mismatches_{cause}"] for cause in MismatchCause) == 1
+    # It is the only turn that goes back to another.
+    assert metrics["prefix_mismatch_fraction"] == 1.0
+    assert all(metrics[f"reprefilled_tokens_{cause}"] == 0 for cause in MismatchCause)
+    assert all(metrics[f"dropped_tokens_{cause}"] == 0 for cause in MismatchCause)
+
+
+def test_replaced_groups_count_in_everything_that_is_reported():
+    """Only what was trained on would show a reward that nobody ever got."""
+    batch = [
+        attempt("a", "x", 1.0, call("a0", 4), replaced_by="z"),
+        attempt("b", "x", 1.0, call("b0", 4), replaced_by="z"),
+        attempt("c", "y", 1.0, call("c0", 4)),
+        attempt("d", "y", 0.0, call("d0", 4)),
+        attempt("e", "z", 0.0, call("e0", 12)),
+        attempt("f", "z", 0.0, call("f0", 8)),
+    ]
+    metrics = summarize_trajectories(batch, 3)
+    assert metrics["num_filtered_groups"] == 1
+    assert metrics["num_groups_without_signal"] == 2
+    assert metrics["num_trajectories"] == 6
+    assert metrics["reward_mean"] == 0.5
+    assert metrics["completion_tokens_mean"] == 6.0
+    assert summarize_trajectories(BATCH, 5)["num_filtered_groups"] == 0
+
+
+@pytest.mark.parametrize("reward", [None, math.nan])
+def test_without_a_reward_there_is_no_mean_to_misread(reward: float | None):
+    metrics = summarize_trajectories([attempt("a", "x", reward, call("a0", 1))], 3)
+    assert "reward_mean" not in metrics
+    assert metrics["num_unscored"] == 1
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+def test_what_is_unscored_for_a_turn_of_its_own_counts_in_no_mean():
+    batch = [
+        attempt("a", "x", 1.0, call("a0", 1, turn_return=math.nan)),
+        attempt("b", "x", 0.25, call("b0", 1, turn_return=0.25)),
+    ]
+    metrics = summarize_trajectories(batch, 3)
+    assert metrics["num_unscored"] == 1
+    assert metrics["reward_mean"] == metrics["reward_max"] == 0.25
+
+
+def test_an_empty_batch_and_a_single_reward_are_finite():
+    assert all(math.isfinite(v) for v in summarize_trajectories([], 0).values())
+    assert summarize_trajectories([attempt("a", "x", 0.3)], 0)["reward_std"] == 0.0

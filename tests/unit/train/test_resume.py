@@ -1,0 +1,252 @@
+"""When checkpoints are saved, and which of them stay."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.errors import ConfigError, RunFolderError, StoreError
+from agentrl_cli.evaluate.eval_run import choose_k_values
+from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
+from agentrl_cli.store.run_folder import (
+    RunFolder,
+    find_best_checkpoint,
+    find_best_eval,
+    read_metric,
+)
+from agentrl_cli.train.resume import (
+    CheckpointSaver,
+    DataCursor,
+    find_first_rolled_step,
+    open_cursor,
+    read_unused,
+)
+
+ROWS = [{"question": "a", "n": 1}, {"question": "b", "n": 2}]
+
+
+class FakeLearner:
+    def save(self, folder: Path) -> None:
+        (folder / "weights").write_text("w")
+
+
+@pytest.fixture
+def make_config(tmp_path: Path):
+    def make(**train: Any) -> ExperimentConfig:
+        return ExperimentConfig.model_validate(
+            {
+                "experiment_name": "exp",
+                "output_dir": str(tmp_path / "runs"),
+                "model": {"path": "builtin:calculator"},
+                "agent_builder_path": "a.b",
+                "train_dataset": {"path": "tasks.jsonl"},
+                "valid_dataset": {"path": "tasks.jsonl"},
+                "train": {"total_steps": 100, **train},
+            }
+        )
+
+    return make
+
+
+@pytest.fixture
+def make_saver(make_config):
+    folders = []
+
+    def make(**train: Any) -> CheckpointSaver:
+        config = make_config(**train)
+        folders.append(RunFolder.create_or_resume(config))
+        learner: Any = FakeLearner()
+        return CheckpointSaver(config.train, folders[-1], learner, DataCursor.of(ROWS))
+
+    yield make
+    for folder in folders:
+        folder.close()
+
+
+def evaluate(saver: CheckpointSaver, step: int, reward: float | None) -> None:
+    report = {"mean_reward": reward, "pass_at_k": {"1": 0.5, "4": step / 100}}
+    saver.folder.write_eval(step, [], report)
+
+
+def saved_steps(saver: CheckpointSaver) -> list[int]:
+    return [step for step, _ in saver.folder.list_checkpoints()]
+
+
+def test_the_best_by_eval_is_saved_and_outlives_the_newest(make_saver) -> None:
+    saver = make_saver(keep_last_checkpoints=2, save_every_steps=20)
+    evaluate(saver, 0, 0.9)
+    rewards = {10: 0.2, 20: 0.1, 30: 0.7, 40: 0.7, 50: None, 60: 0.3, 70: 0.6, 80: float("nan")}
+    history = {}
+    for step in range(1, 101):
+        if step in rewards:
+            evaluate(saver, step, rewards[step])
+        if saver.is_due(step):
+            saver.save(step)
+            history[step] = saved_steps(saver)
+    assert history == {
+        10: [10],
+        20: [10, 20],
+        30: [20, 30],
+        40: [30, 40],
+        60: [30, 40, 60],
+        80: [30, 60, 80],
+        100: [30, 80, 100],
+    }
+    best = find_best_checkpoint(saver.folder, "mean_reward")
+    assert best is not None
+    assert (best[0].step, best[0].value, best[1].name) == (30, 0.7, "step-000030")
+    # By another number it is another one, of those that are left.
+    other = find_best_checkpoint(saver.folder, "pass_at_4")
+    assert other is not None
+    assert other[0].step == 80
+
+
+def test_without_a_metric_only_the_newest_count(make_saver) -> None:
+    saver = make_saver(keep_last_checkpoints=1, save_every_steps=None, keep_best_checkpoint=None)
+    for step in (1, 2, 99):
+        evaluate(saver, step, 1 / step)
+        assert not saver.is_due(step)
+        saver.save(step)
+    assert saver.is_due(100)
+    assert saved_steps(saver) == [99]
+
+
+def test_a_resumed_run_saves_where_the_undisturbed_one_did(make_saver) -> None:
+    """Evaluations after the last checkpoint are there already when their steps are done again."""
+    saver = make_saver()
+    for step, reward in ((10, 0.4), (20, 0.5), (30, 0.6)):
+        evaluate(saver, step, reward)
+    assert [step for step in range(1, 40) if saver.is_due(step)] == [10, 20, 30]
+
+
+@pytest.mark.parametrize(
+    ("report", "metric", "value"),
+    [
+        ({"mean_reward": 0.25}, "mean_reward", 0.25),
+        ({"mean_reward": 1}, "mean_reward", 1.0),
+        ({"mean_reward": None}, "mean_reward", None),
+        ({"mean_reward": float("nan")}, "mean_reward", None),
+        ({}, "mean_reward", None),
+        ({"pass_at_k": {"1": 0.5, "4": 0.75}}, "pass_at_4", 0.75),
+        ({"pass_at_k": {"1": 0.5}}, "pass_at_4", None),
+        ({"pass_at_k": "?"}, "pass_at_4", None),
+    ],
+)
+def test_metrics_of_a_report(report: dict[str, Any], metric: str, value: float | None) -> None:
+    assert read_metric(report, metric) == value
+
+
+def test_no_evaluation_no_best(make_saver) -> None:
+    saver = make_saver()
+    saver.save(3)
+    assert find_best_eval(saver.folder, "mean_reward", range(100)) is None
+    assert find_best_checkpoint(saver.folder, "mean_reward") is None
+
+
+@pytest.mark.parametrize("n_samples", [1, 2, 6])
+def test_a_metric_that_no_evaluation_reports_is_refused(make_config, n_samples: int) -> None:
+    reported = choose_k_values(n_samples)
+    for k in range(1, 9):
+        config = make_config(keep_best_checkpoint=f"pass_at_{k}")
+        config = config.model_copy(
+            update={"eval_gconfig": config.gconfig.model_copy(update={"n_samples": n_samples})}
+        )
+        if k in reported:
+            config.check_trainable()
+        else:
+            with pytest.raises(ConfigError, match=f"=pass_at_{n_samples}"):
+                config.check_trainable()
+
+
+def test_rows_that_changed_are_refused_and_those_that_did_not_are_not(make_saver) -> None:
+    saver = make_saver()
+    saver.save(7)
+    ((_, path),) = saver.folder.list_checkpoints()
+    assert json.loads((path / "data_cursor.json").read_text())["next_step"] == 8
+    assert open_cursor(saver.folder, [dict(row) for row in ROWS]) == DataCursor.of(ROWS)
+    begin_anew = f"begin a new run from its weights: model.path={path} trial_name=NAME"
+    with pytest.raises(RunFolderError, match=f"had 2 rows and has 3 now.*{begin_anew}"):
+        open_cursor(saver.folder, [*ROWS, {}])
+    for changed in ([*reversed(ROWS)], [ROWS[0], {**ROWS[1], "n": 3}]):
+        with pytest.raises(RunFolderError, match=r"2 rows as before.*Put them back"):
+            open_cursor(saver.folder, changed)
+    (path / "data_cursor.json").write_text("{")
+    with pytest.raises(StoreError, match="damaged"):
+        open_cursor(saver.folder, ROWS)
+    (path / "data_cursor.json").unlink()
+    open_cursor(saver.folder, ROWS)
+
+
+def attempt(step: int, **fields: Any) -> Trajectory:
+    return Trajectory(
+        id=f"{step}/0",
+        group_id=f"{step:06d}.000",
+        task_id="0",
+        step=step,
+        interactions=(Interaction(id="c"),),
+        **fields,
+    )
+
+
+@pytest.mark.parametrize("stored", ["a step", "a trajectory"])
+def test_rows_are_known_before_the_first_checkpoint(make_saver, stored: str) -> None:
+    """A run that is killed early has trajectories, of tasks that are known by their places."""
+    folder = make_saver().folder
+    open_cursor(folder, ROWS)
+    if stored == "a step":
+        folder.write_trajectories(1, [attempt(1, reward=0.5)])
+    else:
+        folder.add_pending(attempt(1, reward=0.5))
+    open_cursor(folder, ROWS)
+    with pytest.raises(RunFolderError, match=r"had 2 rows and has 1 now.*a new run: trial_name="):
+        open_cursor(folder, ROWS[:1])
+    # Refused, and not forgotten.
+    with pytest.raises(RunFolderError):
+        open_cursor(folder, ROWS[:1])
+
+
+@pytest.mark.parametrize("reward", [None, 0.5])
+def test_what_was_made_ahead_of_a_batch_that_failed_is_made_anew(make_saver, reward) -> None:
+    """Its rewards, say, are missing too, and the next step would fail of what was mended."""
+    folder = make_saver().folder
+    open_cursor(folder, ROWS)
+    folder.add_pending(attempt(2))
+    folder.write_trajectories(1, [attempt(1, reward=reward)])
+    first_step = find_first_rolled_step(folder, 1)
+    if reward is None:
+        assert first_step == 1
+        # Nothing is left that rows, or a reward function, would have to fit.
+        assert open_cursor(folder, ROWS[:1]) == DataCursor.of(ROWS[:1])
+        assert read_unused(folder, first_step) == []
+        assert list((folder.path / "pending").iterdir()) == []
+        folder.add_pending(attempt(2, reward=0.5))
+        folder.write_trajectories(1, [attempt(1, reward=0.5)])
+        first_step = find_first_rolled_step(folder, 1)
+    else:
+        with pytest.raises(RunFolderError, match="had 2 rows and has 1 now"):
+            open_cursor(folder, ROWS[:1])
+    assert [t.id for t in read_unused(folder, first_step)] == ["2/0"]
+    assert first_step == 2
+
+
+def test_a_run_goes_on_at_the_first_step_that_is_not_stored(make_saver) -> None:
+    folder = make_saver().folder
+    assert find_first_rolled_step(folder, 1) == 1
+    for step in (1, 2, 4):
+        folder.write_trajectories(step, [attempt(step, reward=0.5)])
+    assert [find_first_rolled_step(folder, step) for step in (1, 2, 3, 4)] == [3, 3, 3, 5]
+    failure = Failure(boundary=Boundary.REWARD, kind="KeyError", message="answer", traceback="")
+    folder.write_trajectories(3, [attempt(3, failure=failure)])
+    folder.write_trajectories(5, [attempt(5, failure=failure)])
+    assert [find_first_rolled_step(folder, step) for step in (1, 5, 6)] == [5, 5, 6]
+
+
+def test_rows_of_any_kind_have_a_cursor() -> None:
+    """A picture, say, whose text holds its address in memory."""
+    rows = [{"image": object(), 3: {4: (1, 2)}, "x": float("nan"), "text": "\ud800"}]
+    again = [{"image": object(), 3: {4: (1, 2)}, "x": float("nan"), "text": "\ud800"}]
+    assert DataCursor.of(rows) == DataCursor.of(again)
