@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any
 
 from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome, AgentRunner, run_in_thread
 from agentrl_cli.agents.anthropic_sdk import (
@@ -15,7 +15,6 @@ from agentrl_cli.agents.anthropic_sdk import (
     check_anthropic,
 )
 from agentrl_cli.errors import BuilderError
-from agentrl_cli.log import get_logger
 from agentrl_cli.tracking.client import build_blocking_client
 
 #: What is passed, by keyword, besides the row: all of it to ``**kwargs``, else what is named.
@@ -139,8 +138,3 @@ def _find_code(function: Any) -> list[Any]:
     """What runs when ``function`` is called: itself, or its method; behind decorators."""
     candidates = (function, getattr(function, "__call__", None))  # noqa: B004 - its method, if any
     return [inspect.unwrap(c) for c in candidates if c is not None]
-
-
-ResultT = TypeVar("ResultT")
-
-_log = get_logger(__name__)

@@ -10,12 +10,12 @@ from rich.console import Console
 
 from agentrl_cli.inspector import json_view
 from agentrl_cli.inspector.list_view import (
+    build_mismatch_table,
     build_step_table,
     build_trajectory_table,
     format_alarms,
     summarize_steps,
 )
-from agentrl_cli.inspector.prefix_mismatch_view import build_mismatch_table
 from agentrl_cli.inspector.trajectory_query import Selection, TrajectoryQuery, find_one, select
 from agentrl_cli.inspector.trajectory_view import build_token_tables, build_tree, load_spell
 from agentrl_cli.prefix_mismatches import MismatchSummary, summarize_prefix_mismatches

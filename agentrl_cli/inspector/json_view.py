@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from agentrl_cli.inspector.list_view import StepSummary
-from agentrl_cli.inspector.prefix_mismatch_view import describe_mismatches
+from agentrl_cli.inspector.list_view import StepSummary, describe_mismatches
 from agentrl_cli.inspector.trajectory_query import Selection, Source
 from agentrl_cli.inspector.trajectory_view import list_tokens
 from agentrl_cli.prefix_mismatches import (

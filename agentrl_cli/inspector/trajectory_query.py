@@ -77,7 +77,6 @@ class Found:
     """A trajectory that a query found, and where it is stored."""
 
     source: Source
-    index: int
     summary: TrajectorySummary
 
 
@@ -154,7 +153,7 @@ def select(folder: RunFolder, query: TrajectoryQuery) -> Selection:
         except AgentrlError as error:
             problems.append(str(error))
             continue
-        found += [Found(source, i, s) for i, s in enumerate(summaries) if _matches(s, query)]
+        found += [Found(source, s) for s in summaries if _matches(s, query)]
     if query.sort is not None:
         found = _sort(found, _SORT_KEYS[query.sort], query.ascending)
     return Selection(found[: query.limit], len(found), problems)
@@ -188,9 +187,9 @@ def _find_anywhere(folder: RunFolder, name: str) -> Found | None:
         except AgentrlError:
             # Nothing in a damaged file can be shown.
             continue
-        for index, summary in enumerate(summaries):
+        for summary in summaries:
             if summary.id == name:
-                return Found(source, index, summary)
+                return Found(source, summary)
     return None
 
 

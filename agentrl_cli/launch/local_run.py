@@ -12,7 +12,7 @@ from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.weights.weight_folders import remove_folders_of_dead_runs
 from agentrl_cli.errors import StoppedError
 from agentrl_cli.evaluate.eval_report import EvalReport
-from agentrl_cli.evaluate.eval_run import evaluate_and_store
+from agentrl_cli.evaluate.eval_run import evaluate
 from agentrl_cli.launch.completion_sources import CompletionSource
 from agentrl_cli.launch.plan import build_plan
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup, TrainerSupervisor
@@ -140,7 +140,7 @@ def run_evaluation(
         workflow.log_to(folder.log_dir("eval"))
         engine = source.start(background, folder.log_dir("eval"), stack)
         return background.run(
-            evaluate_and_store(
+            evaluate(
                 folder,
                 workflow,
                 engine,

@@ -14,7 +14,7 @@ from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import ConfigError, DatasetError, StoppedError
-from agentrl_cli.evaluate.eval_run import evaluate_and_store
+from agentrl_cli.evaluate.eval_run import evaluate
 from agentrl_cli.launch.processes.trainer_spec import RunningServers, TrainerSpec
 from agentrl_cli.launch.run_models import find_tied_names, load_engine, load_learner
 from agentrl_cli.launch.run_resolution import (
@@ -350,7 +350,7 @@ class PPOTrainer:
         n_samples = self.config.resolve_eval_gconfig().n_samples
         rollout = self.config.rollout
         background.run(
-            evaluate_and_store(
+            evaluate(
                 self._entered(),
                 workflow,
                 engine,

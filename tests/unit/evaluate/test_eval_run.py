@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.evaluate.eval_report import EvalReport
 from agentrl_cli.evaluate.eval_run import choose_k_values, evaluate
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
 from agentrl_cli.rollout.dataset import build_eval_tasks
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
+from agentrl_cli.store.run_folder import RunFolder
 
 
 class ScriptedWorkflow(RolloutWorkflow):
@@ -35,9 +40,21 @@ class RecordingObserver(SilentObserver):
         self.seen.append((num_done, note))
 
 
-async def test_every_task_is_attempted_and_reported() -> None:
+async def test_every_task_is_attempted_reported_and_stored(tmp_path: Path) -> None:
     observer = RecordingObserver()
-    report, trajectories = await evaluate(
+    folder = RunFolder.for_evaluation(
+        ExperimentConfig.model_validate(
+            {
+                "experiment_name": "exp",
+                "output_dir": str(tmp_path),
+                "model": {"path": "m"},
+                "agent_builder_path": "a.b",
+                "train_dataset": {"path": "d"},
+            }
+        )
+    )
+    report = await evaluate(
+        folder,
         ScriptedWorkflow(),
         engine=None,  # type: ignore[arg-type]
         tasks=build_eval_tasks([{"q": 0}, {"q": 1}, {"q": 2}], step=7),
@@ -46,6 +63,8 @@ async def test_every_task_is_attempted_and_reported() -> None:
         observer=observer,
         step=7,
     )
+    trajectories, stored = folder.read_eval(7)
+    assert EvalReport.from_dict(stored) == report
     assert len(trajectories) == 12
     assert {t.step for t in trajectories} == {7}
     assert report.num_tasks == 3
