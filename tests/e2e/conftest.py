@@ -179,12 +179,28 @@ ROW = {"question": "What is 20 + 22?", "answer": "42"}
 
 
 @pytest.fixture
-def play_agent(open_client: Any, scripted_engine: Any) -> Callable[..., Any]:
-    """Runs one trajectory of a builder's agent, whose model replies as given, and checks that
-    what it exports is what the engine sampled."""
+def make_agent_workflow(open_client: Any) -> Callable[..., AgentRolloutWorkflow]:
+    """The workflow of a builder's agent; an answer that holds the row's is worth 1."""
 
     async def reward_fn(completions: str, answer: str) -> float:
         return float(answer in completions)
+
+    def build(builder: Any, kwargs: Any = None, **rollout: Any) -> AgentRolloutWorkflow:
+        return AgentRolloutWorkflow(
+            {None: AgentSource(builder, kwargs or {}, "agent_builder_path")},
+            reward=AsyncRewardWrapper(reward_fn),
+            gconfig=GenerationConfig(),
+            rollout=RolloutConfig(**rollout),
+            open_client=open_client,
+        )
+
+    return build
+
+
+@pytest.fixture
+def play_agent(make_agent_workflow: Any, scripted_engine: Any) -> Callable[..., Any]:
+    """Runs one trajectory of a builder's agent, whose model replies as given, and checks that
+    what it exports is what the engine sampled."""
 
     async def play(
         builder: Any,
@@ -196,14 +212,8 @@ def play_agent(open_client: Any, scripted_engine: Any) -> Callable[..., Any]:
     ) -> Play:
         scripted = scripted_engine(replies)
         engine = RecordingEngine(scripted, max_tokens)
-        workflow = AgentRolloutWorkflow(
-            {None: AgentSource(builder, kwargs or {}, "agent_builder_path")},
-            reward=AsyncRewardWrapper(reward_fn),
-            gconfig=GenerationConfig(),
-            rollout=RolloutConfig(**rollout),
-            open_client=open_client,
-        )
         task = Task(task_id="0", row=row, group_id="000001.000")
+        workflow = make_agent_workflow(builder, kwargs, **rollout)
         trajectory = await workflow.arun_trajectory(engine, Attempt(task=task, step=1))
         check_exported_tensors([trajectory], engine)
         return Play(trajectory, engine, scripted.prompts)

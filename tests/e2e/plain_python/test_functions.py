@@ -9,6 +9,8 @@ import time
 import pytest
 
 from agentrl_cli.records import Boundary, InteractionStatus
+from agentrl_cli.rollout.dataset import build_eval_tasks
+from agentrl_cli.rollout.scheduler import run_tasks
 from builders.plain_agent import build_async_agent, build_blocking_agent
 
 CALL = '{"expression": "20 + 22"}'
@@ -84,15 +86,7 @@ async def test_a_blocking_agent_that_passes_its_deadline_is_cut_off(play_agent):
     assert played.engine.sampled == []
 
 
-async def test_sixteen_blocking_agents_wait_at_the_same_time(
-    play_agent, open_client, scripted_engine
-):
-    from agentrl_cli.agents.agent_building import AgentSource
-    from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
-    from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow
-    from agentrl_cli.rollout.dataset import build_eval_tasks
-    from agentrl_cli.rollout.scheduler import run_tasks
-
+async def test_sixteen_blocking_agents_wait_at_the_same_time(make_agent_workflow, scripted_engine):
     gate = threading.Barrier(16, timeout=20)
 
     def solve(data, client, model):
@@ -103,16 +97,10 @@ async def test_sixteen_blocking_agents_wait_at_the_same_time(
         return float(reply.choices[0].message.content == data["number"])
 
     engine = scripted_engine(lambda prompt: prompt.split("Say ")[1].split(".")[0])
-    workflow = AgentRolloutWorkflow(
-        {None: AgentSource(lambda: solve, {}, "k")},
-        reward=None,
-        gconfig=GenerationConfig(),
-        rollout=RolloutConfig(),
-        open_client=open_client,
-    )
     rows = [{"number": str(n)} for n in range(16)]
     trajectories = await run_tasks(
-        workflow, engine, build_eval_tasks(rows), n_samples=1, max_concurrent=16
-    )
+        make_agent_workflow(lambda: solve), engine, build_eval_tasks(rows),
+        n_samples=1, max_concurrent=16,
+    )  # fmt: skip
     assert [t.failure for t in trajectories] == [None] * 16
     assert [t.reward for t in trajectories] == [1.0] * 16
