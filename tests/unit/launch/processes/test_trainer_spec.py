@@ -8,7 +8,7 @@ from agentrl_cli.config.resolved_run import resolve_run
 from agentrl_cli.engine.protocol import ServerEndpoint
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.launch.processes.trainer_spec import RunningServers, TrainerSpec
-from agentrl_cli.train.rendezvous import Rendezvous
+from agentrl_cli.train.ranks import Rendezvous
 
 CONFIG = ExperimentConfig.model_validate(
     {
