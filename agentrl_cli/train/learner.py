@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.machine import count_usable_cores
+from agentrl_cli.config.experiment import ExperimentConfig, count_usable_cores
 from agentrl_cli.records import Trajectory
 from agentrl_cli.train.checkpoint import load_learner_state, save_learner_state
 from agentrl_cli.train.data.samples import build_scoring_sample

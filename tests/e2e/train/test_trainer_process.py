@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.config.config_file import load_config
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.protocol import ServerEndpoint
 from agentrl_cli.errors import EngineError, ImportPathError, RunFolderError
 from agentrl_cli.launch.plan import PlannedProcess
