@@ -10,6 +10,7 @@ from agentrl_cli.config.config_file import load_config
 from agentrl_cli.config.config_schema import is_resume_safe
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError, StoreError
+from agentrl_cli.store.resume_check import find_secrets, load_saved_config
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 
 
@@ -116,3 +117,20 @@ def test_the_suggested_trial_is_free(make_config) -> None:
         RunFolder.create_or_resume(make_config(trial_name=name)).close()
     with pytest.raises(RunFolderError, match="trial_name=t3"):
         RunFolder.create_or_resume(make_config(seed=5))
+
+
+def test_the_saved_configuration_comes_back_whole_with_its_secrets(make_config) -> None:
+    config = make_config(
+        agent_builder_kwargs={
+            "api_key": "geheim",
+            "tools": [{"url": "http://x", "password": "p"}, "sk-abcdefgh"],
+            "depth": 3,
+        }
+    )
+    secrets = find_secrets(config.model_dump(mode="json"))
+    with RunFolder.create_or_resume(config):
+        path = run_dir_of(config)
+        text = (path / "config.yaml").read_text()
+        assert not any(secret in text for secret in ("geheim", "sk-abcdefgh"))
+        assert load_saved_config(path) != config
+        assert load_saved_config(path, secrets) == config
