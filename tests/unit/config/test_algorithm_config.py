@@ -43,13 +43,9 @@ def test_recipes(kind: str, advantage: str, loss: str, aggregation: str):
     }
     assert (recipe.kl, recipe.overlong, recipe.entropy_coef) == (None, None, 0.0)
     assert recipe.uses_critic is (kind == "ppo")
-
-
-def test_every_recipe_is_tested_and_the_default_is_grpo():
-    assert set(RECIPES) == {
-        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "maxrl", "gspo", "cispo", "sapo", "ppo",
-    }  # fmt: skip
     assert AlgorithmConfig() == build() == build(kind="grpo")
+    check(recipe)
+    check(build(kind=kind, entropy_coef=0.01, kl={"coef": 0.1}))
 
 
 def test_a_coefficient_keeps_the_recipes_kind():
@@ -124,23 +120,13 @@ def check(algorithm: AlgorithmConfig, n_samples: int = 4, limit: int = 1000) -> 
     check_algorithm(algorithm, n_samples=n_samples, max_tokens_per_trajectory=limit)
 
 
-@pytest.mark.parametrize("kind", sorted(RECIPES))
-def test_recipes_can_be_trained(kind: str):
-    check(build(kind=kind))
-    check(build(kind=kind, entropy_coef=0.01, kl={"coef": 0.1}))
-
-
 @pytest.mark.parametrize("kind", sorted(set(RECIPES) - {"ppo"}))
 def test_a_group_of_one_is_refused(kind: str):
     with pytest.raises(ConfigError, match=r"n_samples: 1 .* Type gconfig\.n_samples=8") as caught:
         check(build(kind=kind), n_samples=1)
     assert build(kind=kind).advantage.kind in str(caught.value)
-
-
-def test_a_group_of_one_works_where_groups_are_not_compared():
     check(build(kind="ppo"), n_samples=1)
-    whole = {"kind": "reinforce_plus_plus", "baseline": "batch"}
-    check(build(advantage=whole), n_samples=1)
+    check(build(advantage={"kind": "reinforce_plus_plus", "baseline": "batch"}), n_samples=1)
 
 
 @pytest.mark.parametrize(
