@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import time
@@ -15,7 +14,7 @@ import pytest
 from agentrl_cli.config.config_file import load_config
 from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.protocol import ServerEndpoint
-from agentrl_cli.errors import EngineError, ImportPathError, RunFolderError
+from agentrl_cli.errors import EngineError, ImportPathError
 from agentrl_cli.launch.plan import PlannedProcess
 from agentrl_cli.launch.processes.trainer_events import TrainerReport
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup
@@ -58,7 +57,7 @@ def run(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (project / "my_agent.py").write_text(AGENT)
 
-    def run_trainer(*overrides: str, hold: bool = True) -> tuple[TrainerReport, str]:
+    def run_trainer(*overrides: str) -> tuple[TrainerReport, str]:
         config = load_config(
             "experiment.yaml",
             [
@@ -68,8 +67,6 @@ def run(
             ],
         )
         folder = RunFolder.create_or_resume(config)
-        if not hold:
-            folder.close()
         endpoint = ServerEndpoint(
             name="vllm-0", base_url=f"http://127.0.0.1:{closed_port}", api_key="sk-of-the-server"
         )
@@ -117,10 +114,3 @@ def test_a_mistake_of_the_user_is_reported_as_one(run: Callable[..., Any]) -> No
     assert type(report.error) is ImportPathError
     assert report.error.exit_code == 2
     assert "build" in str(report.error)
-
-
-@pytest.mark.slow
-def test_a_folder_that_nobody_holds_is_left_alone(run: Callable[..., Any]) -> None:
-    report, _ = run(hold=False)
-    assert type(report.error) is RunFolderError
-    assert str(os.getpid()) in str(report.error) or "not held" in str(report.error)

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from agentrl_cli.config.algorithm_config import RECIPES, AlgorithmConfig, KlConfig, check_algorithm
+from agentrl_cli.config.algorithm_config import (
+    RECIPES,
+    AlgorithmConfig,
+    CriticConfig,
+    KlConfig,
+    check_algorithm,
+)
+from agentrl_cli.config.train_config import TrainConfig
 from agentrl_cli.errors import ConfigError
 
 
@@ -185,3 +192,25 @@ def test_k1_in_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture):
         assert not caplog.records
         check(build(kl={"coef": 0.1, "estimator": "k1"}))
     assert "kl.estimator=k3" in caplog.text
+
+
+def train(**given: Any) -> TrainConfig:
+    return TrainConfig.model_validate(given)
+
+
+def test_a_critic_is_there_where_advantages_need_it_and_nowhere_else():
+    ppo = {"kind": "ppo"}
+    assert train(algorithm=ppo).critic == CriticConfig()
+    given = train(algorithm=ppo, critic={"learning_rate": 0.5, "clip_range": None})
+    assert given.critic == CriticConfig(learning_rate=0.5, clip_range=None)
+    assert train().critic is None
+    assert train(algorithm=ppo | {"advantage": {"kind": "rloo"}}).critic is None
+    with pytest.raises(ValidationError, match=r"kind grpo need no critic.*train\.critic=null"):
+        train(critic={"learning_rate": 0.5})
+    assert train(total_steps=3, algorithm=ppo, critic={"warmup_steps": 2})
+    with pytest.raises(ValidationError, match=r"alone until the end.*critic\.warmup_steps=2"):
+        train(total_steps=3, algorithm=ppo, critic={"warmup_steps": 3})
+    # What is wrong with the algorithm is said alone.
+    with pytest.raises(ValidationError) as caught:
+        train(algorithm={"kind": "pppo"}, critic={})
+    assert [error["loc"] for error in caught.value.errors()] == [("algorithm", "kind")]

@@ -118,9 +118,9 @@ def test_wrong_values_say_what_is_allowed_and_what_was_found(
 def test_missing_keys_are_named(refusal) -> None:
     text = refusal(base="experiment_name: x\nagent_builder_path: a.b\nmodel: {dtype: float32}\n")
     assert "train_dataset: this key is required" in text
+    assert "c.yaml:3: model.path: this key is required" in text
     text = refusal(base=BASE.replace("agent_builder_path: builders.math_agent.build\n", ""))
     assert "set agent_builder_path" in text
-    assert "c.yaml:3: model.path: this key is required" in text
 
 
 def test_all_problems_are_listed_at_once(refusal) -> None:

@@ -5,16 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import random
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 import zlib
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -206,24 +201,14 @@ while True:
 """
 
 
-def test_after_sigkill_every_one_that_was_added_is_there(tmp_path: Path, make_config) -> None:
-    config, rng = make_config(), random.Random(1)
-    path = tmp_path / "c.yaml"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+def test_after_sigkill_every_one_that_was_added_is_there(make_config, write_until_killed) -> None:
+    rng = random.Random(1)
     added: set[str] = set()
     for _ in range(3):
-        with subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout is not None
-            # Somewhere in a step, and there a moment that falls on whatever it falls on.
-            lines = [process.stdout.readline() for _ in range(rng.randint(1, 150))]
-            time.sleep(rng.uniform(0.0, 0.01))
-            process.send_signal(signal.SIGKILL)
-            # The last line may be cut short.
-            lines += process.stdout.read().splitlines()[:-1]
-            added |= {line.strip() for line in lines if "/" in line}
-        with RunFolder.create_or_resume(config) as run:
+        # Somewhere in a step, and there a moment that falls on whatever it falls on.
+        lines = write_until_killed(WRITER, rng.randint(1, 150), rng.uniform(0.0, 0.01))
+        added |= {line.strip() for line in lines if "/" in line and line.endswith("\n")}
+        with RunFolder.create_or_resume(make_config()) as run:
             complete = run.trajectory_steps()
             stored = {t.id for step in complete for t in run.read_trajectories(step)}
             pending = {t.id for t in run.read_pending(len(complete) + 1)}

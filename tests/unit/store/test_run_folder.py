@@ -133,16 +133,6 @@ def test_checkpoints_appear_when_complete(folder: RunFolder) -> None:
     assert names(folder.path / "checkpoints") == ["step-000005"]
 
 
-def test_prune_keeps_the_newest(folder: RunFolder) -> None:
-    for step in (5, 10, 15):
-        with folder.new_checkpoint(step):
-            pass
-    folder.prune_checkpoints(2)
-    assert [step for step, _ in folder.list_checkpoints()] == [10, 15]
-    folder.prune_checkpoints(7)
-    assert [step for step, _ in folder.list_checkpoints()] == [10, 15]
-
-
 def test_stale_temporaries_go_at_the_next_start_only(folder: RunFolder, make_config) -> None:
     stale = [
         folder.path / ".config.yaml.tmp",
@@ -178,13 +168,10 @@ def test_overwrite_deletes_the_run_and_nothing_else(folder: RunFolder, make_conf
         assert again.latest_checkpoint() is None
         assert yaml.safe_load(again.config_path.read_text())["seed"] == 9
         assert (again.path / "my-notes.txt").read_text() == "mine"
-
-
-def test_an_overwrite_that_was_killed_is_finished(folder: RunFolder, make_config) -> None:
-    folder.write_trajectories(1, [])
-    (folder.path / ".overwriting").touch()
-    folder.close()
-    with RunFolder.create_or_resume(make_config(seed=9)) as again:
+        # Killed before it had deleted everything, it is finished by the next start.
+        again.write_trajectories(1, [])
+        (again.path / ".overwriting").touch()
+    with RunFolder.create_or_resume(make_config(seed=8)) as again:
         assert again.trajectory_steps() == []
         assert not (again.path / ".overwriting").exists()
 
