@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +41,7 @@ def build(api_key):
 
 
 @pytest.fixture
-def closed_port() -> Iterator[int]:
-    """A port on which nobody listens, and nobody else will."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
-
-
-@pytest.fixture
-def run(
-    project: Path, closed_port: int, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[TrainerReport, str]]:
+def run(project: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[TrainerReport, str]]:
     """Starts a trainer in the folder that this process holds; its report and its log."""
     monkeypatch.chdir(project)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -66,24 +56,19 @@ def run(
                 *overrides,
             ],
         )
-        folder = RunFolder.create_or_resume(config)
-        endpoint = ServerEndpoint(
-            name="vllm-0", base_url=f"http://127.0.0.1:{closed_port}", api_key="sk-of-the-server"
-        )
-        run = resolve_run(config, Machine(), purpose="train")
-        servers = RunningServers(run=run, endpoints=(endpoint,))
-        command = (
-            sys.executable,
-            "-m",
-            "agentrl_cli.launch.processes.trainer_program",
-            str(folder.path),
-        )
-        log = folder.log_path("trainer")
-        with folder:
+        program = "agentrl_cli.launch.processes.trainer_program"
+        with RunFolder.create_or_resume(config) as folder, socket.socket() as held:
+            # Nobody listens there, and nobody else will.
+            held.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{held.getsockname()[1]}"
+            endpoint = ServerEndpoint(name="vllm-0", base_url=url, api_key="sk-of-the-server")
+            resolved = resolve_run(config, Machine(), purpose="train")
+            argv = (sys.executable, "-m", program, str(folder.path))
+            log = folder.log_path("trainer")
             trainer = TrainerGroup(
-                [PlannedProcess(name="trainer", role="trainer", argv=command)],
+                [PlannedProcess(name="trainer", role="trainer", argv=argv)],
                 log.parent,
-                servers,
+                RunningServers(run=resolved, endpoints=(endpoint,)),
                 secrets=[["agent_builder_kwargs", "api_key", "geheim"]],
                 observer=SilentObserver(),
             )

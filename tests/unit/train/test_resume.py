@@ -16,7 +16,6 @@ from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
 from agentrl_cli.store.run_folder import (
     RunFolder,
     find_best_checkpoint,
-    read_metric,
 )
 from agentrl_cli.train.resume import (
     CheckpointSaver,
@@ -111,23 +110,6 @@ def test_the_best_by_eval_is_saved_and_outlives_the_newest(make_saver) -> None:
     assert [step for step in range(1, 100) if again.is_due(step)] == [10, 30]
     newest = make_saver(keep_last_checkpoints=1, keep_best_checkpoint=None)
     assert [step for step in range(1, 101) if newest.is_due(step)] == [100]
-
-
-@pytest.mark.parametrize(
-    ("report", "metric", "value"),
-    [
-        ({"mean_reward": 0.25}, "mean_reward", 0.25),
-        ({"mean_reward": 1}, "mean_reward", 1.0),
-        ({"mean_reward": None}, "mean_reward", None),
-        ({"mean_reward": float("nan")}, "mean_reward", None),
-        ({}, "mean_reward", None),
-        ({"pass_at_k": {"1": 0.5, "4": 0.75}}, "pass_at_4", 0.75),
-        ({"pass_at_k": {"1": 0.5}}, "pass_at_4", None),
-        ({"pass_at_k": "?"}, "pass_at_4", None),
-    ],
-)
-def test_metrics_of_a_report(report: dict[str, Any], metric: str, value: float | None) -> None:
-    assert read_metric(report, metric) == value
 
 
 @pytest.mark.parametrize("n_samples", [1, 2, 6])
