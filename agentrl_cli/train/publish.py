@@ -113,21 +113,13 @@ async def publish_and_verify(
     await engine.publish_weights(version, weights)
     published = time.perf_counter()
     answers = await _ask_replicas(engine, version, prompts)
-    pairs = [
-        (prompt, generation)
-        for generations in answers.values()
-        for prompt, generation in zip(prompts, generations, strict=True)
+    scored = await asyncio.to_thread(_score, learner, prompts, list(answers.values()))
+    gaps = [
+        gap
+        for (name, generations), expected in zip(answers.items(), scored, strict=True)
+        for gap in _compare(name, version, generations, expected, tolerance)
     ]
-    scored = await asyncio.to_thread(
-        learner.compute_logprobs,
-        [[*prompt, *generation.completion_ids] for prompt, generation in pairs],
-        starts=[len(prompt) for prompt, _ in pairs],
-    )
-    gaps = []
-    for index, (name, generations) in enumerate(answers.items()):
-        first = index * len(prompts)
-        expected = scored[first : first + len(prompts)]
-        gaps += _compare(name, version, generations, expected, tolerance)
+    sampled = zip(prompts, next(iter(answers.values())), scored[0], strict=True)
     probes = [
         Probe(
             token_ids=(*prompt, *generation.completion_ids),
@@ -135,7 +127,7 @@ async def publish_and_verify(
             logprobs=tuple(logprobs),
             tolerance=tolerance,
         )
-        for (prompt, generation), logprobs in zip(pairs[: len(prompts)], scored, strict=False)
+        for prompt, generation, logprobs in sampled
     ]
     engine.expect(version, probes)
     return {
@@ -192,6 +184,20 @@ async def _ask(
             f"of {len(prompts)} probe prompts"
         )
     return generations
+
+
+def _score(
+    learner: Learner, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Generation]]
+) -> list[list[list[float]]]:
+    """The trainer's logprobs of what each replica sampled, from one call of the learner."""
+    sequences = [
+        [*prompt, *generation.completion_ids]
+        for generations in answers
+        for prompt, generation in zip(prompts, generations, strict=True)
+    ]
+    starts = [len(prompt) for prompt in prompts] * len(answers)
+    scored = learner.compute_logprobs(sequences, starts=starts)
+    return [scored[i : i + len(prompts)] for i in range(0, len(scored), len(prompts))]
 
 
 def _compare(
