@@ -76,8 +76,6 @@ def test_the_correction_is_left_out_with_ppo_clip_alone():
 def test_a_resolved_algorithm_resolves_to_itself(kind: str):
     resolved = build(kind=kind, kl={"coef": 0.1, "place": "reward"}).model_dump(mode="json")
     assert build(**resolved).model_dump(mode="json") == resolved
-    ppo_clip = build(kind=kind, loss={"kind": "ppo_clip"}).model_dump(mode="json")
-    assert build(**ppo_clip).rollout_correction is None
 
 
 def test_what_is_needed_follows_from_the_terms():

@@ -216,11 +216,9 @@ def test_a_key_of_text_takes_what_was_typed(load, override: str, expected: str) 
     ("override", "expected"),
     [
         ("gconfig.n_samples", "expected KEY=VALUE, for example gconfig.n_samples=8"),
-        ("gconfig.n_samples: 8", "expected KEY=VALUE"),
         ("gconfig..n_samples=8", "expected KEY=VALUE"),
         ("gconfig.n_samples=[1", "the value is not valid YAML"),
         ("gconfig.n_samples=", 'expected a whole number, found ""'),
-        ("gconfig.n_sampels=8", "unknown key; did you mean 'n_samples'?"),
         ("gconfig.n_samples=eight", 'expected a whole number, found "eight"'),
         ("--seed=3", "did you mean 'seed'?"),
         ("seed.x=1", "seed: expected a whole number, found a mapping"),
