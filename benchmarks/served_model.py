@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.protocol import ServerEndpoint, WeightTransfer, WeightUpdate
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.engine.vllm.vllm_server import VllmServer

@@ -30,8 +30,7 @@ def train_command(
 ) -> None:
     """Train an agent; typed again, it resumes where it stopped."""
     from agentrl_cli.config.config_file import load_config
-    from agentrl_cli.config.machine import Machine
-    from agentrl_cli.config.resolved_run import resolve_run
+    from agentrl_cli.config.resolved_run import Machine, resolve_run
     from agentrl_cli.launch.run_resolution import check_supported
 
     experiment = load_config(config, overrides or [])

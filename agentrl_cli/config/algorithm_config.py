@@ -57,7 +57,7 @@ class GaeAdvantageConfig(StrictConfig):
     gae_lambda: float = Field(1.0, ge=0.0, le=1.0)
     """Weight of later rewards against the critic's values; 1: the critic is only a baseline."""
     discount: float = Field(1.0, gt=0.0, le=1.0)
-    """Of rewards, per trained token."""
+    """Discount of rewards per trained token."""
     normalization: Literal["batch", "none"] = "batch"
     """``batch``: advantages of the step's trained tokens get mean 0 and deviation 1."""
 
@@ -72,10 +72,8 @@ AdvantageConfig = (
 )
 
 
-class PpoClipLossConfig(StrictConfig):
-    """PPO's clipped objective with the ratio new / rollout (arXiv 1707.06347, equation 7)."""
-
-    kind: Literal["ppo_clip"] = "ppo_clip"
+class _PpoLossConfig(StrictConfig):
+    kind: str
     clip_low: float = Field(0.2, gt=0.0, lt=1.0)
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(0.2, gt=0.0)
@@ -84,17 +82,17 @@ class PpoClipLossConfig(StrictConfig):
     """Bound of the loss for negative advantages (arXiv 1912.09729); null: off."""
 
 
-class DecoupledPpoLossConfig(StrictConfig):
+class PpoClipLossConfig(_PpoLossConfig):
+    """PPO's clipped objective with the ratio new / rollout (arXiv 1707.06347, equation 7)."""
+
+    kind: Literal["ppo_clip"] = "ppo_clip"
+
+
+class DecoupledPpoLossConfig(_PpoLossConfig):
     """PPO's clipped objective with the ratio new / proximal, so that stale tokens are not clipped
     for being stale (arXiv 2110.00641; arXiv 2505.24298, section 5.2)."""
 
     kind: Literal["decoupled_ppo"] = "decoupled_ppo"
-    clip_low: float = Field(0.2, gt=0.0, lt=1.0)
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = Field(0.2, gt=0.0)
-    """The ratio is clipped above at 1 + clip_high (DAPO, arXiv 2503.14476, uses 0.28)."""
-    dual_clip: float | None = Field(None, gt=1.0)
-    """Bound of the loss for negative advantages (arXiv 1912.09729); null: off."""
 
 
 class GspoLossConfig(StrictConfig):
@@ -154,8 +152,8 @@ class RolloutCorrectionConfig(StrictConfig):
     level: Literal["token", "sequence"] = "token"
     """``sequence``: one weight per sample, the product of its tokens'."""
     mode: Literal["clamp", "mask"] = "clamp"
-    """Beyond its bounds a weight is ``clamp``: moved to the bound; ``mask``: 0, so that its tokens
-    give no gradient, but stay in the denominator."""
+    """What happens to a weight outside its bounds. ``clamp``: it is moved to the bound; ``mask``:
+    it becomes 0, so that its tokens give no gradient, but stay in the denominator."""
     cap: float = Field(2.0, ge=1.0)
     """Upper bound."""
     floor: float | None = Field(None, gt=0.0, le=1.0)
@@ -169,7 +167,7 @@ class KlConfig(StrictConfig):
     coef: float = Field(gt=0.0)
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Of a token's divergence (Schulman, "Approximating KL divergence"): with
-    d = policy - ref, k1 = d, k2 = d² / 2, k3 = exp(-d) + d - 1. Left out: ``k3`` in the loss,
+    d = policy - ref, k1 = d, k2 = d² / 2, k3 = exp(-d) + d - 1. Default: ``k3`` in the loss,
     where the gradient of k1 is 0 on average; ``k1`` in the reward, where it alone is unbiased."""
     place: Literal["loss", "reward"] = "loss"
     """``loss``: added to every token's loss; ``reward``: summed over what a trajectory sampled and
@@ -197,32 +195,17 @@ class OverlongConfig(StrictConfig):
 Aggregation = Literal["token_mean", "sequence_mean", "trajectory_mean", "constant"]
 
 
-#: What each recipe takes where the user says nothing.
-RECIPES: dict[str, dict[str, Any]] = {
-    "grpo": {"advantage": {"kind": "grpo"}, "loss": {"kind": "decoupled_ppo"}},
-    "dr_grpo": {
-        "advantage": {"kind": "dr_grpo"},
-        "loss": {"kind": "decoupled_ppo"},
-        "aggregation": "constant",
-    },
-    "rloo": {"advantage": {"kind": "rloo"}, "loss": {"kind": "reinforce"}},
-    "reinforce_plus_plus": {
-        "advantage": {"kind": "reinforce_plus_plus"},
-        "loss": {"kind": "decoupled_ppo"},
-    },
-    "maxrl": {"advantage": {"kind": "maxrl"}, "loss": {"kind": "decoupled_ppo"}},
-    "gspo": {
-        "advantage": {"kind": "grpo"},
-        "loss": {"kind": "gspo"},
-        "aggregation": "trajectory_mean",
-    },
-    "cispo": {"advantage": {"kind": "grpo"}, "loss": {"kind": "cispo"}},
-    "sapo": {
-        "advantage": {"kind": "grpo"},
-        "loss": {"kind": "sapo"},
-        "aggregation": "trajectory_mean",
-    },
-    "ppo": {"advantage": {"kind": "gae"}, "loss": {"kind": "decoupled_ppo"}},
+#: What each recipe takes where the user says nothing: advantage, loss and aggregation.
+RECIPES: dict[str, tuple[str, str, Aggregation]] = {
+    "grpo": ("grpo", "decoupled_ppo", "token_mean"),
+    "dr_grpo": ("dr_grpo", "decoupled_ppo", "constant"),
+    "rloo": ("rloo", "reinforce", "token_mean"),
+    "reinforce_plus_plus": ("reinforce_plus_plus", "decoupled_ppo", "token_mean"),
+    "maxrl": ("maxrl", "decoupled_ppo", "token_mean"),
+    "gspo": ("grpo", "gspo", "trajectory_mean"),
+    "cispo": ("grpo", "cispo", "token_mean"),
+    "sapo": ("grpo", "sapo", "trajectory_mean"),
+    "ppo": ("gae", "decoupled_ppo", "token_mean"),
 }
 
 
@@ -230,15 +213,7 @@ class AlgorithmConfig(StrictConfig):
     """How trajectories become a gradient: a recipe, and what differs from it."""
 
     kind: Literal[
-        "grpo",
-        "dr_grpo",
-        "rloo",
-        "reinforce_plus_plus",
-        "maxrl",
-        "gspo",
-        "cispo",
-        "sapo",
-        "ppo",
+        "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "maxrl", "gspo", "cispo", "sapo", "ppo"
     ] = "grpo"
     """The recipe; it gives every key below that is left out (docs/how-it-works.md)."""
     advantage: Annotated[AdvantageConfig, Field(discriminator="kind")] = GrpoAdvantageConfig()
@@ -246,14 +221,14 @@ class AlgorithmConfig(StrictConfig):
     loss: Annotated[LossConfig, Field(discriminator="kind")] = DecoupledPpoLossConfig()
     """What is minimized for each trained token."""
     rollout_correction: RolloutCorrectionConfig | None = None
-    """null: no correction. Left out: token weights clamped at 2.0, but none with the loss
-    ``ppo_clip``, whose ratio holds it already."""
+    """null: no correction. Default: token weights clamped at 2.0, but none with the loss
+    ``ppo_clip``, whose ratio already contains it."""
     kl: KlConfig | None = None
     """null: no reference model."""
     entropy_coef: float = Field(0.0, ge=0.0)
     """Bonus for the entropy of each trained token's distribution, per nat."""
     overlong: OverlongConfig | None = None
-    """null: length costs nothing."""
+    """null: no penalty on length."""
     aggregation: Aggregation = "token_mean"
     """How per-token losses of the whole minibatch become one number: every token alike, every
     sample alike, every trajectory alike, or a sum over trajectories x ``constant_denominator``."""
@@ -269,15 +244,14 @@ class AlgorithmConfig(StrictConfig):
         if recipe is None:
             # The one mistake to report: without a recipe the parts have no kind.
             return {"kind": data["kind"]}
-        filled = {**recipe, **data}
-        for part in ("advantage", "loss"):
-            given = data.get(part)
-            if isinstance(given, dict):
-                # Another kind's coefficients are none of this one's.
-                filled[part] = given if "kind" in given else {**recipe[part], **given}
-        if "rollout_correction" not in data and _find_kind(filled["loss"]) != "ppo_clip":
-            filled["rollout_correction"] = {}
-        return filled
+        advantage, loss, aggregation = recipe
+        filled = {"advantage": {}, "loss": {}, "aggregation": aggregation, **data}
+        for part, kind in (("advantage", advantage), ("loss", loss)):
+            if isinstance(filled[part], dict):
+                filled[part] = {"kind": kind, **filled[part]}
+        chosen = filled["loss"]
+        loss_kind = chosen["kind"] if isinstance(chosen, dict) else getattr(chosen, "kind", None)
+        return filled if loss_kind == "ppo_clip" else {"rollout_correction": {}, **filled}
 
     @property
     def uses_critic(self) -> bool:
@@ -313,10 +287,6 @@ class AlgorithmConfig(StrictConfig):
         return self.has_kl_loss or self.entropy_coef > 0
 
 
-def _find_kind(part: Any) -> Any:
-    return part.get("kind") if isinstance(part, dict) else getattr(part, "kind", None)
-
-
 class CriticConfig(StrictConfig):
     """A second model, which learns to predict returns. It is trained as ``train`` says (optimizer,
     schedule, minibatches, epochs), with a learning rate of its own. It takes the memory of a second
@@ -330,7 +300,7 @@ class CriticConfig(StrictConfig):
     warmup_steps: int = Field(0, ge=0)
     """First steps, in which the critic alone learns."""
     clip_range: float | None = Field(0.2, gt=0.0)
-    """How far values may move in a step, in units of the reward; null: any distance."""
+    """How far values may move in a step, in units of the reward; null: no limit."""
 
 
 def check_algorithm(
@@ -341,11 +311,38 @@ def check_algorithm(
     Raises:
         ConfigError: says what to type instead.
     """
-    _check_groups(algorithm, n_samples)
-    _check_correction(algorithm)
-    _check_penalties(algorithm)
-    _check_overlong(algorithm, max_tokens_per_trajectory)
-    _check_aggregation(algorithm)
+    advantage, loss = algorithm.advantage.kind, algorithm.loss.kind
+    if n_samples == 1 and algorithm.compares_within_groups:
+        raise ConfigError(
+            f"gconfig.n_samples: 1 with train.algorithm.advantage.kind {advantage}: a group of one "
+            "has advantage 0, so nothing would be learned. Allowed: 2 or more, or another "
+            "advantage. Type gconfig.n_samples=8, or train.algorithm.kind=ppo, or "
+            "train.algorithm.advantage.kind=reinforce_plus_plus "
+            "train.algorithm.advantage.baseline=batch"
+        )
+    if loss == "ppo_clip" and algorithm.rollout_correction is not None:
+        raise ConfigError(
+            "train.algorithm.rollout_correction with train.algorithm.loss.kind ppo_clip: its ratio "
+            "is new / rollout, so what other weights sampled would be corrected for twice. "
+            "Type train.algorithm.rollout_correction=null, or "
+            "train.algorithm.loss.kind=decoupled_ppo"
+        )
+    if advantage == "maxrl" and (algorithm.has_kl_reward or algorithm.overlong is not None):
+        key, instead = "overlong", "overlong=null"
+        if algorithm.has_kl_reward:
+            key, instead = "kl.place: reward", "kl.place=loss"
+        raise ConfigError(
+            f"train.algorithm.{key} with train.algorithm.advantage.kind maxrl: a penalty makes "
+            "rewards negative, and maxrl divides by their mean. Type "
+            f"train.algorithm.{instead}, or train.algorithm.advantage.kind=grpo"
+        )
+    _check_overlong(algorithm.overlong, max_tokens_per_trajectory)
+    if algorithm.constant_denominator is not None and algorithm.aggregation != "constant":
+        raise ConfigError(
+            f"train.algorithm.constant_denominator: {algorithm.constant_denominator:g} is not used "
+            f"with train.algorithm.aggregation {algorithm.aggregation}. Type "
+            "train.algorithm.aggregation=constant, or train.algorithm.constant_denominator=null"
+        )
     if algorithm.has_kl_loss and algorithm.kl is not None and algorithm.kl.estimator == "k1":
         _log.warning(
             "train.algorithm.kl.estimator: k1 in the loss has a gradient of 0 on average, so it "
@@ -354,45 +351,7 @@ def check_algorithm(
         )
 
 
-def _check_groups(algorithm: AlgorithmConfig, n_samples: int) -> None:
-    if n_samples > 1 or not algorithm.compares_within_groups:
-        return
-    raise ConfigError(
-        "gconfig.n_samples: 1 with train.algorithm.advantage.kind "
-        f"{algorithm.advantage.kind}: a group of one has advantage 0, so nothing would be learned. "
-        "Allowed: 2 or more, or another advantage. Type gconfig.n_samples=8, or "
-        "train.algorithm.kind=ppo, or train.algorithm.advantage.kind=reinforce_plus_plus "
-        "train.algorithm.advantage.baseline=batch"
-    )
-
-
-def _check_correction(algorithm: AlgorithmConfig) -> None:
-    if algorithm.loss.kind == "ppo_clip" and algorithm.rollout_correction is not None:
-        raise ConfigError(
-            "train.algorithm.rollout_correction with train.algorithm.loss.kind ppo_clip: its ratio "
-            "is new / rollout, so what other weights sampled would be corrected for twice. "
-            "Type train.algorithm.rollout_correction=null, or "
-            "train.algorithm.loss.kind=decoupled_ppo"
-        )
-
-
-def _check_penalties(algorithm: AlgorithmConfig) -> None:
-    if algorithm.advantage.kind != "maxrl":
-        return
-    for key, is_set, instead in (
-        ("kl.place: reward", algorithm.has_kl_reward, "kl.place=loss"),
-        ("overlong", algorithm.overlong is not None, "overlong=null"),
-    ):
-        if is_set:
-            raise ConfigError(
-                f"train.algorithm.{key} with train.algorithm.advantage.kind maxrl: a penalty makes "
-                "rewards negative, and maxrl divides by their mean. Type "
-                f"train.algorithm.{instead}, or train.algorithm.advantage.kind=grpo"
-            )
-
-
-def _check_overlong(algorithm: AlgorithmConfig, max_tokens_per_trajectory: int) -> None:
-    overlong = algorithm.overlong
+def _check_overlong(overlong: OverlongConfig | None, max_tokens_per_trajectory: int) -> None:
     if overlong is None:
         return
     limit = overlong.max_tokens or max_tokens_per_trajectory
@@ -409,13 +368,4 @@ def _check_overlong(algorithm: AlgorithmConfig, max_tokens_per_trajectory: int) 
             f"rollout.max_tokens_per_trajectory: {max_tokens_per_trajectory}, which no trajectory "
             "exceeds. Type train.algorithm.overlong.max_tokens=null, or "
             f"rollout.max_tokens_per_trajectory={limit}"
-        )
-
-
-def _check_aggregation(algorithm: AlgorithmConfig) -> None:
-    if algorithm.constant_denominator is not None and algorithm.aggregation != "constant":
-        raise ConfigError(
-            f"train.algorithm.constant_denominator: {algorithm.constant_denominator:g} is not used "
-            f"with train.algorithm.aggregation {algorithm.aggregation}. Type "
-            "train.algorithm.aggregation=constant, or train.algorithm.constant_denominator=null"
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import json
 import re
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from agentrl_cli.config.config_schema import allowed_keys, find_annotation, strip_annotated
+from agentrl_cli.config.config_schema import allowed_keys
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import ConfigError, format_nearest
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 KeyPath = tuple[str | int, ...]
 
-_LITERAL = {
+_EXPECTED = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
@@ -29,9 +29,7 @@ _LITERAL = {
     "model_type": "a mapping (key: value lines)",
     "model_attributes_type": "a mapping (key: value lines)",
     "tuple_type": "a list",
-    "list_type": "a list",
 }
-
 
 #: What YAML makes of a plain word that is no text.
 _SCALARS = (bool, int, float, datetime.date)
@@ -65,16 +63,27 @@ def load_config_as(
     data, lines = _read_yaml(path)
     overridden: dict[KeyPath, str] = {}
     for text in overrides:
-        parts, value = _parse_override(config_class, text)
+        parts, value = _parse_override(text)
         overridden[_set_key(data, parts, value, text)] = text
+    try:
+        config_class.model_validate(data)
+    except ValidationError as error:
+        for item in error.errors():
+            typed = overridden.get(item["loc"], "")
+            is_text = item["type"] == "string_type" and isinstance(item["input"], _SCALARS)
+            if typed and is_text:
+                # trial_name=007 is a name: a key of text gets the text that was typed.
+                _set_key(data, [*map(str, item["loc"])], typed.partition("=")[2].strip(), typed)
     try:
         return config_class.model_validate(data)
     except ValidationError as error:
-        problems = [
-            f"  {_locate(path, lines, overridden, _find_key(data, item))}: "
-            f"{_describe(config_class, data, item)}"
-            for item in error.errors()
-        ]
+        problems = []
+        for item in error.errors():
+            key_path = _real_path(data, item["loc"])
+            if item["type"] == "union_tag_invalid":
+                key_path = (*key_path, "kind")
+            where = _locate(path, lines, overridden, key_path)
+            problems.append(f"  {where}: {_describe(config_class, key_path, item)}")
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         # The one command that has --dry-run reads this class.
         check = f" Check with: agentrl train --config {path} --dry-run"
@@ -93,14 +102,11 @@ def dump_config(config: BaseModel) -> str:
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """The file's data, and the line (from 1) of every key in it."""
+    if not path.is_file():
+        problem = "is a folder, not a file" if path.is_dir() else "no such file"
+        raise ConfigError(f"{path}: {problem}; {_format_nearest_file(path)}")
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; {_format_nearest_file(path)}") from None
-    except IsADirectoryError:
-        raise ConfigError(
-            f"{path}: is a folder, not a file; {_format_nearest_file(path / 'config.yaml')}"
-        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as text: {error}") from None
     try:
@@ -115,27 +121,19 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     if not isinstance(data, dict):
         raise ConfigError(
             f"{path}:1: a configuration is a mapping (key: value lines), "
-            f"this file holds {_kind_of(data)}"
+            f"this file holds {_show(data)}"
         )
     return data, lines
 
 
 def _format_nearest_file(path: Path) -> str:
-    """The YAML files beside ``path``, and those in configs/."""
-    folder = path.parent if path.parent.is_dir() else Path()
+    """The YAML files in or beside ``path``, and those in configs/."""
+    folder = next((f for f in (path, path.parent) if f.is_dir()), Path())
     found = {str(p) for p in (*folder.glob("*.yaml"), *Path("configs").glob("*.yaml"))}
     return format_nearest(str(path), found) if found else "there is no .yaml file beside it"
 
 
-def _walk_lines(
-    node: yaml.Node, prefix: KeyPath, path: Path, inside: tuple[yaml.Node, ...] = ()
-) -> Iterator[tuple[KeyPath, int]]:
-    if node in inside:
-        raise ConfigError(
-            f"{path}:{node.start_mark.line + 1}: {_format_path(prefix)}: this alias (*name) "
-            "stands inside what it names: write the value out"
-        )
-    inside = (*inside, node)
+def _walk_lines(node: yaml.Node, prefix: KeyPath, path: Path) -> Iterator[tuple[KeyPath, int]]:
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
@@ -147,76 +145,53 @@ def _walk_lines(
                 )
             seen[key] = line
             yield (*prefix, key), line
-            yield from _walk_lines(value_node, (*prefix, key), path, inside)
+            yield from _walk_lines(value_node, (*prefix, key), path)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             yield (*prefix, index), item.start_mark.line + 1
-            yield from _walk_lines(item, (*prefix, index), path, inside)
+            yield from _walk_lines(item, (*prefix, index), path)
 
 
-def _parse_override(config_class: type[BaseModel], text: str) -> tuple[list[str], Any]:
+def _parse_override(text: str) -> tuple[list[str], Any]:
     """The parts of the key, and the value."""
     key, equals, raw = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise ConfigError(f"override {text!r}: expected KEY=VALUE, for example gconfig.n_samples=8")
     try:
-        value = yaml.load(raw, Loader=_Loader) if raw else ""
+        return parts, yaml.load(raw, Loader=_Loader) if raw else ""
     except yaml.YAMLError as error:
         raise ConfigError(
             f"override {text!r}: the value is not valid YAML: {getattr(error, 'problem', error)}"
         ) from None
-    if isinstance(value, _SCALARS) and _takes_text_only(config_class, parts):
-        # trial_name=007 is a name: a key of text gets the text that was typed.
-        value = raw.strip()
-    return parts, value
 
 
 def _set_key(data: dict[str, Any], parts: Sequence[str], value: Any, text: str) -> KeyPath:
     """Sets the value in ``data``; gives the key with its list positions as numbers."""
     target: Any = data
     key_path: KeyPath = ()
-    for part in parts[:-1]:
-        key_path = (*key_path, _as_key(target, part, key_path, text))
-        if isinstance(target, dict) and target.get(key_path[-1]) is None:
-            target[key_path[-1]] = {}
-        target = target[key_path[-1]]
-        if not isinstance(target, dict | list):
+    for place, part in enumerate(parts):
+        key: str | int = part
+        if isinstance(target, list):
+            if not part.isdigit() or int(part) >= len(target):
+                entries = f"0 to {len(target) - 1}" if target else "none, it is empty"
+                raise ConfigError(
+                    f"override {text!r}: {_format_path(key_path)} is a list and has no entry "
+                    f"{part!r}; allowed: {entries}"
+                )
+            key = int(part)
+        elif not isinstance(target, dict):
             raise ConfigError(
-                f"override {text!r}: {_format_path(key_path)} is "
-                f"{_kind_of(target)}, so it has no keys of its own"
+                f"override {text!r}: {_format_path(key_path)} is {_show(target)}, so it has no "
+                "keys of its own"
             )
-    key = _as_key(target, parts[-1], key_path, text)
-    target[key] = value
-    return (*key_path, key)
-
-
-def _as_key(target: Any, part: str, key_path: KeyPath, text: str) -> str | int:
-    if not isinstance(target, list):
-        return part
-    if part.isdigit() and int(part) < len(target):
-        return int(part)
-    entries = f"0 to {len(target) - 1}" if target else "none, it is empty"
-    raise ConfigError(
-        f"override {text!r}: {_format_path(key_path)} is a list and has no entry {part!r}; "
-        f"allowed: {entries}"
-    )
-
-
-def _takes_text_only(config_class: type[BaseModel], parts: Sequence[str]) -> bool:
-    annotation: Any = config_class
-    for part in parts:
-        annotation = find_annotation(annotation, part)
-    kinds = {strip_annotated(a) for a in typing.get_args(annotation)} or {annotation}
-    if typing.get_origin(annotation) is typing.Annotated:
-        kinds = {strip_annotated(annotation)}
-    return bool(kinds) and kinds <= {str, type(None)}
-
-
-def _find_key(data: Any, item: Any) -> KeyPath:
-    """The key that a problem is about; of a section whose kind is none, its ``kind``."""
-    key_path = _real_path(data, item["loc"])
-    return (*key_path, "kind") if item["type"] == "union_tag_invalid" else key_path
+        key_path = (*key_path, key)
+        if place == len(parts) - 1:
+            target[key] = value
+        elif isinstance(target, dict) and target.get(key) is None:
+            target[key] = {}
+        target = target[key]
+    return key_path
 
 
 def _real_path(data: Any, loc: Sequence[str | int]) -> KeyPath:
@@ -243,20 +218,17 @@ def _locate(
     key = _format_path(key_path)
     for length in range(len(key_path), 0, -1):
         prefix = key_path[:length]
-        if prefix in overridden:
-            return f"override {overridden[prefix]!r}: {key}"
-        if prefix in lines:
+        if prefix in lines and prefix not in overridden:
             return f"{path}:{lines[prefix]}: {key}"
-        below = [t for k, t in overridden.items() if k[:length] == prefix]
-        if below:
-            return f"override {below[0]!r}: {key}"
+        for typed_path, text in overridden.items():
+            if typed_path[:length] == prefix:
+                return f"override {text!r}: {key}"
     return f"{path}: {key}" if key else str(path)
 
 
-def _describe(config_class: type[BaseModel], data: Any, item: Any) -> str:
+def _describe(config_class: type[BaseModel], key_path: KeyPath, item: Any) -> str:
     """What is wrong with one value, what is allowed, in one line."""
     kind, found = item["type"], item.get("input")
-    key_path = _real_path(data, item["loc"])
     if kind == "extra_forbidden":
         allowed = allowed_keys(config_class, item["loc"][:-1])
         return f"unknown key; {format_nearest(str(key_path[-1]), allowed)}"
@@ -269,43 +241,20 @@ def _describe(config_class: type[BaseModel], data: Any, item: Any) -> str:
         chosen = item["ctx"].get("tag", found)
         names = re.findall(r"'([^']+)'", str(expected))
         return f"{chosen!r} is not one of the choices; {format_nearest(str(chosen), names)}"
-    if kind == "string_pattern_mismatch":
-        return (
-            f"{found!r} becomes a folder name: allowed are letters, digits, '.', '_' and '-', "
-            "beginning with a letter or digit"
-        )
-    if kind == "invalid_key" or (kind == "string_type" and item["loc"][-1] == "[key]"):
-        return f"keys are text, found {_kind_of(found)}; put it in quotes"
-    expected = _LITERAL.get(kind)
-    if expected:
-        quotes = "; put it in quotes" if kind == "string_type" and _is_scalar(found) else ""
-        return f"expected {expected}, found {_kind_of(found)}{quotes}"
-    return f"{item['msg'][0].lower()}{item['msg'][1:]}, found {found!r}"
+    quotes = "; put it in quotes" if kind == "string_type" and isinstance(found, _SCALARS) else ""
+    message = f"{item['msg'][0].lower()}{item['msg'][1:]}"
+    if kind in _EXPECTED:
+        message = f"expected {_EXPECTED[kind]}"
+    return f"{message}, found {_show(found)}{quotes}"
 
 
 def _format_path(key_path: KeyPath) -> str:
-    text = ""
-    for part in key_path:
-        if isinstance(part, str):
-            text += f".{part}" if text else part
-        else:
-            text += f"[{part}]"
-    return text
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in key_path)
+    return "".join(parts).removeprefix(".")
 
 
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, _SCALARS)
-
-
-def _kind_of(value: Any) -> str:
-    if value is None:
-        return "nothing (null)"
-    if isinstance(value, bool):
-        return f"true/false ({str(value).lower()})"
-    names = {int: "the number", float: "the number", str: "the text"}
-    name = names.get(type(value))
-    if name:
-        return f"{name} {value!r}"
-    if isinstance(value, datetime.date):
-        return f"the date {value}"
-    return "a list" if isinstance(value, list) else "a mapping"
+def _show(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    # Which YAML reads as the same value.
+    return json.dumps(value, default=str, ensure_ascii=False)

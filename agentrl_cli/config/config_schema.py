@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -43,37 +42,32 @@ def allowed_keys(config_class: type[BaseModel], key_path: Sequence[str | int]) -
     the kind may follow it in the path."""
     annotation: Any = config_class
     for part in key_path:
-        annotation = find_annotation(annotation, part)
+        annotation = _find_annotation(annotation, part)
     section = find_config_class(annotation)
     return list(section.model_fields) if section is not None else []
 
 
-def find_annotation(annotation: Any, part: str | int) -> Any:
+def _find_annotation(annotation: Any, part: str | int) -> Any:
     """The annotation of what is under ``part`` of a value with this annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         field = annotation.model_fields.get(str(part))
         return field.annotation if field else None
-    arguments = typing.get_args(annotation)
     kinds = find_config_kinds(annotation)
     if part in kinds:
         return kinds[str(part)]
-    if typing.get_origin(annotation) in (dict, Mapping):
-        return arguments[1]
-    if typing.get_origin(annotation) in (tuple, list):
-        return arguments[0]
-    inner = [find_annotation(a, part) for a in arguments]
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) in (dict, tuple):
+        return next((a for a in arguments if find_config_class(a) is not None), None)
+    inner = (_find_annotation(a, part) for a in arguments)
     return next((a for a in inner if a is not None), None)
 
 
 def find_config_class(annotation: Any) -> type[BaseModel] | None:
     """The configuration class inside an annotation such as ``tuple[X, ...]`` or ``X | None``."""
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
+    if isinstance(annotation, type) and not typing.get_args(annotation):
         return annotation if issubclass(annotation, BaseModel) else None
-    for argument in typing.get_args(annotation):
-        found = find_config_class(argument)
-        if found is not None:
-            return found
-    return None
+    found = map(find_config_class, typing.get_args(annotation))
+    return next((section for section in found if section is not None), None)
 
 
 def find_config_kinds(annotation: Any) -> dict[str, type[BaseModel]]:
@@ -81,17 +75,7 @@ def find_config_kinds(annotation: Any) -> dict[str, type[BaseModel]]:
     classes = [
         a for a in typing.get_args(annotation) if isinstance(a, type) and issubclass(a, BaseModel)
     ]
-    return {str(_find_kind(a)): a for a in classes} if len(classes) > 1 else {}
-
-
-def _find_kind(config_class: type[BaseModel]) -> str | None:
-    """The one value of the class's tag."""
-    field = config_class.model_fields.get("kind")
-    values = typing.get_args(field.annotation) if field is not None else ()
-    return str(values[0]) if len(values) == 1 else None
-
-
-def strip_annotated(annotation: Any) -> Any:
-    """The type inside ``Annotated``."""
-    is_annotated = typing.get_origin(annotation) is typing.Annotated
-    return typing.get_args(annotation)[0] if is_annotated else annotation
+    if len(classes) < 2:
+        return {}
+    # The tag of each has one value.
+    return {typing.get_args(a.model_fields["kind"].annotation)[0]: a for a in classes}

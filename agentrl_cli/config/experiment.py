@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from agentrl_cli.config.algorithm_config import AlgorithmConfig, check_algorithm
+from agentrl_cli.config.algorithm_config import check_algorithm
 from agentrl_cli.config.config_schema import ResumeSafe, StrictConfig
-from agentrl_cli.config.machine import count_usable_cores
 from agentrl_cli.config.train_config import TrainConfig
 from agentrl_cli.errors import ConfigError, MissingExtraError
 
@@ -20,6 +20,13 @@ _WORKERS_PER_CORE = 4
 
 #: One path segment: experiments and trials become folder names.
 FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._\-]*$", max_length=120)]
+
+
+def count_usable_cores() -> int:
+    """CPU cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class LoraConfig(StrictConfig):
@@ -42,9 +49,9 @@ class ModelConfig(StrictConfig):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Number type of the forward and backward pass; optimizer state is always float32."""
     lora: LoraConfig | None = None
-    """null: all weights are trained, but those in ``frozen``."""
+    """null: all weights are trained, except those in ``frozen``."""
     frozen: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    """Weights that stay as they are: ``embeddings``, ``head`` (one is both where they are tied), or
+    """Weights that stay as they are: ``embeddings``, ``head`` (the same where they are tied), or
     patterns of parameter names such as ``model.layers.0.*``."""
 
     @model_validator(mode="after")
@@ -172,9 +179,9 @@ class EngineConfig(StrictConfig):
 
 
 class DynamicSamplingConfig(StrictConfig):
-    """Groups whose trajectories all scored alike teach nothing: backup tasks take their place in
-    the batch (DAPO, arXiv 2503.14476, section 3.2). They are kept in the run folder and counted
-    in ``reward_mean``. Not for shaped rewards: see docs/how-it-works.md."""
+    """Groups whose trajectories all have the same score teach nothing: backup tasks take their
+    place in the batch (DAPO, arXiv 2503.14476, section 3.2). They are kept in the run folder and
+    counted in ``reward_mean``. Not for shaped rewards: see docs/how-it-works.md."""
 
     kind: Literal["dynamic_sampling"]
     max_backup_tasks: int | None = Field(None, ge=1)
@@ -183,28 +190,28 @@ class DynamicSamplingConfig(StrictConfig):
 
 
 class CooldownConfig(StrictConfig):
-    """A task whose group scored alike (solved always, or never) is left out of the next epochs:
-    of one after the first time, of two, four, ... when it happens again, until its scores differ.
-    See docs/how-it-works.md."""
+    """A task whose trajectories all have the same score (always solved, or never) is skipped in the
+    next epochs: in one after the first time, then in two, four, ... until its scores differ. See
+    docs/how-it-works.md."""
 
     kind: Literal["cooldown"]
     max_cooldown_epochs: int = Field(4, ge=1)
-    """Maximum number of epochs in a row that a task is left out of."""
+    """Maximum number of consecutive epochs in which a task is skipped."""
 
 
 class ExternalConfig(StrictConfig):
-    """How programs elsewhere get tasks and give back trajectories (``agent_mode: external``)."""
+    """How external programs get tasks and return trajectories (``agent_mode: external``)."""
 
     host: str = "127.0.0.1"
-    """Address to listen at; one that other machines reach needs a key in AGENTRL_API_KEY."""
+    """Address to listen on; if other machines can reach it, AGENTRL_API_KEY must hold a key."""
     port: int | None = Field(None, ge=1024, le=65535)
-    """null: one that is free."""
+    """null: any free port."""
     idle_timeout_seconds: float = Field(300.0, gt=0.0)
-    """A session without a request for so long is given to another program."""
+    """After this long without a request, the task of a session is given to another program."""
     max_sessions_per_attempt: int = Field(3, ge=1)
-    """Sessions that one attempt may take before it counts as failed."""
+    """Number of sessions after which an attempt counts as failed."""
     max_wait_seconds: float = Field(3600.0, gt=0.0)
-    """Longest time in which nobody asks for the tasks that wait; then the run stops."""
+    """Longest time that pending tasks go without any program asking for one; then the run stops."""
 
 
 class RolloutConfig(StrictConfig):
@@ -217,11 +224,11 @@ class RolloutConfig(StrictConfig):
     it."""
     filter: DynamicSamplingConfig | None = None
     """null: every group is trained on. ``dynamic_sampling``: a group whose trajectories
-    all scored alike is replaced by the group of a backup task; not for shaped rewards
+    all have the same score is replaced by the group of a backup task; not for shaped rewards
     (docs/how-it-works.md)."""
     curriculum: CooldownConfig | None = None
-    """null: every task once an epoch. ``cooldown``: those whose groups scored alike are left
-    out of some epochs (docs/how-it-works.md)."""
+    """null: every task once an epoch. ``cooldown``: those whose trajectories all have the
+    same score are skipped in some epochs (docs/how-it-works.md)."""
     turn_discount: float = Field(1.0, ge=0.0, le=1.0)
     """Share of a turn's credit that the turn before it receives."""
     export_style: Literal["concat", "individual"] = "concat"
@@ -230,8 +237,8 @@ class RolloutConfig(StrictConfig):
     """Where agents run."""
     external: ResumeSafe[ExternalConfig] = ExternalConfig()
     timeout_seconds: ResumeSafe[float] = Field(600.0, gt=0.0)
-    """Deadline of one trajectory: calls are refused then, and the agent is ended a few seconds
-    later if it has not returned."""
+    """Deadline of one trajectory: further calls are refused, and an agent that has not
+    returned a few seconds later is stopped."""
     max_turns: int = Field(16, ge=1)
     """Maximum number of model calls in one trajectory."""
     max_tokens_per_trajectory: int = Field(32768, ge=1)
@@ -244,8 +251,8 @@ class RolloutConfig(StrictConfig):
     """Processes that run agents with ``agent_mode: subprocess``, each one trajectory at a time;
     null: ``max_concurrent``, but at most 4 for each CPU core: agents wait most of the time."""
     worker_max_tasks: ResumeSafe[int] = Field(100, ge=1)
-    """Trajectories after which a worker is replaced; 1: each has a process of its own, which takes
-    as long to start as its imports."""
+    """Trajectories after which a worker is replaced; 1: each gets a fresh process, whose
+    imports take time."""
     worker_modules: ResumeSafe[Literal["reloaded", "kept"]] = "reloaded"
     """``reloaded``: your own modules are imported again for every trajectory in a worker; ``kept``:
     once in each worker, for builders that load something large."""
@@ -338,15 +345,14 @@ class ExperimentConfig(StrictConfig):
 
     @model_validator(mode="after")
     def _has_something_to_run(self) -> Self:
+        has_agent = bool(self.workflow_path or self.agent_builder_path or self.agents)
         is_external = self.rollout.agent_mode == "external"
-        if is_external and (self.workflow_path or self.agent_builder_path or self.agents):
+        if is_external and has_agent:
             raise ValueError(
                 "rollout.agent_mode: external runs no agent of its own. Type "
                 "agent_builder_path=null agents={} workflow_path=null"
             )
-        if is_external:
-            return self
-        if self.workflow_path is None and self.agent_builder_path is None and not self.agents:
+        if not is_external and not has_agent:
             raise ValueError("nothing to run: set agent_builder_path (or agents, or workflow_path)")
         return self
 
@@ -378,14 +384,26 @@ class ExperimentConfig(StrictConfig):
                 "gconfig.temperature: 0 samples the same trajectory every time and leaves no "
                 "gradient. Allowed when training: above 0. Type gconfig.temperature=1.0"
             )
-        check_groups_are_compared(
-            self.rollout.filter,
-            self.rollout.curriculum,
-            algorithm=self.train.algorithm,
-            n_samples=self.gconfig.n_samples,
-        )
+        self._check_groups_are_compared()
         self._check_best_checkpoint()
         self._check_weights_reach_servers()
+
+    def _check_groups_are_compared(self) -> None:
+        replacing, curriculum = self.rollout.filter, self.rollout.curriculum
+        for key, chosen in (("filter", replacing), ("curriculum", curriculum)):
+            if chosen is not None and self.gconfig.n_samples == 1:
+                raise ConfigError(
+                    f"rollout.{key}.kind: {chosen.kind} compares the scores of a group, and "
+                    "gconfig.n_samples is 1. Allowed: 2 or more. Type gconfig.n_samples=8, or "
+                    f"rollout.{key}=null"
+                )
+        algorithm = self.train.algorithm
+        if replacing is not None and not algorithm.compares_within_groups:
+            raise ConfigError(
+                f"rollout.filter.kind: {replacing.kind} replaces groups whose scores are equal, "
+                f"and train.algorithm.advantage.kind {algorithm.advantage.kind} learns from them "
+                "as from others. Type rollout.filter=null, or train.algorithm.kind=grpo"
+            )
 
     def _check_best_checkpoint(self) -> None:
         metric, num_samples = self.train.keep_best_checkpoint, self.resolve_eval_gconfig().n_samples
@@ -417,26 +435,3 @@ class ExperimentConfig(StrictConfig):
                 "model.lora needs peft, which is not installed. Type "
                 "uv pip install 'agentrl-cli[lora]'"
             )
-
-
-def check_groups_are_compared(
-    replacing: DynamicSamplingConfig | None,
-    curriculum: CooldownConfig | None,
-    *,
-    algorithm: AlgorithmConfig,
-    n_samples: int,
-) -> None:
-    """Refuses to judge groups by scores that say nothing about them."""
-    for key, chosen in (("filter", replacing), ("curriculum", curriculum)):
-        if chosen is not None and n_samples == 1:
-            raise ConfigError(
-                f"rollout.{key}.kind: {chosen.kind} compares the scores of a group, and "
-                "gconfig.n_samples is 1. Allowed: 2 or more. Type gconfig.n_samples=8, or "
-                f"rollout.{key}=null"
-            )
-    if replacing is not None and not algorithm.compares_within_groups:
-        raise ConfigError(
-            f"rollout.filter.kind: {replacing.kind} replaces groups whose scores are equal, and "
-            f"train.algorithm.advantage.kind {algorithm.advantage.kind} learns from them as from "
-            "others. Type rollout.filter=null, or train.algorithm.kind=grpo"
-        )

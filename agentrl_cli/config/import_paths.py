@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Collection
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,8 @@ _EXTRAS = {
     "langchain_openai": "langgraph",
     "langgraph": "langgraph",
 }
+#: What the names of modules begin with that were loaded from a file.
+_FILE_MODULE = "_agentrl_file_"
 #: Where code lies that is not the user's: a line of it explains nothing.
 _LIBRARIES = tuple(
     sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
@@ -48,96 +51,70 @@ def import_object(import_path: str, key: str) -> Any:
     module_name, separator, name = import_path.rpartition(":")
     if not separator and not import_path.endswith(".py"):
         module_name, separator, name = import_path.rpartition(".")
-    if not separator or not module_name or not name:
+    if not module_name or not name:
         raise ImportPathError(
             f"{key}: {import_path!r} is not an import path. Allowed: package.module.name, "
             "package.module:name or path/to/file.py:name"
         )
     where = f"{key}: {import_path!r}"
-    is_file = module_name.endswith(".py")
-    module = _load_file(Path(module_name), where) if is_file else _load_module(module_name, where)
+    load = _load_file if module_name.endswith(".py") else importlib.import_module
     try:
-        return getattr(module, name)
-    except AttributeError:
-        raise ImportPathError(f"{where}: {_describe_missing(module, name)}") from None
-
-
-def _describe_missing(module: ModuleType, name: str) -> str:
-    """What to write instead of ``name``, which is not in ``module``."""
-    is_file = module.__name__.startswith("_agentrl_file_")
-    shown = Path(module.__file__ or "").name if is_file else module.__name__
-    is_package = hasattr(module, "__path__")
-    if is_package and importlib.util.find_spec(f"{module.__name__}.{name}") is not None:
-        inner = f"{module.__name__}.{name}"
-        return f"{inner} is a module: add the name of what is in it, such as {inner}.build"
-    names = _list_own_names(module)
-    nearest = format_nearest(name, names) if names else "it has no function and no class"
-    return f"{shown} has no {name!r}; {nearest}"
-
-
-def _list_own_names(module: ModuleType) -> list[str]:
-    """Names of what a path can lead to and the module made itself; where it made nothing, of all
-    that it has: a package may only pass on what its modules define."""
-    public = {n: v for n, v in vars(module).items() if not n.startswith("_") and callable(v)}
-    # Functions and classes say where they were made; what else can be called (a partial) does not.
-    own = [
-        name
-        for name, value in public.items()
-        if not hasattr(value, "__qualname__")
-        or getattr(value, "__module__", None) == module.__name__
-    ]
-    return own or list(public)
-
-
-def _load_module(module_name: str, where: str) -> ModuleType:
-    try:
-        return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if module_name == missing or module_name.startswith(missing + "."):
+        module = load(module_name)
+    except (Exception, SystemExit) as error:
+        # SystemExit: a script that ends itself must not end the command without a word.
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and f"{module_name}.".startswith(f"{missing}."):
             raise ImportPathError(
                 f"{where}: there is no module {missing!r}. agentrl looked in the current folder "
                 f"({Path.cwd().name}/) and in the installed packages. For a single file, write "
                 "path/to/file.py:name"
             ) from None
-        raise ImportPathError(_format_own_error(where, error)) from error
-    except (Exception, SystemExit) as error:
-        # A script that ends itself must not end the command without a word.
-        raise ImportPathError(_format_own_error(where, error)) from error
-
-
-def _load_file(path: Path, where: str) -> ModuleType:
-    if not path.is_file():
+        if isinstance(error, FileNotFoundError) and error.filename == module_name:
+            raise ImportPathError(
+                f"{where}: no such file: {module_name} (from the current folder, "
+                f"{Path.cwd().name}/)"
+            ) from None
+        place = find_own_line(error, besides=(__file__,)) or "no line known"
+        if isinstance(error, SyntaxError):
+            place = f"{error.filename}:{error.lineno}"
         raise ImportPathError(
-            f"{where}: no such file: {path} (from the current folder, {Path.cwd().name}/)"
-        )
-    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]
-    module_name = f"_agentrl_file_{path.stem}_{digest}"
+            f"{where}: the module was found but does not import: "
+            f"{type(error).__name__}: {error}{advise_extra(error)}\n  at {place}"
+        ) from error
+    if not hasattr(module, name):
+        raise ImportPathError(f"{where}: {_describe_missing(module, name)}")
+    return getattr(module, name)
+
+
+def _load_file(path: str) -> ModuleType:
+    digest = hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()[:12]
+    module_name = f"{_FILE_MODULE}{Path(path).stem}_{digest}"
     if module_name in sys.modules:
         return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ImportPathError(f"{where}: {path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
+    loader = SourceFileLoader(module_name, path)
+    spec = importlib.util.spec_from_loader(module_name, loader)
+    assert spec is not None
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+        loader.exec_module(module)
+    except BaseException:
         del sys.modules[module_name]
-        raise ImportPathError(_format_own_error(where, error)) from error
+        raise
     return module
 
 
-def _format_own_error(where: str, error: BaseException) -> str:
-    """The module's own error, with the last line of the user's code that led to it."""
-    if isinstance(error, SyntaxError):
-        place = f"{error.filename}:{error.lineno}"
-    else:
-        place = find_own_line(error, besides=(__file__,)) or "no line known"
-    return (
-        f"{where}: the module was found but does not import: "
-        f"{type(error).__name__}: {error}{advise_extra(error)}\n  at {place}"
-    )
+def _describe_missing(module: ModuleType, name: str) -> str:
+    """What to write instead of ``name``, which is not in ``module``."""
+    if hasattr(module, "__path__") and importlib.util.find_spec(f"{module.__name__}.{name}"):
+        inner = f"{module.__name__}.{name}"
+        return f"{inner} is a module: add the name of what is in it, such as {inner}.build"
+    is_file = module.__name__.startswith(_FILE_MODULE)
+    shown = Path(module.__file__ or "").name if is_file else module.__name__
+    public = {n: v for n, v in vars(module).items() if not n.startswith("_") and callable(v)}
+    # A package may only pass on what its modules define.
+    own = [n for n, v in public.items() if getattr(v, "__module__", None) == module.__name__]
+    nearest = format_nearest(name, own or public) if public else "it has no function and no class"
+    return f"{shown} has no {name!r}; {nearest}"
 
 
 def find_own_line(error: BaseException, *, besides: Collection[str]) -> str | None:

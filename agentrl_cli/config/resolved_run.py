@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from agentrl_cli.config.config_schema import StrictConfig
-from agentrl_cli.config.experiment import EngineConfig, ExperimentConfig
-from agentrl_cli.config.machine import Machine
+from agentrl_cli.config.experiment import EngineConfig, ExperimentConfig, count_usable_cores
 from agentrl_cli.errors import UserInputError
 
 Purpose = Literal["train", "eval"]
@@ -24,6 +27,37 @@ FREE_PORT = 0
 _OWN_GPU_SHARE = 0.9
 #: The trainer keeps weights, gradients and optimizer state on the same GPU.
 _SHARED_GPU_SHARE = 0.4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The hardware that processes are placed on."""
+
+    gpu_ids: tuple[str, ...] = ()
+    """As CUDA_VISIBLE_DEVICES names them; those that a process started now would see."""
+    num_cores: int = 1
+    """CPU cores that this process may use."""
+    python_path: str = ""
+    """PYTHONPATH as it is."""
+
+    @classmethod
+    def detect(cls, env: Mapping[str, str] = os.environ) -> Self:
+        """This machine, without loading torch."""
+        return cls(
+            gpu_ids=_list_visible_gpus(env),
+            num_cores=count_usable_cores(),
+            python_path=env.get("PYTHONPATH", ""),
+        )
+
+
+def _list_visible_gpus(env: Mapping[str, str]) -> tuple[str, ...]:
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        devices = [path.name[6:] for path in Path("/dev").glob("nvidia*")]
+        return tuple(sorted((name for name in devices if name.isdigit()), key=int))
+    # CUDA itself stops at the first name that is none.
+    names = (part.strip() for part in visible.split(","))
+    return tuple(takewhile(lambda name: name not in ("", "-1"), names))
 
 
 class ServerPackage(StrictConfig):
@@ -113,7 +147,7 @@ def resolve_run(config: ExperimentConfig, machine: Machine, *, purpose: Purpose)
         UserInputError: the machine does not have the GPUs that the configuration asks for.
     """
     engine = config.engine
-    kind: EngineKind = engine.kind or ("vllm" if machine.num_gpus else "embedded")
+    kind: EngineKind = engine.kind or ("vllm" if len(machine.gpu_ids) else "embedded")
     if kind == "embedded":
         servers: tuple[ResolvedServer, ...] = ()
         trainers: tuple[Gpus, ...] = (machine.gpu_ids[:1],)
@@ -130,7 +164,7 @@ def resolve_run(config: ExperimentConfig, machine: Machine, *, purpose: Purpose)
     return ResolvedRun(
         purpose=purpose,
         engine_kind=kind,
-        num_gpus=machine.num_gpus,
+        num_gpus=len(machine.gpu_ids),
         servers=servers,
         trainers=trainers,
         weight_transfer=_resolve_transfer(config, kind, servers, trainers),

@@ -15,6 +15,7 @@ def _read_off(value: Any) -> Any:
     return "off" if value is False else value
 
 
+NumSteps = Annotated[int, Field(ge=1, description="Number of consecutive steps that it must last.")]
 AlarmAction = Annotated[Literal["off", "warn", "stop"], BeforeValidator(_read_off)]
 
 
@@ -25,24 +26,23 @@ class AlarmConfig(StrictConfig):
     """``warn``: report it once when it triggers and once when it is over; ``stop``: report it,
     save, and end the run with exit code 1 (the same command resumes it); ``off``: do not look."""
     threshold: float
-    num_steps: int = Field(5, ge=1)
-    """Steps in a row that it must last."""
+    num_steps: NumSteps = 5
 
 
 class RewardConstantConfig(AlarmConfig):
-    """Every trajectory of every step has the same reward: there is nothing to learn from. Not
-    where that is the best reward, and there were worse ones before."""
+    """Every trajectory of every step has the same reward: there is nothing to learn from. Does
+    not trigger where that is the best reward so far and there were worse ones before."""
 
     threshold: float = Field(0.0, ge=0.0)
-    """Rewards that are no further apart are the same."""
+    """Rewards that differ by no more than this count as equal."""
 
 
 class GroupsEqualConfig(AlarmConfig):
-    """The trajectories of each group have the same score, so that their advantages are 0. Not
-    where that is because nearly all rewards are the best ones."""
+    """The trajectories of each group have the same score, so that their advantages are 0.
+    Does not trigger where nearly all rewards are the best ones."""
 
     threshold: float = Field(0.9, gt=0.0, le=1.0)
-    """Share of a step's groups from which on it holds."""
+    """Smallest share of a step's groups at which it triggers."""
 
 
 class LogprobGapConfig(AlarmConfig):
@@ -51,8 +51,7 @@ class LogprobGapConfig(AlarmConfig):
 
     threshold: float = Field(0.1, gt=0.0)
     """Nats per token."""
-    num_steps: int = Field(3, ge=1)
-    """Steps in a row that it must last."""
+    num_steps: NumSteps = 3
 
 
 class EntropyCollapseConfig(AlarmConfig):
@@ -67,8 +66,7 @@ class TruncatedConfig(AlarmConfig):
 
     threshold: float = Field(0.4, gt=0.0, lt=1.0)
     """Share of a step's trajectories with such a reply."""
-    num_steps: int = Field(3, ge=1)
-    """Steps in a row that it must last."""
+    num_steps: NumSteps = 3
 
 
 class KlFromReferenceConfig(AlarmConfig):
@@ -76,8 +74,7 @@ class KlFromReferenceConfig(AlarmConfig):
 
     threshold: float = Field(1.0, gt=0.0)
     """Nats per token."""
-    num_steps: int = Field(3, ge=1)
-    """Steps in a row that it must last."""
+    num_steps: NumSteps = 3
 
 
 class KlOfUpdateConfig(AlarmConfig):
@@ -86,8 +83,7 @@ class KlOfUpdateConfig(AlarmConfig):
 
     threshold: float = Field(0.1, gt=0.0)
     """Nats per token."""
-    num_steps: int = Field(3, ge=1)
-    """Steps in a row that it must last."""
+    num_steps: NumSteps = 3
 
 
 class PrefixMismatchesConfig(AlarmConfig):
@@ -95,14 +91,13 @@ class PrefixMismatchesConfig(AlarmConfig):
 
     threshold: float = Field(0.1, gt=0.0, le=1.0)
     """Share of the turns that go back to an earlier one."""
-    num_steps: int = Field(1, ge=1)
-    """Steps in a row that it must last."""
+    num_steps: NumSteps = 1
 
 
 class NotFiniteConfig(StrictConfig):
     """A loss or a gradient is NaN or infinite."""
 
-    action: Annotated[Literal["warn", "stop"], BeforeValidator(_read_off)] = "stop"
+    action: Literal["warn", "stop"] = "stop"
     """``stop``: end the run with exit code 1, its weights as they were; ``warn``: leave that
     optimizer update out and continue."""
 

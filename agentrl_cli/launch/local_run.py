@@ -24,7 +24,7 @@ from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.dataset import build_eval_tasks
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.rollout.workflow_building import build_workflow, open_external_access, open_workers
-from agentrl_cli.store.config_secrets import find_secrets
+from agentrl_cli.store.resume_check import find_secrets
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.train.loop import StopFlag
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import agentrl_cli.models
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import Purpose, ResolvedRun, resolve_run
+from agentrl_cli.config.resolved_run import Machine, Purpose, ResolvedRun, resolve_run
 from agentrl_cli.errors import ModelError, UserInputError
 from agentrl_cli.launch.servers.server_package import find_server_package
 from agentrl_cli.tracking.formats.format_choice import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,11 +73,6 @@ def is_run_folder(path: Path) -> bool:
     return (path / CONFIG).is_file() or (path / TRAJECTORIES).is_dir()
 
 
-def is_being_emptied(path: Path) -> bool:
-    """True where ``--overwrite`` was killed before it had deleted everything."""
-    return (path / OVERWRITING).exists()
-
-
 def find_run_folder(path: Path) -> Path:
     """The run folder at ``path``, or around it when ``path`` lies inside one.
 
@@ -90,26 +86,6 @@ def find_run_folder(path: Path) -> Path:
     raise RunFolderError(f"{path}: {problem}. {_format_nearest_runs(path)}")
 
 
-def list_run_folders(root: Path, depth: int = _MAX_DEPTH) -> list[Path]:
-    """The run folders below ``root``."""
-    return list(_walk(root, depth))
-
-
-def _walk(folder: Path, depth: int) -> Iterator[Path]:
-    if is_run_folder(folder):
-        yield folder
-        return
-    if depth == 0:
-        return
-    try:
-        children = sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
-    except OSError:
-        # A folder that may not be read.
-        return
-    for child in children:
-        yield from _walk(child, depth - 1)
-
-
 def _format_nearest_runs(path: Path) -> str:
     """The runs below the nearest existing folder of ``path``, else below ``runs``."""
     around = path
@@ -117,11 +93,20 @@ def _format_nearest_runs(path: Path) -> str:
         around = around.parent
     # Never below the current folder itself, which may be as large as a home folder.
     roots = [Path("runs")] if around in (Path(), Path.cwd(), Path("/")) else [around, Path("runs")]
-    found = next((f for f in map(list_run_folders, roots) if f), [])
-    if not found:
+    names = next(([str(p) for p in found] for root in roots if (found := list(_walk(root)))), [])
+    if not names:
         return "A run folder is what agentrl train writes: runs/<experiment_name>/<trial_name>"
-    names = [str(p) for p in found]
     near = difflib.get_close_matches(str(path), names, n=1, cutoff=0.5)
     hint = f"Did you mean {near[0]}? " if near else ""
     more = ", ..." if len(names) > _MAX_LISTED else ""
     return f"{hint}There are: {', '.join(names[:_MAX_LISTED])}{more}"
+
+
+def _walk(folder: Path, depth: int = _MAX_DEPTH) -> Iterator[Path]:
+    """The run folders below ``folder``."""
+    if is_run_folder(folder):
+        yield folder
+    elif depth and folder.is_dir() and os.access(folder, os.R_OK | os.X_OK):
+        for child in sorted(folder.iterdir()):
+            if not child.name.startswith("."):
+                yield from _walk(child, depth - 1)

@@ -9,9 +9,9 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.store import layout
@@ -31,37 +31,19 @@ def write_manifest(
     ``versions`` are those of packages in other environments; they take precedence.
     """
     path = run_dir / layout.MANIFEST
-    starts = [*read_manifest(run_dir).get("starts", []), _describe_start(versions or {})]
-    manifest = {
-        "experiment_name": config.experiment_name,
-        "trial_name": config.trial_name,
-        "seeds": {"experiment": config.seed},
-        "starts": starts,
-    }
-    write_text(path, json.dumps(manifest, indent=2) + "\n")
-
-
-def read_manifest(run_dir: Path) -> dict[str, Any]:
-    """The manifest; empty if there is none or it cannot be read."""
     try:
-        data = json.loads((run_dir / layout.MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
+    except (OSError, ValueError, LookupError, TypeError):
         # Written atomically, so damage comes from outside; no run depends on it.
-        return {}
-    return data if isinstance(data, dict) else {}
-
-
-def _describe_start(elsewhere: Mapping[str, str]) -> dict[str, Any]:
-    versions: dict[str, str] = {}
+        starts = []
+    own = {}
     for name in _PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
+        with suppress(importlib.metadata.PackageNotFoundError):
+            own[name] = importlib.metadata.version(name)
+    start = {
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "versions": {**versions, **elsewhere},
+        "versions": own | dict(versions or {}),
         "git_revision": _find_git_revision(),
         "host": {
             "name": platform.node(),
@@ -71,6 +53,13 @@ def _describe_start(elsewhere: Mapping[str, str]) -> dict[str, Any]:
         },
         "executable": Path(sys.executable).name,
     }
+    manifest = {
+        "experiment_name": config.experiment_name,
+        "trial_name": config.trial_name,
+        "seeds": {"experiment": config.seed},
+        "starts": [*starts, start],
+    }
+    write_text(path, json.dumps(manifest, indent=2) + "\n")
 
 
 def _find_git_revision() -> str | None:

@@ -1,9 +1,12 @@
-"""The configuration saved with a run, and whether the run may be resumed with another one."""
+"""The configuration saved with a run: its secrets masked, and compared when the run is resumed."""
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +18,50 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import store_errors, write_text
-from agentrl_cli.store.config_secrets import mask_secrets, restore_secrets
 
 _ABSENT = "(not set)"
+_MASK = "***"
+_SECRET_KEY = re.compile(
+    r"(^|_)(api_?key|secret(_key)?|password|passwd|authorization|"
+    r"(access|auth|api|bearer|hf)_token|token)$",
+    re.IGNORECASE,
+)
+_SECRET_VALUE = re.compile(r"^(sk-[A-Za-z0-9_\-]{6,}|hf_[A-Za-z0-9]{8,}|[Bb]earer \S+)$")
+
+
+def mask_secrets(value: Any, key: str = "") -> Any:
+    """``value`` with ``***`` for every text that is, or is named like, a key or password."""
+    if isinstance(value, Mapping):
+        return {name: mask_secrets(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list):
+        return [mask_secrets(item, key) for item in value]
+    if isinstance(value, str) and (_SECRET_KEY.search(key) or _SECRET_VALUE.match(value)):
+        return _MASK
+    return value
+
+
+def find_secrets(value: Any) -> list[list[Any]]:
+    """Where :func:`mask_secrets` masks, and what: lists of names (or places) and the secret."""
+    return list(_find_differences(value, mask_secrets(value), []))
+
+
+def _find_differences(value: Any, masked: Any, path: list[Any]) -> Iterator[list[Any]]:
+    if isinstance(value, Mapping | list):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, item in items:
+            yield from _find_differences(item, masked[name], [*path, name])
+    elif value != masked:
+        yield [*path, value]
+
+
+def _restore_secrets(masked: Any, secrets: Sequence[Sequence[Any]]) -> Any:
+    restored = copy.deepcopy(masked)
+    for *path, name, secret in secrets:
+        place = restored
+        for step in path:
+            place = place[step]
+        place[name] = secret
+    return restored
 
 
 def save_config(config: ExperimentConfig, run_dir: Path) -> None:
@@ -27,12 +71,12 @@ def save_config(config: ExperimentConfig, run_dir: Path) -> None:
 
 
 def load_saved_config(run_dir: Path, secrets: Sequence[Sequence[Any]] = ()) -> ExperimentConfig:
-    """The configuration that was saved with a run, its masked secrets put back.
+    """The configuration that was saved with a run, with what :func:`find_secrets` found in it.
 
     Raises:
         StoreError: it is damaged.
     """
-    data = restore_secrets(_read_saved(run_dir), secrets)
+    data = _restore_secrets(_read_saved(run_dir), secrets)
     try:
         return ExperimentConfig.model_validate(data)
     except ValidationError as error:
@@ -45,83 +89,53 @@ def check_same_config(config: ExperimentConfig, run_dir: Path) -> None:
     Raises:
         RunFolderError: with every differing key and the three ways out.
     """
-    changes = _find_changes(_load_saved(run_dir), _dump(config))
+    old, new = _read_saved(run_dir), _dump(config)
+    with suppress(ValidationError):
+        # Keys that a later version added get their defaults; those that it dropped are listed.
+        old = _dump(ExperimentConfig.model_validate(old))
+    changes = dict(_find_changes(old, new))
     if not changes:
         return
-    listed = "\n".join(f"  {k}: {_show(o)} -> {_show(n)}" for k, (o, n) in changes.items())
-    old_values = " ".join(f"{k}={_as_argument(o)}" for k, (o, _) in changes.items())
+    listed = "\n".join(f"  {k}: {_as_yaml(o)} -> {_as_yaml(n)}" for k, (o, n) in changes.items())
+    old_values = " ".join(
+        f"{key}={shlex.quote('null' if value is _ABSENT else _as_yaml(value))}"
+        for key, (value, _) in changes.items()
+    )
+    folders = (run_dir / layout.TRAJECTORIES, run_dir / layout.CHECKPOINTS)
+    has_results = (run_dir / layout.METRICS).is_file() or any(
+        folder.is_dir() and any(folder.iterdir()) for folder in folders
+    )
+    loss = "" if has_results else ": nothing but logs: no step was finished"
     raise RunFolderError(
         f"{run_dir}: this run was started with another configuration (old -> new):\n{listed}\n"
         "Nothing was started and nothing was changed. Three ways out:\n"
         f"  1. a new run beside it: add  trial_name={_free_trial(run_dir)}\n"
         f"  2. resume the old run: add its values back:  {old_values}\n"
-        f"  3. start over: add  --overwrite  (deletes what is in {run_dir}"
-        f"{_describe_loss(run_dir)})"
+        f"  3. start over: add  --overwrite  (deletes what is in {run_dir}{loss})"
     )
 
 
 def _find_changes(
-    old_data: Mapping[str, Any], new_data: Mapping[str, Any]
-) -> dict[str, tuple[Any, Any]]:
-    """Key -> old and new value, for every key that differs and must not."""
-    old, new = flatten(old_data), flatten(new_data)
-    changes = {}
-    for key in [*new, *(k for k in old if k not in new)]:
-        if is_resume_safe(ExperimentConfig, key.split(".")) or old.get(key, _ABSENT) == new.get(
-            key, _ABSENT
-        ):
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: tuple[str, ...] = ()
+) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Key, old and new value of every difference that must not be; of a section that is there on
+    one side only, the whole of it."""
+    for name in [*new, *(name for name in old if name not in new)]:
+        key, (before, after) = (
+            (*prefix, str(name)),
+            (old.get(name, _ABSENT), new.get(name, _ABSENT)),
+        )
+        if before == after or is_resume_safe(ExperimentConfig, key):
             continue
-        # A section that is null on one side is one difference, and is typed as one.
-        parts = key.split(".")
-        starts = (".".join(parts[: end + 1]) for end in range(len(parts)))
-        whole = next(start for start in starts if start in old or start in new)
-        changes[whole] = (_read(old_data, whole), _read(new_data, whole))
-    return changes
-
-
-def _read(data: Mapping[str, Any], key: str) -> Any:
-    value: Any = data
-    for part in key.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return _ABSENT
-        value = value[part]
-    return value
-
-
-def _describe_loss(run_dir: Path) -> str:
-    """A clause about a run that failed before it did anything."""
-    folders = (run_dir / layout.TRAJECTORIES, run_dir / layout.CHECKPOINTS)
-    has_results = (run_dir / layout.METRICS).is_file() or any(
-        folder.is_dir() and any(folder.iterdir()) for folder in folders
-    )
-    return "" if has_results else ": nothing but logs: no step was finished"
-
-
-def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one mapping of dotted keys; lists and empty mappings stay values."""
-    flat: dict[str, Any] = {}
-    for name, value in data.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{key}.")
+        if before and after and isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from _find_changes(before, after, key)
         else:
-            flat[key] = value
-    return flat
+            yield ".".join(key), (before, after)
 
 
 def _dump(config: ExperimentConfig) -> dict[str, Any]:
-    masked = mask_secrets(config.model_dump(mode="json"))
-    assert isinstance(masked, dict)
+    masked: dict[str, Any] = mask_secrets(config.model_dump(mode="json"))
     return masked
-
-
-def _load_saved(run_dir: Path) -> dict[str, Any]:
-    data = _read_saved(run_dir)
-    try:
-        # Keys that a later version added get their defaults.
-        return _dump(ExperimentConfig.model_validate(data))
-    except ValidationError:
-        return data
 
 
 def _read_saved(run_dir: Path) -> dict[str, Any]:
@@ -139,23 +153,14 @@ def _read_saved(run_dir: Path) -> dict[str, Any]:
 
 
 def _free_trial(run_dir: Path) -> str:
-    taken = {p.name for p in run_dir.parent.iterdir()} if run_dir.parent.is_dir() else set()
-    base = re.sub(r"\d+$", "", run_dir.name) or "t"
-    number = 1
-    while f"{base}{number}" in taken:
+    base, number = run_dir.name.rstrip("0123456789") or "t", 1
+    while (run_dir.parent / f"{base}{number}").exists():
         number += 1
     return f"{base}{number}"
 
 
-def _show(value: Any) -> str:
-    return value if value is _ABSENT else _as_yaml(value)
-
-
-def _as_argument(value: Any) -> str:
-    text = "null" if value is _ABSENT else _as_yaml(value)
-    return text if re.fullmatch(r"[\w./:@+\-]+", text) else "'" + text.replace("'", "'\\''") + "'"
-
-
 def _as_yaml(value: Any) -> str:
+    if value is _ABSENT:
+        return _ABSENT
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...")

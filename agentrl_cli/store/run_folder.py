@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,10 +14,9 @@ from typing import Any, NamedTuple, Self
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.records import Trajectory
-from agentrl_cli.store import atomic_files, layout, metrics_file
-from agentrl_cli.store.atomic_files import atomic_file, store_errors, write_text
-from agentrl_cli.store.folder_lock import FolderLock, check_held_by, wait_until_free
-from agentrl_cli.store.layout import find_run_folder
+from agentrl_cli.store import layout
+from agentrl_cli.store.atomic_files import append_whole, atomic_folder, store_errors, write_text
+from agentrl_cli.store.folder_lock import FolderLock, check_held_by
 from agentrl_cli.store.manifest import write_manifest
 from agentrl_cli.store.pending_trajectories import PendingTrajectories
 from agentrl_cli.store.resume_check import check_same_config, save_config
@@ -27,6 +27,8 @@ from agentrl_cli.store.trajectory_file import (
     write_trajectory_file,
 )
 
+#: What the metrics of alarms begin with: ``alarm_<name>`` is 1 in the steps in which it is active.
+ALARM_PREFIX = "alarm_"
 #: How long the trainer of a killed command, which is killed too, may take to end.
 _ORPHAN_SECONDS = 20.0
 _PASS_AT = "pass_at_"
@@ -39,6 +41,7 @@ class RunFolder:
     def __init__(self, path: Path, lock: FolderLock | None = None) -> None:
         self.path = path
         self._lock = lock
+        self._metrics_path = path / layout.METRICS
         self._pending = PendingTrajectories(path / layout.PENDING)
 
     @classmethod
@@ -64,18 +67,18 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(path / layout.LOCK)
         try:
-            wait_until_free(path / layout.TRAINER_LOCK, _ORPHAN_SECONDS)
+            if (path / layout.TRAINER_LOCK).exists():
+                FolderLock(path / layout.TRAINER_LOCK, wait_seconds=_ORPHAN_SECONDS).release()
             with store_errors(path):
-                if (overwrite and layout.is_run_folder(path)) or layout.is_being_emptied(path):
+                is_being_emptied = (path / layout.OVERWRITING).exists()
+                if is_being_emptied or (overwrite and layout.is_run_folder(path)):
                     _empty(path)
-                if (path / layout.CONFIG).is_file():
-                    check_same_config(config, path)
+                cls.check_resumable(config)
                 _remove_temporaries(path)
                 for name in (layout.TRAJECTORIES, layout.CHECKPOINTS, layout.LOGS):
                     (path / name).mkdir(exist_ok=True)
-            metrics_file.truncate_torn_line(path / layout.METRICS)
             save_config(config, path)
-            write_manifest(config, path, versions or {})
+            write_manifest(config, path, versions)
         except BaseException:
             lock.release()
             raise
@@ -95,15 +98,9 @@ class RunFolder:
         """
         path = Path(path)
         check_held_by(path / layout.LOCK, owner_pid)
-        wait_until_free(path / layout.TRAINER_LOCK, _ORPHAN_SECONDS)
-        lock = FolderLock(path / layout.TRAINER_LOCK)
-        try:
-            with store_errors(path):
-                _remove_temporaries(path)
-            metrics_file.truncate_torn_line(path / layout.METRICS)
-        except BaseException:
-            lock.release()
-            raise
+        lock = FolderLock(path / layout.TRAINER_LOCK, wait_seconds=_ORPHAN_SECONDS)
+        with store_errors(path):
+            _remove_temporaries(path)
         return cls(path, lock)
 
     @classmethod
@@ -137,14 +134,13 @@ class RunFolder:
         Raises:
             RunFolderError: there is none; the message names the nearest.
         """
-        return cls(find_run_folder(Path(path)))
+        return cls(layout.find_run_folder(Path(path)))
 
     def close(self) -> None:
         """Lets other processes train in this folder; may be called twice."""
         self._pending.close()
         if self._lock is not None:
             self._lock.release()
-            self._lock = None
 
     def __enter__(self) -> Self:
         return self
@@ -197,30 +193,24 @@ class RunFolder:
 
     def read_trajectories(self, step: int) -> list[Trajectory]:
         """The trajectories of one step; no other file is read."""
-        self._check_has(step)
-        return read_trajectory_file(self._step_path(step))
+        return read_trajectory_file(self._step_path(step, must_exist=True))
 
     def list_trajectories(self, step: int) -> list[TrajectorySummary]:
         """As :meth:`read_trajectories`, without tokens and messages: fast for large steps."""
-        self._check_has(step)
-        return read_summaries(self._step_path(step))
+        return read_summaries(self._step_path(step, must_exist=True))
 
     def trajectory_steps(self) -> list[int]:
         """The steps whose trajectories are stored, ascending."""
-        folder = self.path / layout.TRAJECTORIES
-        if not folder.is_dir():
-            return []
-        found = (layout.parse_step(p.name) for p in folder.iterdir() if p.suffix == ".parquet")
-        return sorted(step for step in found if step is not None)
+        found = (self.path / layout.TRAJECTORIES).glob("*.parquet")
+        return sorted(s for path in found if (s := layout.parse_step(path.name)) is not None)
 
-    def _step_path(self, step: int) -> Path:
-        return self.path / layout.TRAJECTORIES / f"{layout.step_name(step)}.parquet"
-
-    def _check_has(self, step: int) -> None:
-        if not self._step_path(step).is_file():
+    def _step_path(self, step: int, *, must_exist: bool = False) -> Path:
+        path = self.path / layout.TRAJECTORIES / f"{layout.step_name(step)}.parquet"
+        if must_exist and not path.is_file():
             steps = self.trajectory_steps()
             stored = f"{steps[0]} to {steps[-1]} ({len(steps)} steps)" if steps else "none yet"
             raise RunFolderError(f"{self.path}: step {step} is not stored; stored: {stored}")
+        return path
 
     # Evaluations
 
@@ -252,15 +242,11 @@ class RunFolder:
     def read_eval_report(self, step: int, *, label: str | None = None) -> dict[str, Any]:
         """The report of an evaluation, without reading its trajectories."""
         path = self._eval_path(step, label)
-        with store_errors(path, "read"):
-            text = path.read_text(encoding="utf-8")
         try:
-            report = json.loads(text)
-        except ValueError as error:
+            with store_errors(path, "read"):
+                return dict(json.loads(path.read_text(encoding="utf-8")))
+        except (TypeError, ValueError) as error:
             raise StoreError(f"{path}: is damaged ({error})") from None
-        if not isinstance(report, dict):
-            raise StoreError(f"{path}: is damaged (it holds no mapping)")
-        return report
 
     def list_eval_trajectories(
         self, step: int, *, label: str | None = None
@@ -270,15 +256,13 @@ class RunFolder:
 
     def eval_steps(self) -> list[int]:
         """The steps after which training has evaluated, ascending."""
-        return sorted(step for step, label in self.list_evals() if label is None)
+        return [step for step, label in self.list_evals() if label is None]
 
     def list_evals(self) -> list[tuple[int, str | None]]:
         """Step and label of every complete evaluation."""
-        folder = self.path / layout.TRAJECTORIES
-        if not folder.is_dir():
-            return []
-        found = (layout.parse_eval(p.name) for p in folder.iterdir())
-        return sorted((e for e in found if e is not None), key=lambda e: (e[0], e[1] or ""))
+        found = (self.path / layout.TRAJECTORIES).glob("*.json")
+        evals = (layout.parse_eval(path.name) for path in found)
+        return sorted((e for e in evals if e is not None), key=lambda e: (e[0], e[1] or ""))
 
     def _eval_path(self, step: int, label: str | None) -> Path:
         return self.path / layout.TRAJECTORIES / f"{layout.eval_name(step, label)}.json"
@@ -286,32 +270,64 @@ class RunFolder:
     # Metrics
 
     def append_metrics(self, metrics: Mapping[str, float]) -> None:
-        """Adds a step's line to ``metrics.jsonl``; ``metrics`` includes ``step``."""
-        metrics_file.append_line(self.path / layout.METRICS, metrics)
+        """Adds a step's line to ``metrics.jsonl``, on disk when this returns; ``metrics`` includes
+        ``step``.
+
+        Raises:
+            StoreError: the disk is full, or the file cannot be written to.
+        """
+        path = self._metrics_path
+        with store_errors(path), path.open("ab", buffering=0) as file:
+            append_whole(file, _format_metrics(metrics).encode())
+            os.fsync(file.fileno())
 
     def read_metrics(self) -> list[dict[str, float]]:
-        """The metrics of every step so far; a line being written at this moment is left out."""
-        return metrics_file.read_lines(self.path / layout.METRICS)
+        """The metrics of every step so far, NaN where a number was not finite; a line that is being
+        written, or that a killed process was writing, is left out."""
+        if not self._metrics_path.is_file():
+            return []
+        with store_errors(self._metrics_path, "read"):
+            text = self._metrics_path.read_text(encoding="utf-8", errors="replace")
+        lines = []
+        for line in text.splitlines():
+            try:
+                data = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(data, dict):
+                lines.append({k: math.nan if v is None else v for k, v in data.items()})
+        return lines
 
     def read_alarms(self) -> dict[int, list[str]]:
         """The names of the alarms that are active in each step, where any are."""
-        lines = self.read_metrics()
-        active = {int(m["step"]): metrics_file.list_alarms(m) for m in lines if "step" in m}
+        active = {
+            int(line["step"]): [
+                name.removeprefix(ALARM_PREFIX)
+                for name, value in line.items()
+                if name.startswith(ALARM_PREFIX) and value == 1.0
+            ]
+            for line in self.read_metrics()
+            if "step" in line
+        }
         return {step: names for step, names in active.items() if names}
 
     def truncate_metrics(self, last_step: int) -> None:
-        """Drops the metrics of steps after ``last_step``: they will be done again."""
-        metrics_file.truncate_lines(self.path / layout.METRICS, last_step)
+        """Drops the metrics of steps after ``last_step``, which will be done again, and torn lines:
+        what is appended to one would be lost with it."""
+        if self._metrics_path.is_file():
+            kept = [m for m in self.read_metrics() if m.get("step", 0) <= last_step]
+            write_text(self._metrics_path, "".join(map(_format_metrics, kept)))
 
     # Checkpoints
 
     def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
         """A folder to write a checkpoint into; it appears once the block ends without an error."""
-        return atomic_files.new_checkpoint(self.path / layout.CHECKPOINTS, step)
+        return atomic_folder(self.path / layout.CHECKPOINTS / layout.step_name(step))
 
     def list_checkpoints(self) -> list[tuple[int, Path]]:
         """Complete checkpoints, oldest first."""
-        return atomic_files.list_checkpoints(self.path / layout.CHECKPOINTS)
+        found = (self.path / layout.CHECKPOINTS).glob("step-*/")
+        return sorted((s, p) for p in found if (s := layout.parse_step(p.name)) is not None)
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
         """Step and folder of the newest complete checkpoint."""
@@ -320,13 +336,11 @@ class RunFolder:
 
     def prune_checkpoints(self, keep_last: int, keep: Collection[int] = ()) -> None:
         """Deletes all but the newest ``keep_last`` checkpoints and those of the steps ``keep``."""
-        if keep_last < 1:
-            raise ValueError(f"keep_last is {keep_last}: at least one checkpoint must stay")
         for step, path in self.list_checkpoints()[:-keep_last]:
-            if step in keep:
-                continue
-            with store_errors(path, "deleted"):
-                atomic_files.discard(path)
+            if step not in keep:
+                with store_errors(path, "deleted"):
+                    # It disappears before the first of its files does.
+                    shutil.rmtree(path.rename(layout.temporary_path(path, ".deleted")))
 
 
 def run_dir_of(config: ExperimentConfig) -> Path:
@@ -360,12 +374,13 @@ def find_best_eval(
     Raises:
         StoreError: a report is damaged.
     """
-    best = None
-    for step in folder.eval_steps():
-        value = read_metric(folder.read_eval_report(step), metric) if step in steps else None
-        if value is not None and (best is None or value > best.value):
-            best = EvalScore(step, value)
-    return best
+    scores = [
+        EvalScore(step, value)
+        for step in folder.eval_steps()
+        if step in steps
+        and (value := read_metric(folder.read_eval_report(step), metric)) is not None
+    ]
+    return max(scores, key=lambda score: score.value, default=None)
 
 
 def find_best_checkpoint(folder: RunFolder, metric: str) -> tuple[EvalScore, Path] | None:
@@ -379,28 +394,29 @@ def find_best_checkpoint(folder: RunFolder, metric: str) -> tuple[EvalScore, Pat
     return None if best is None else (best, saved[best.step])
 
 
+def _format_metrics(metrics: Mapping[str, float]) -> str:
+    # JSON has no NaN and no infinity, and strict readers refuse what Python writes for them.
+    finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
+    return json.dumps(finite) + "\n"
+
+
 def _empty(path: Path) -> None:
     """Deletes an earlier run, but nothing that agentrl did not write."""
-    with atomic_file(path / layout.OVERWRITING):
-        pass
+    (path / layout.OVERWRITING).touch()
     for name in layout.OWNED:
-        target = path / name
-        if target.is_dir() and not target.is_symlink():
-            shutil.rmtree(target)
-        else:
-            target.unlink(missing_ok=True)
+        _delete(path / name)
     (path / layout.OVERWRITING).unlink()
 
 
 def _remove_temporaries(path: Path) -> None:
-    names = ("", layout.TRAJECTORIES, layout.CHECKPOINTS)
-    for folder in (path / name for name in names):
-        if not folder.is_dir():
-            continue
-        atomic_files.restore_replaced(folder)
-        for entry in folder.iterdir():
-            if entry.name.startswith(".") and entry.name.endswith(layout.TEMPORARY):
-                if entry.is_dir():
-                    shutil.rmtree(entry)
-                else:
-                    entry.unlink()
+    for folder in (path, path / layout.TRAJECTORIES, path / layout.CHECKPOINTS):
+        for entry in folder.glob(".*"):
+            if entry.name.endswith(layout.TEMPORARY):
+                _delete(entry)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

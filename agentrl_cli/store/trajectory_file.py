@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +38,43 @@ FORMAT_VERSION = "1"
 #: What a column's name ends with if it holds JSON.
 _JSON = "_json"
 
-_Record = TypeVar("_Record", Trajectory, Interaction)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectorySummary:
+    """What a list shows of a trajectory: everything but its tokens and messages."""
+
+    id: str
+    group_id: str
+    task_id: str
+    sample_index: int
+    step: int
+    replaced_by: str | None = None
+    """The group that took its group's place; None also in files of versions without this."""
+    agent_name: str | None
+    reward: float | None
+    score: float | None = None
+    """What groups are compared by; None: unscored, or a file of a version without this."""
+    final_answer: str | None
+    failure_boundary: Boundary | None
+    failure_kind: str | None
+    failure_message: str | None
+    seconds: float
+    num_turns: int
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_tool_calls: int
+    prefix_mismatches: MismatchSummary
+
+
+#: Of the columns whose text is a member of an enumeration.
+_ENUMS: Mapping[str, type[StrEnum]] = {
+    "mismatch_cause": MismatchCause,
+    "status": InteractionStatus,
+    "stop_reason": StopReason,
+    "failure_boundary": Boundary,
+}
+
+_Record = TypeVar("_Record", Trajectory, Interaction, TrajectorySummary)
 
 _INTERACTION = pa.struct(
     [
@@ -104,36 +141,6 @@ SCHEMA = pa.schema(
 _ROWS_PER_GROUP = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectorySummary:
-    """What a list shows of a trajectory: everything but its tokens and messages."""
-
-    id: str
-    group_id: str
-    task_id: str
-    sample_index: int
-    step: int
-    replaced_by: str | None = None
-    """The group that took its group's place; None also in files of versions without this."""
-    agent_name: str | None
-    reward: float | None
-    score: float | None = None
-    """What groups are compared by; None: unscored, or a file of a version without this."""
-    final_answer: str | None
-    failure_boundary: Boundary | None
-    failure_kind: str | None
-    failure_message: str | None
-    seconds: float
-    num_turns: int
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    num_tool_calls: int
-    prefix_mismatches: MismatchSummary
-
-
-_SUMMARY_COLUMNS = ["prefix_mismatches_json", *(field.name for field in fields(TrajectorySummary))]
-
-
 def write_trajectory_file(path: Path, trajectories: Sequence[Trajectory]) -> None:
     """Writes all of ``trajectories``, or leaves ``path`` as it was.
 
@@ -145,7 +152,7 @@ def write_trajectory_file(path: Path, trajectories: Sequence[Trajectory]) -> Non
         pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer,
     ):
         for start in range(0, len(trajectories), _ROWS_PER_GROUP):
-            rows = [to_row(t) for t in trajectories[start : start + _ROWS_PER_GROUP]]
+            rows = [_to_row(t) for t in trajectories[start : start + _ROWS_PER_GROUP]]
             writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
 
 
@@ -156,39 +163,22 @@ def read_trajectory_file(path: Path) -> list[Trajectory]:
         StoreError: the file is missing or damaged.
     """
     with _reading(path):
-        table = pq.read_table(path, partitioning=None)
-        return [from_row(row) for row in table.to_pylist()]
-
-
-def encode_trajectories(trajectories: Sequence[Trajectory]) -> bytes:
-    """The trajectories as bytes for another process, by the columns of the file (Arrow's IPC)."""
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, SCHEMA) as writer:
-        for trajectory in trajectories:
-            rows = [to_row(trajectory)]
-            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema=SCHEMA))
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
-
-
-def decode_trajectories(content: bytes) -> list[Trajectory]:
-    """What :func:`encode_trajectories` was given."""
-    with pa.ipc.open_stream(content) as reader:
-        return [from_row(row) for batch in reader for row in batch.to_pylist()]
+        return [_from_row(row) for row in pq.read_table(path, partitioning=None).to_pylist()]
 
 
 def read_summaries(path: Path) -> list[TrajectorySummary]:
     """As :func:`read_trajectory_file`, reading the scalar columns only."""
+    names = [field.name for field in fields(TrajectorySummary)]
     with _reading(path):
         stored = set(pq.read_schema(path).names)
-        columns = [name for name in _SUMMARY_COLUMNS if name in stored]
-        table = pq.read_table(path, columns=columns, partitioning=None)
-        rows = table.to_pylist()
-        for row in rows:
-            boundary = row["failure_boundary"]
-            row["failure_boundary"] = Boundary(boundary) if boundary is not None else None
-            row["prefix_mismatches"] = parse_prefix_mismatches(row.pop("prefix_mismatches_json"))
-        return [TrajectorySummary(**row) for row in rows]
+        columns = [name for name in (*names, *(n + _JSON for n in names)) if name in stored]
+        rows = pq.read_table(path, columns=columns, partitioning=None).to_pylist()
+        return [_to_summary(row) for row in rows]
+
+
+def _to_summary(row: Mapping[str, Any]) -> TrajectorySummary:
+    mismatches = MismatchSummary.from_dict(json.loads(row["prefix_mismatches_json"]))
+    return _from_columns(TrajectorySummary, row, prefix_mismatches=mismatches)
 
 
 @contextmanager
@@ -205,7 +195,21 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def to_row(trajectory: Trajectory) -> dict[str, Any]:
+def format_record(trajectory: Trajectory) -> bytes:
+    """The trajectory's row as one line of JSON."""
+    return _to_json(_to_row(trajectory)).encode()
+
+
+def parse_record(record: bytes) -> Trajectory:
+    """The trajectory of :func:`format_record`.
+
+    Raises:
+        KeyError, TypeError, ValueError: it was written by another version.
+    """
+    return _from_row(json.loads(record))
+
+
+def _to_row(trajectory: Trajectory) -> dict[str, Any]:
     """One row of the file."""
     failure = trajectory.failure
     return _to_columns(
@@ -224,7 +228,7 @@ def to_row(trajectory: Trajectory) -> dict[str, Any]:
     )
 
 
-def from_row(row: Mapping[str, Any]) -> Trajectory:
+def _from_row(row: Mapping[str, Any]) -> Trajectory:
     """The trajectory of one row."""
     failure = None
     if row["failure_boundary"] is not None:
@@ -234,57 +238,18 @@ def from_row(row: Mapping[str, Any]) -> Trajectory:
             message=row["failure_message"],
             traceback=row["failure_traceback"],
         )
-    # Files of the first versions have no column for the stop reason.
-    stop_reason = row.get("stop_reason")
-    return _from_columns(
-        Trajectory,
-        row,
-        failure=failure,
-        stop_reason=StopReason(stop_reason) if stop_reason is not None else None,
-        interactions=tuple(_to_interaction(struct) for struct in row["interactions"]),
-    )
-
-
-def format_record(trajectory: Trajectory) -> bytes:
-    """The trajectory's row as one line of JSON."""
-    return _to_json(to_row(trajectory)).encode()
-
-
-def parse_record(record: bytes) -> Trajectory:
-    """The trajectory of :func:`format_record`.
-
-    Raises:
-        KeyError, TypeError, ValueError: it was written by another version.
-    """
-    return from_row(_from_json(record))
-
-
-def parse_prefix_mismatches(text: str) -> MismatchSummary:
-    """From the column ``prefix_mismatches_json``."""
-    return MismatchSummary.from_dict(_from_json(text))
-
-
-def _to_interaction(struct: Mapping[str, Any]) -> Interaction:
-    cause = struct["mismatch_cause"]
-    return _from_columns(
-        Interaction,
-        struct,
-        mismatch_cause=MismatchCause(cause) if cause is not None else None,
-        status=InteractionStatus(struct["status"]),
-    )
+    interactions = tuple(_from_columns(Interaction, struct) for struct in row["interactions"])
+    return _from_columns(Trajectory, row, failure=failure, interactions=interactions)
 
 
 def _to_columns(
-    record: object, columns: Iterable[pa.Field], computed: Mapping[str, Any] | None = None
+    record: object, columns: Iterable[pa.Field], computed: Mapping[str, Any] = {}
 ) -> dict[str, Any]:
     """The value of each column: ``computed``, else the record's attribute of the same name."""
     row = {}
     for column in columns:
         name = column.name
-        if computed is not None and name in computed:
-            value = computed[name]
-        else:
-            value = getattr(record, name.removesuffix(_JSON))
+        value = computed[name] if name in computed else getattr(record, name.removesuffix(_JSON))
         if value is not None:
             if name.endswith(_JSON):
                 value = _to_json(value)
@@ -298,13 +263,16 @@ def _to_columns(
 
 def _from_columns(kind: type[_Record], row: Mapping[str, Any], **values: Any) -> _Record:
     """The record of a row; columns that an older version did not write get their defaults."""
-    for name in (field.name for field in fields(kind)):
+    for name in (field.name for field in fields(kind) if field.name not in values):
         text = row.get(name + _JSON)
         if text is not None:
-            values.setdefault(name, _from_json(text))
+            values[name] = json.loads(text)
         elif name in row:
-            values.setdefault(name, row[name])
-    values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+            values[name] = row[name]
+            if name in _ENUMS and row[name] is not None:
+                values[name] = _ENUMS[name](row[name])
+        if isinstance(values.get(name), list):
+            values[name] = tuple(values[name])
     return kind(**values)
 
 
@@ -324,10 +292,4 @@ def _to_plain(value: Any) -> Any:
         return sorted(value, key=repr)
     if hasattr(value, "isoformat"):
         return value.isoformat()
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return repr(value)
-
-
-def _from_json(text: str | bytes) -> Any:
-    return json.loads(text)
+    return value.tolist() if hasattr(value, "tolist") else repr(value)

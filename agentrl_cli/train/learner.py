@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.machine import count_usable_cores
+from agentrl_cli.config.experiment import ExperimentConfig, count_usable_cores
 from agentrl_cli.records import Trajectory
 from agentrl_cli.train.checkpoint import load_learner_state, save_learner_state
 from agentrl_cli.train.data.samples import build_scoring_sample
@@ -21,7 +20,6 @@ from agentrl_cli.train.model.critic import Critic
 from agentrl_cli.train.model.optimizer import compute_learning_rate
 from agentrl_cli.train.model.policy import Policy
 from agentrl_cli.train.monitor.update_metrics import UpdateMetrics
-from agentrl_cli.train.non_finite import NonFiniteReport
 from agentrl_cli.train.ranks import SINGLE, Ranks
 from agentrl_cli.train.step_updates import StepUpdates, build_step_batch
 
@@ -133,26 +131,23 @@ class Learner:
         self.step += 1
         batch = build_step_batch(trajectories, self._config, self._policy, self._critic)
         metrics = UpdateMetrics(batch.samples, policy_version)
-        faults = NonFiniteReport(self._config, self.step, self._ranks)
-        updates = StepUpdates(
-            self._policy,
-            self._critic,
-            self._config,
+        StepUpdates(
+            policy=self._policy,
+            critic=self._critic,
+            config=self._config,
+            ranks=self._ranks,
             step=self.step,
             metrics=metrics,
-            faults=faults,
-        )
-        updates.make(batch)
+        ).make(batch)
         if self._policy.device.type == "cuda":
             # What is only cached here is missing to an engine on the same GPU.
             torch.cuda.empty_cache()
         metrics.add_ranks(self._ranks)
-        seconds = time.perf_counter() - started
         return {
             **metrics.summarize(),
-            **batch.summarize(),
+            **batch.metrics,
             "learning_rate": compute_learning_rate(self._train, self.step),
-            "train_seconds": seconds,
+            "train_seconds": time.perf_counter() - started,
         }
 
     def compute_logprobs(

@@ -17,7 +17,7 @@ from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.store.trajectory_file import decode_trajectories, encode_trajectories
+from agentrl_cli.store.trajectory_file import format_record, parse_record
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.monitor.alarm_rules import Alarms
 from agentrl_cli.train.monitor.batch_metrics import BatchProgress, summarize_trajectories
@@ -59,7 +59,10 @@ class TrainingLoop:
             metrics = self._learn(step, batch) | self._publish(step)
             is_saved = None if main is None else main.finish_step(step, batch, metrics)
             if self.ranks.broadcast(is_saved):
-                self._save(step)
+                if main is None:
+                    self.learner.save(Path())
+                else:
+                    main.save(step)
             if main is not None:
                 main.stop_if_alarmed(step)
         return True
@@ -68,8 +71,8 @@ class TrainingLoop:
         """The batch of rank 0 on every rank; None: the run was asked to stop."""
         if self.ranks.count == 1:
             return batch
-        content = self.ranks.broadcast_bytes(b"" if batch is None else encode_trajectories(batch))
-        return decode_trajectories(content) if content else None
+        content = self.ranks.broadcast_bytes(b"\n".join(map(format_record, batch or ())))
+        return [parse_record(line) for line in content.splitlines()] or None
 
     def _learn(self, step: int, batch: Sequence[Trajectory]) -> dict[str, float]:
         """Updates the learner; an engine on the same GPU makes room for it meanwhile."""
@@ -85,13 +88,6 @@ class TrainingLoop:
         self.learner.weights()
         self.learner.compute_logprobs([])
         return {}
-
-    def _save(self, step: int) -> None:
-        """Writes a checkpoint, and deletes those that are not kept."""
-        if self.coordinator is not None:
-            self.coordinator.save(step)
-        else:
-            self.learner.save(Path())
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,11 +133,6 @@ class RunCoordinator:
         if self.stop.is_set():
             return None
         self._step_started = time.perf_counter()
-        batch = self._collect(step)
-        self._rollout_seconds = time.perf_counter() - self._step_started
-        return batch
-
-    def _collect(self, step: int) -> list[Trajectory]:
         if step < self.first_rolled_step:
             self.observer.on_message(f"step {step}: its stored trajectories are used again")
             return self.folder.read_trajectories(step)
@@ -154,6 +145,7 @@ class RunCoordinator:
             self.folder.write_trajectories(step, error.trajectories)
             raise
         self.folder.write_trajectories(step, batch)
+        self._rollout_seconds = time.perf_counter() - self._step_started
         return batch
 
     def compute_deadline(self) -> float:

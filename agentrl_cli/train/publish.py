@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import Generation, InferenceEngine, Probe, Replica, Sampling
 from agentrl_cli.errors import EngineError, ServerDownError, WeightMismatchError
 from agentrl_cli.log import get_logger
+from agentrl_cli.models.lora import ADAPTER_NAME, to_saved_name
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from agentrl_cli.train.learner import Learner
 
 _log = get_logger(__name__)
 
@@ -26,21 +31,6 @@ _NUM_PROBE_TOKENS = 8
 _QUESTIONS = ("Count from one to ten.", "What is 17 + 25?", "Name three colours.")
 #: Long enough to reach every weight, short enough to cost nothing.
 _MAX_PROMPT_TOKENS = 128
-
-
-class PublishingLearner(Protocol):
-    """What publishing needs of a :class:`~agentrl_cli.train.learner.Learner`. Each method is called
-    once in each publication: other ranks run them too."""
-
-    def weights(self) -> Mapping[str, Tensor]:
-        """The tensors by the name they are published under."""
-        ...
-
-    def compute_logprobs(
-        self, token_id_lists: Sequence[Sequence[int]], *, starts: Sequence[int] | None = None
-    ) -> list[list[float]]:
-        """Logprobs (nats) of each list's tokens from its start on."""
-        ...
 
 
 def resolve_probe_tolerance(config: ExperimentConfig) -> float:
@@ -60,9 +50,37 @@ def build_probes(tokenizer: Any, max_model_len: int) -> list[list[int]]:
     return prompts
 
 
+@torch.no_grad()
+def collect_published(
+    model: PreTrainedModel, published: Literal["whole", "adapter"]
+) -> dict[str, Tensor]:
+    """The tensors of ``model`` by the names that an engine knows them by, mostly not copied.
+
+    ``adapter``: those of the adapter, as peft's file has them; ``whole``: all of them by Hugging
+    Face name, with the adapter added where there is one. Tied ones are there once, under the
+    first of their names.
+    """
+    state = model.state_dict()
+    if published == "adapter":
+        return {to_saved_name(n): t.detach() for n, t in state.items() if ".lora_" in n}
+    first_names: dict[int, str] = {}
+    tensors = {
+        name.replace(".base_layer.", "."): tensor.detach()
+        for name, tensor in state.items()
+        if ".lora_" not in name and first_names.setdefault(tensor.data_ptr(), name) == name
+    }
+    for layer, module in model.named_modules():
+        if hasattr(module, "base_layer") and hasattr(module, "get_delta_weight"):
+            base = tensors[f"{layer}.weight"]
+            # Added in float32: the sum is rounded once.
+            merged = base.float() + module.get_delta_weight(ADAPTER_NAME).float()
+            tensors[f"{layer}.weight"] = merged.to(base.dtype)
+    return tensors
+
+
 async def publish_and_verify(
     engine: InferenceEngine,
-    learner: PublishingLearner,
+    learner: Learner,
     version: int,
     prompts: Sequence[Sequence[int]],
     tolerance: float,
@@ -71,7 +89,8 @@ async def publish_and_verify(
 
     Every replica is checked. One that dies meanwhile is not (the engine checks it by the same
     probes when it comes back), but at least one must be. The learner must not be updated
-    meanwhile. Deadlines are the engine's.
+    meanwhile; each of its methods is called once, because other ranks run them too. Deadlines are
+    the engine's.
 
     Args:
         engine: gets the weights.
@@ -87,23 +106,30 @@ async def publish_and_verify(
         WeightMismatchError: a replica reported or sampled with another version, or computed
             other logprobs; the message names it and shows both numbers.
         EngineError: the engine failed or passed its deadline.
-        ValueError: there is no prompt.
     """
-    if not prompts:
-        raise ValueError("publish_and_verify needs at least one probe prompt")
     started = time.perf_counter()
     # Gathering the shards of several trainers takes a while; agents continue meanwhile.
     weights = await asyncio.to_thread(learner.weights)
     await engine.publish_weights(version, weights)
     published = time.perf_counter()
     answers = await _ask_replicas(engine, version, prompts)
-    probes = await _score(learner, prompts, list(answers.values()), tolerance)
+    scored = await asyncio.to_thread(_score, learner, prompts, list(answers.values()))
     gaps = [
         gap
-        for (name, generations), expected in zip(answers.items(), probes, strict=True)
-        for gap in _compare(name, version, generations, expected)
+        for (name, generations), expected in zip(answers.items(), scored, strict=True)
+        for gap in _compare(name, version, generations, expected, tolerance)
     ]
-    engine.expect(version, probes[0])
+    sampled = zip(prompts, next(iter(answers.values())), scored[0], strict=True)
+    probes = [
+        Probe(
+            token_ids=(*prompt, *generation.completion_ids),
+            num_prompt_tokens=len(prompt),
+            logprobs=tuple(logprobs),
+            tolerance=tolerance,
+        )
+        for prompt, generation, logprobs in sampled
+    ]
+    engine.expect(version, probes)
     return {
         "publish_seconds": published - started,
         "probe_seconds": time.perf_counter() - published,
@@ -160,55 +186,43 @@ async def _ask(
     return generations
 
 
-async def _score(
-    learner: PublishingLearner,
-    prompts: Sequence[Sequence[int]],
-    answers: Sequence[Sequence[Generation]],
-    tolerance: float,
-) -> list[list[Probe]]:
+def _score(
+    learner: Learner, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[Generation]]
+) -> list[list[list[float]]]:
     """The trainer's logprobs of what each replica sampled, from one call of the learner."""
-    pairs = [
-        (prompt, generation)
+    sequences = [
+        [*prompt, *generation.completion_ids]
         for generations in answers
         for prompt, generation in zip(prompts, generations, strict=True)
     ]
-    scored = await asyncio.to_thread(
-        learner.compute_logprobs,
-        [[*prompt, *generation.completion_ids] for prompt, generation in pairs],
-        starts=[len(prompt) for prompt, _ in pairs],
-    )
-    probes = [
-        Probe(
-            token_ids=(*prompt, *generation.completion_ids),
-            num_prompt_tokens=len(prompt),
-            logprobs=tuple(logprobs),
-            tolerance=tolerance,
-        )
-        for (prompt, generation), logprobs in zip(pairs, scored, strict=True)
-    ]
-    count = len(prompts)
-    return [probes[first : first + count] for first in range(0, len(probes), count)]
+    starts = [len(prompt) for prompt in prompts] * len(answers)
+    scored = learner.compute_logprobs(sequences, starts=starts)
+    return [scored[i : i + len(prompts)] for i in range(0, len(scored), len(prompts))]
 
 
 def _compare(
-    name: str, version: int, generations: Sequence[Generation], probes: Sequence[Probe]
+    name: str,
+    version: int,
+    generations: Sequence[Generation],
+    expected: Sequence[Sequence[float]],
+    tolerance: float,
 ) -> list[float]:
     """|engine - trainer| of every probed token of one replica, all within the tolerance."""
     # The gap first, and infinite for NaN, so that the largest one is reported.
     tokens: list[tuple[float, int, int, float, float]] = []
-    for index, (generation, probe) in enumerate(zip(generations, probes, strict=True)):
+    for index, (generation, logprobs) in enumerate(zip(generations, expected, strict=True)):
         foreign = set(generation.versions) - {version}
         if foreign:
             raise WeightMismatchError(
                 f"policy version {version} was published, but {name} sampled probe {index} with "
                 f"version {', '.join(map(str, sorted(foreign)))}"
             )
-        pairs = zip(generation.rollout_logprobs, probe.logprobs, strict=True)
-        for place, (engine, trainer) in enumerate(pairs):
+        for place, (engine, trainer) in enumerate(
+            zip(generation.rollout_logprobs, logprobs, strict=True)
+        ):
             gap = abs(engine - trainer)
             tokens.append((math.inf if math.isnan(gap) else gap, index, place, engine, trainer))
     gap, index, place, engine, trainer = max(tokens, key=lambda token: token[0])
-    tolerance = probes[index].tolerance
     if gap > tolerance:
         token_id = generations[index].completion_ids[place]
         raise WeightMismatchError(

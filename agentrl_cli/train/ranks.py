@@ -2,28 +2,25 @@
 
 How several ranks make one update, which is that of one process:
 
-- Every rank runs the same program: the same loop (``loop.py``), the same learner. Each holds a
-  shard of the weights and of the optimizer's state (FSDP2, ``sharding.py``). Rank 0 alone has the
-  rollouts, the engine, metrics and checkpoints; it broadcasts each step's trajectories, and what
-  else it has decided.
+- Every rank runs the same loop with the same learner, and holds a shard of the weights and of the
+  optimizer's state (FSDP2). Rank 0 alone has the rollouts, the engine, metrics and checkpoints; it
+  broadcasts each step's trajectories, and what else it has decided.
 - Every rank builds all samples of the step, and so the same advantages and denominators; of each
-  minibatch it passes its own share through the model (``trained_model.py``). The parts of the loss
-  add up, so gradients are summed over ranks, never averaged.
-- A pass through a sharded model is a sequence of exchanges in which all ranks take part. So all
-  make equally many passes: a rank with fewer micro-batches makes empty passes, whose gradient is
-  0; and what goes wrong on one rank alone (a loss that is not finite) stops all of them at the end
-  of the minibatch, with one message.
+  minibatch it passes its own share through the model. The parts of the loss add up, so gradients
+  are summed over ranks, never averaged.
+- All ranks take part in a pass through a sharded model, so all make equally many: a rank with
+  fewer micro-batches makes empty passes, whose gradient is 0; and a loss that is not finite on one
+  rank stops all of them at the end of the minibatch, with one message.
 - What needs the whole model (publication, checkpoint) works on a copy that rank 0 gathers
-  parameter by parameter; the other ranks never hold more than one whole parameter. So a
-  checkpoint is the files that one process writes, and any number of ranks reads it.
+  parameter by parameter. So a checkpoint is the files that one process writes, and any number of
+  ranks reads it.
 - Every exchange has a deadline, but for waiting until rank 0 has the next batch: its rollouts have
-  deadlines of their own. A rank that fails or dies breaks its connections to the others; the
-  command that started them ends them all and starts them again from the last checkpoint.
+  deadlines of their own. A rank that dies breaks its connections to the others; the command ends
+  them all and starts them again from the last checkpoint.
 
-A process that trains alone is a world of one: the same code, with nobody to exchange with.
-
-Small things (decisions, counts, logprobs) go through gloo on the CPU, shards through NCCL where
-the ranks have GPUs. Both stay on the loopback interface, and nothing is pickled.
+A process that trains alone is a world of one: the same code, with nobody to exchange with. Small
+things (decisions, counts, logprobs) go through gloo on the CPU, shards through NCCL where the ranks
+have GPUs. Both stay on the loopback interface, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -42,11 +39,9 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from agentrl_cli.train.rendezvous import RankLostError, Rendezvous
-
-#: How long a rank waits for the others in any exchange. The longest wait is while rank 0 writes a
-#: checkpoint to a slow disk, or another rank loads its model.
-EXCHANGE_SECONDS = 3600.0
+#: The longest exchange is that with a rank 0 that writes a checkpoint to a slow disk, or with
+#: another rank that loads its model.
+_EXCHANGE_SECONDS = 3600.0
 #: How long the others wait until rank 0 has something to broadcast. Far beyond any batch: gloo
 #: needs a number.
 _BROADCAST_SECONDS = 30 * 24 * 3600.0
@@ -54,6 +49,20 @@ _BROADCAST_SECONDS = 30 * 24 * 3600.0
 T = TypeVar("T")
 
 _LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
+
+
+class RankLostError(RuntimeError):
+    """Another rank has ended, or has not come to an exchange in time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Which of the ranks a process is, and where it meets the others."""
+
+    index: int
+    count: int
+    path: str
+    """A file that does not exist yet, in a folder that only this user can open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +146,7 @@ def open_ranks(
     rendezvous: Rendezvous | None,
     *,
     on_gpu: bool = False,
-    exchange_seconds: float = EXCHANGE_SECONDS,
+    exchange_seconds: float = _EXCHANGE_SECONDS,
 ) -> Iterator[Ranks]:
     """Meets the other ranks (None: there are none), and leaves them when all have ended the block
     without an error.
@@ -159,7 +168,7 @@ def open_ranks(
     if on_gpu:
         torch.cuda.set_device(0)
     deadline = timedelta(seconds=exchange_seconds)
-    with _naming_losses(rendezvous, exchange_seconds):
+    try:
         # A file, not MASTER_PORT: torch's own store would listen on every interface.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -179,20 +188,13 @@ def open_ranks(
         # Rank 0 has servers and agents to end.
         ranks.broadcast(None)
         dist.destroy_process_group()
-
-
-@contextmanager
-def _naming_losses(rendezvous: Rendezvous, seconds: float) -> Iterator[None]:
-    """Gives errors of exchanges one type, wherever they were raised."""
-    try:
-        yield
     except RuntimeError as error:
-        # gloo has none of its own.
+        # gloo has no type of its own.
         if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
             raise
         raise RankLostError(
             f"another of the {rendezvous.count} processes that train together has ended, or has "
-            f"not answered for {seconds:g} s"
+            f"not answered for {exchange_seconds:g} s"
         ) from error
 
 

@@ -24,7 +24,7 @@ from agentrl_cli.launch.processes.trainer_events import TrainerEventReader, Trai
 from agentrl_cli.launch.processes.trainer_spec import RunningServers, TrainerSpec
 from agentrl_cli.launch.servers.server_group import NoServers, ServerGroup
 from agentrl_cli.log import Observer, get_logger
-from agentrl_cli.train.rendezvous import RankLostError
+from agentrl_cli.train.ranks import RankLostError
 
 #: How long rank 0 may take to end after its last report.
 _EXIT_SECONDS = 30.0

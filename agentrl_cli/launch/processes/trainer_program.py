@@ -21,7 +21,7 @@ from agentrl_cli.errors import AgentrlError, NotFiniteError
 from agentrl_cli.launch.processes.trainer_events import TrainerEventWriter, TrainerReport
 from agentrl_cli.launch.processes.trainer_spec import TrainerSpec
 from agentrl_cli.launch.trainer import PPOTrainer, run_trainer, train_beside
-from agentrl_cli.train.rendezvous import Rendezvous
+from agentrl_cli.train.ranks import Rendezvous
 
 
 class SignalFlag:

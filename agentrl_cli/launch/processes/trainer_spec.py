@@ -13,7 +13,7 @@ from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.protocol import ServerEndpoint
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.store.resume_check import load_saved_config
-from agentrl_cli.train.rendezvous import Rendezvous
+from agentrl_cli.train.ranks import Rendezvous
 
 #: The environment variable of the spec. It holds keys, and an agent (a child of the trainer, or
 #: code inside it) has no business with them: it is removed as it is read.

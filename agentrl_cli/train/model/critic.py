@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,7 +24,6 @@ from agentrl_cli.train.model.optimizer import MasterOptimizer, compute_learning_
 from agentrl_cli.train.model.output_head import compute_target_states
 from agentrl_cli.train.model.trained_model import TrainedModel
 from agentrl_cli.train.monitor.update_metrics import UpdateMetrics
-from agentrl_cli.train.non_finite import ComputePart, Part
 from agentrl_cli.train.ranks import SINGLE, Ranks
 
 #: The critic's folder in a checkpoint.
@@ -116,12 +115,12 @@ class Critic(TrainedModel[Tensor]):
 
     def build_loss(
         self, samples: Sequence[Sample], targets: ValueTargets, metrics: UpdateMetrics
-    ) -> ComputePart:
+    ) -> Callable[[MicroBatch], Tensor]:
         """What gives each micro-batch's part in the value loss of the minibatch ``samples``, every
         target of which counts alike, and reports it to ``metrics``."""
         num_targets = sum(sample.num_targets for sample in samples)
 
-        def compute_part(batch: MicroBatch) -> Part:
+        def compute_part(batch: MicroBatch) -> Tensor:
             old_values, returns = targets.join(batch)
             values = self.forward(batch)
             output = compute_value_loss(
@@ -132,8 +131,7 @@ class Critic(TrainedModel[Tensor]):
                 num_targets=num_targets,
             )
             metrics.add_critic_micro_batch(batch, output)
-            made_of = {"values": values, "old_values": old_values, "returns": returns}
-            return Part(output.loss, made_of)
+            return output.loss
 
         return compute_part
 

@@ -30,7 +30,7 @@ from agentrl_cli.train.model.output_head import (
 )
 from agentrl_cli.train.model.sharding import WholeCopies
 from agentrl_cli.train.model.trained_model import ModelPasses, TrainedModel
-from agentrl_cli.train.published_weights import choose_published
+from agentrl_cli.train.publish import collect_published
 from agentrl_cli.train.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Policy(TrainedModel[TokenLogprobs]):
         )
         if whole is None:
             return {}
-        return choose_published(whole, self._published, has_adapter=self._has_adapter).tensors()
+        return collect_published(whole, self._published)
 
     def save(self, folder: Path) -> None:
         """Writes weights, tokenizer and optimizer; see :meth:`Learner.save`."""

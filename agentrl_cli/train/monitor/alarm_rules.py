@@ -17,7 +17,7 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.train_config import AlarmConfig
 from agentrl_cli.errors import AlarmError
 from agentrl_cli.log import Observer, get_logger
-from agentrl_cli.store.metrics_file import ALARM_PREFIX
+from agentrl_cli.store.run_folder import ALARM_PREFIX
 from agentrl_cli.train.monitor import alarm_messages as messages
 
 _log = get_logger(__name__)

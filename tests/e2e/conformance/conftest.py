@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.config.experiment import EngineConfig, ExperimentConfig
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.engine.protocol import Generation, InferenceEngine, Sampling
 from agentrl_cli.launch.processes.trainer_spec import RunningServers

@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -72,6 +74,33 @@ def agentrl(project: Path) -> Callable[..., subprocess.Popen[str]]:
         )
 
     return start
+
+
+@pytest.fixture
+def finish() -> Callable[..., str]:
+    """Waits for the end of a command, which must have that exit code; what it said."""
+
+    def wait(process: subprocess.Popen[str], code: int = 0) -> str:
+        output, _ = process.communicate(timeout=400)
+        assert process.returncode == code, output
+        return output
+
+    return wait
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., Any]:
+    """Waits, while a command runs, until ``condition`` gives something, which is returned."""
+
+    def wait(process: subprocess.Popen[str], condition: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + 240
+        while not (found := condition()):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return found
+
+    return wait
 
 
 @pytest.fixture

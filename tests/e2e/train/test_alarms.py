@@ -12,40 +12,31 @@ import pytest
 
 from agentrl_cli.store.run_folder import RunFolder
 
-REWARDS = '''
+REWARD = """
 def always_zero(completions, **kwargs):
     return 0.0
-
-
-def enormous(completions, **kwargs):
-    """Finite, and too large to be multiplied by anything in float32."""
-    return 3e38 * (len(completions) % 2)
-'''
+"""
 TRAIN = ("train", "--config", "experiment.yaml", "rollout.max_staleness=0")
 #: Eight tokens are never enough in this project.
 QUIET = "train.alarms.truncated.action=off"
 CONSTANT = "reward_fn_path=my_rewards.always_zero"
 
 Start = Callable[..., "subprocess.Popen[str]"]
+Finish = Callable[..., str]
 
 
 @pytest.fixture
 def run_dir(project: Path) -> Path:
-    (project / "my_rewards.py").write_text(REWARDS)
+    (project / "my_rewards.py").write_text(REWARD)
     return project / "runs" / "small" / "t0"
-
-
-def finish(agentrl: Start, *arguments: str) -> tuple[int, str]:
-    process = agentrl(*arguments)
-    output, _ = process.communicate(timeout=300)
-    return process.returncode, output
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_constant_reward_is_reported_once_and_at_the_end(agentrl: Start, run_dir: Path) -> None:
-    code, output = finish(agentrl, *TRAIN, CONSTANT, QUIET, "train.total_steps=7")
-    assert code == 0, output
+def test_a_constant_reward_is_reported_once_and_at_the_end(
+    agentrl: Start, finish: Finish, run_dir: Path
+) -> None:
+    output = finish(agentrl(*TRAIN, CONSTANT, QUIET, "train.total_steps=7"))
     assert output.count("alarm reward_constant: ") == 1, output
     assert "step 5: alarm reward_constant: every reward of the last 5 steps" in output
     assert "(80 trajectories) was 0, so nothing was learned" in output
@@ -53,9 +44,8 @@ def test_a_constant_reward_is_reported_once_and_at_the_end(agentrl: Start, run_d
     assert "groups_equal" not in output
     assert "alarm reward_constant active in steps 5-7" in output
     [command] = re.findall(r"look: agentrl (.*)", output)
-    code, shown = finish(agentrl, *command.split())
-    assert code == 0, shown
-    code, steps = finish(agentrl, "inspect-trajectories", str(run_dir), "--json")
+    finish(agentrl(*command.split()))
+    steps = finish(agentrl("inspect-trajectories", str(run_dir), "--json"))
     active = [bool(step["alarms"]) for step in json.loads(steps)["steps"]]
     assert active == [False] * 4 + [True] * 3
     assert "alarm reward_constant" in (run_dir / "logs" / "trainer.log").read_text()
@@ -64,13 +54,12 @@ def test_a_constant_reward_is_reported_once_and_at_the_end(agentrl: Start, run_d
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_alarm_that_stops_ends_the_run_which_can_be_resumed(
-    agentrl: Start, run_dir: Path
+    agentrl: Start, finish: Finish, run_dir: Path
 ) -> None:
     rule = "train.alarms.reward_constant"
     stop = (*TRAIN, CONSTANT, QUIET, f"{rule}.action=stop", f"{rule}.num_steps=3")
     for last_step in (3, 6):
-        code, output = finish(agentrl, *stop, "train.total_steps=8")
-        assert code == 1, output
+        output = finish(agentrl(*stop, "train.total_steps=8"), 1)
         assert f"ended after step {last_step} by the alarm reward_constant" in output
         assert output.count("alarm reward_constant: every reward of the last 3 steps") == 1
         assert f"add {rule}.action=warn" in output
@@ -79,31 +68,5 @@ def test_an_alarm_that_stops_ends_the_run_which_can_be_resumed(
         latest = folder.latest_checkpoint()
         assert latest is not None
         assert latest[0] == last_step
-    code, output = finish(agentrl, *stop, "train.total_steps=8", f"{rule}.action=warn")
-    assert code == 0, output
+    finish(agentrl(*stop, "train.total_steps=8", f"{rule}.action=warn"))
     assert [line["step"] for line in RunFolder.open(run_dir).read_metrics()] == [*range(1, 9)]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_numbers_that_are_not_finite_are_named_and_left_out_on_demand(
-    agentrl: Start, run_dir: Path
-) -> None:
-    train = (
-        *(*TRAIN, QUIET, "reward_fn_path=my_rewards.enormous", "train.total_steps=2"),
-        *("train.algorithm.kind=dr_grpo", "train.algorithm.constant_denominator=1.0e-3"),
-    )
-    code, output = finish(agentrl, *train)
-    assert code == 1, output
-    assert re.search(r"error: step 1: the (loss|gradient's norm) is (nan|inf|-inf)", output), output
-    [command] = re.findall(r"look: agentrl (.*)", output)
-    code, shown = finish(agentrl, *command.split())
-    assert code == 0, shown
-    assert "trained" in shown
-    # The same command meets the same trajectories.
-    code, output = finish(agentrl, *train)
-    assert code == 1, output
-    code, output = finish(agentrl, *train, "train.alarms.not_finite.action=warn")
-    assert code == 0, output
-    assert "step 1: alarm not_finite: optimizer updates left out in this step: 1" in output
-    assert "alarm not_finite active in steps 1-2" in output

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -33,7 +33,12 @@ CURRICULUM = "rollout.curriculum={kind: cooldown, max_cooldown_epochs: 4}"
 
 
 @pytest.fixture
-def train(project: Path, agentrl: Callable[..., subprocess.Popen[str]]) -> Callable[..., RunFolder]:
+def train(
+    project: Path,
+    agentrl: Callable[..., subprocess.Popen[str]],
+    finish: Callable[..., str],
+    wait_until: Callable[..., Any],
+) -> Callable[..., RunFolder]:
     """Runs the command to its end, killed after so many steps first where that is asked for."""
     with (project / "my_agent.py").open("a") as file:
         file.write(REWARD)
@@ -50,16 +55,11 @@ def train(project: Path, agentrl: Callable[..., subprocess.Popen[str]]) -> Calla
         arguments = ("train", "--config", "experiment.yaml", *overrides)
         if kill_after is not None:
             process = agentrl(*arguments)
-            deadline = time.monotonic() + 240
-            while not metrics.is_file() or len(metrics.read_text().splitlines()) < kill_after:
-                assert process.poll() is None, process.communicate()[0]
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            wait_until(process, metrics.is_file)
+            wait_until(process, lambda: len(metrics.read_text().splitlines()) >= kill_after)
             process.kill()
             process.communicate()
-        finishing = agentrl(*arguments)
-        output, _ = finishing.communicate(timeout=400)
-        assert finishing.returncode == 0, output
+        finish(agentrl(*arguments))
         folder = RunFolder.open(run_dir)
         assert folder.trajectory_steps() == list(range(1, NUM_STEPS + 1))
         assert [line["step"] for line in folder.read_metrics()] == folder.trajectory_steps()
@@ -83,7 +83,11 @@ def is_flat(trajectories: list[Trajectory]) -> bool:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("agent_mode", ["inline", "subprocess"])
 def test_groups_without_signal_are_replaced_stored_and_not_trained_on(
-    train: Callable[..., RunFolder], project: Path, agent_mode: str
+    train: Callable[..., RunFolder],
+    project: Path,
+    agentrl: Callable[..., subprocess.Popen[str]],
+    finish: Callable[..., str],
+    agent_mode: str,
 ) -> None:
     kill_after = 4 if agent_mode == "inline" else None
     mode = (f"rollout.agent_mode={agent_mode}", "rollout.num_workers=2")
@@ -92,7 +96,8 @@ def test_groups_without_signal_are_replaced_stored_and_not_trained_on(
     stream = TaskStream(
         rows, batch_size=BATCH_SIZE, shuffle=True, seed=1, num_backup_tasks=MAX_REPLACED
     )
-    num_replaced_of_steps = []
+    num_replaced_of_steps: list[int] = []
+    marked: list[str] = []
     for step, line in enumerate(folder.read_metrics(), start=1):
         trajectories = folder.read_trajectories(step)
         groups = group(trajectories)
@@ -115,26 +120,10 @@ def test_groups_without_signal_are_replaced_stored_and_not_trained_on(
         versions = {v for t in trajectories for i in t.interactions for v in i.versions}
         assert versions <= {step - 1, step - 2}
         num_replaced_of_steps.append(len(replaced))
+        marked += [t.id for t in trajectories if t.replaced_by is not None]
     assert max(num_replaced_of_steps) > 0, "nothing was replaced: the test shows nothing"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_replaced_groups_can_be_looked_at(
-    train: Callable[..., RunFolder], agentrl: Callable[..., subprocess.Popen[str]]
-) -> None:
-    folder = train(FILTER)
-    process = agentrl("inspect-trajectories", str(folder.path), "--replaced", "any", "--json")
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
-    shown = json.loads(output)["trajectories"]
-    marked = [
-        t.id
-        for step in folder.trajectory_steps()
-        for t in folder.read_trajectories(step)
-        if t.replaced_by is not None
-    ]
-    assert len(marked) >= N_SAMPLES
+    inspect = ("inspect-trajectories", str(folder.path), "--replaced", "any", "--json")
+    shown = json.loads(finish(agentrl(*inspect)))["trajectories"]
     assert [t["id"] for t in shown] == marked[:50]
 
 

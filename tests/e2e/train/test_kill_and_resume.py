@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,8 @@ def count_lines(path: Path) -> int:
 def test_killed_three_times_the_run_finishes_with_every_task_once(
     project: Path,
     agentrl: Callable[..., subprocess.Popen[str]],
+    finish: Callable[..., str],
+    wait_until: Callable[..., Any],
     read_every_task_once: Callable[[Path, int], list[list[Trajectory]]],
 ) -> None:
     run_dir = project / "runs" / "small" / "t0"
@@ -44,19 +47,13 @@ def test_killed_three_times_the_run_finishes_with_every_task_once(
         process = agentrl(*ARGUMENTS)
         seen = count_lines(run_dir / "metrics.jsonl")
         wanted = min(seen + moments.randint(1, 3), NUM_STEPS - 1) if kill else 0
-        deadline = time.monotonic() + 240
-        while count_lines(run_dir / "metrics.jsonl") < wanted or not run_dir.is_dir():
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(process, run_dir.is_dir)
+        wait_until(process, lambda n=wanted: count_lines(run_dir / "metrics.jsonl") >= n)
         time.sleep(moments.uniform(0.0, 1.0))
         process.kill()
         process.communicate()
         last_steps.append(count_lines(run_dir / "metrics.jsonl"))
-    finishing = agentrl(*ARGUMENTS)
-    output, _ = finishing.communicate(timeout=400)
-    assert finishing.returncode == 0, output
-
+    finish(agentrl(*ARGUMENTS))
     for step, trajectories in enumerate(read_every_task_once(run_dir, NUM_STEPS), start=1):
         versions = {v for t in trajectories for i in t.interactions for v in i.versions}
         assert versions <= {step - 1, step - 2}
@@ -65,25 +62,21 @@ def test_killed_three_times_the_run_finishes_with_every_task_once(
 
 @pytest.mark.timeout(600)
 def test_interrupted_run_learns_what_an_undisturbed_one_does(
-    project: Path, agentrl: Callable[..., subprocess.Popen[str]]
+    project: Path,
+    agentrl: Callable[..., subprocess.Popen[str]],
+    finish: Callable[..., str],
+    wait_until: Callable[..., Any],
 ) -> None:
     arguments = (*ARGUMENTS[:3], "train.total_steps=5", "rollout.max_staleness=0")
     whole = agentrl(*arguments, "trial_name=whole")
     broken = agentrl(*arguments, "trial_name=broken")
     metrics = project / "runs" / "small" / "broken" / "metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while count_lines(metrics) < 3:
-        assert broken.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(broken, lambda: count_lines(metrics) >= 3)
     broken.kill()
     broken.communicate()
     again = agentrl(*arguments, "trial_name=broken")
-    output, _ = again.communicate(timeout=300)
-    assert again.returncode == 0, output
-    assert "stored trajectories are used again" in output
-    output, _ = whole.communicate(timeout=300)
-    assert whole.returncode == 0, output
+    assert "stored trajectories are used again" in finish(again)
+    finish(whole)
     names = ("reward_mean", "loss", "grad_norm", "completion_tokens_mean")
     lines = [RunFolder.open(metrics.parents[1] / t).read_metrics() for t in ("whole", "broken")]
     for one, other in zip(*lines, strict=True):

@@ -75,47 +75,29 @@ def check_steps(folder: RunFolder, num_steps: int) -> None:
 @pytest.mark.slow
 @pytest.mark.openai_agents
 @pytest.mark.timeout(1200)
-def test_quickstart_teaches_the_agent_to_use_its_tool(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["quickstart", "quickstart-ppo"])
+def test_quickstart_teaches_the_agent_to_use_its_tool(tmp_path: Path, name: str) -> None:
     pytest.importorskip("agents")
-    command = ["-m", "agentrl_cli", "train", "--config", "configs/quickstart.yaml"]
-    run([*command, f"output_dir={tmp_path}"])
-    folder = RunFolder.open(tmp_path / "quickstart" / "t0")
+    config = ("--config", f"configs/{name}.yaml", f"output_dir={tmp_path}")
+    run(["-m", "agentrl_cli", "train", *config])
+    folder = RunFolder.open(tmp_path / name / "t0")
     steps = folder.eval_steps()
     before, after = (folder.read_eval_report(step) for step in (steps[0], steps[-1]))
     assert before["mean_reward"] <= 0.45
     assert after["mean_reward"] >= 0.95
     assert before["failures"] == after["failures"] == {}
-    check_steps(folder, 15)
     checkpoint = folder.latest_checkpoint()
     assert checkpoint is not None
-    report = run(
-        [
-            *("-m", "agentrl_cli", "eval", "--config", "configs/quickstart.yaml"),
-            *("--checkpoint", str(checkpoint[1]), "--limit", "64", f"output_dir={tmp_path}"),
-        ]
-    )
-    assert "mean reward" in report
-
-
-@pytest.mark.slow
-@pytest.mark.openai_agents
-@pytest.mark.timeout(1200)
-def test_the_quickstart_is_learned_with_a_critic_too(tmp_path: Path) -> None:
-    pytest.importorskip("agents")
-    command = ["-m", "agentrl_cli", "train", "--config", "configs/quickstart-ppo.yaml"]
-    run([*command, f"output_dir={tmp_path}"])
-    folder = RunFolder.open(tmp_path / "quickstart-ppo" / "t0")
-    steps = folder.eval_steps()
-    before, after = (folder.read_eval_report(step) for step in (steps[0], steps[-1]))
-    assert before["mean_reward"] <= 0.45
-    assert after["mean_reward"] >= 0.95
+    if name == "quickstart":
+        check_steps(folder, 15)
+        evaluate = ("eval", *config[:2], "--checkpoint", str(checkpoint[1]), "--limit", "64")
+        assert "mean reward" in run(["-m", "agentrl_cli", *evaluate, config[2]])
+        return
     metrics = folder.read_metrics()
     assert [line["num_updates"] for line in metrics[:3]] == [0, 0, 4]
     # Later all rewards are equal, and nothing is left to explain.
     assert max(line.get("explained_variance", 0.0) for line in metrics) > 0.2
     assert metrics[-1]["value_mean"] == pytest.approx(metrics[-1]["return_mean"], abs=0.1)
-    checkpoint = folder.latest_checkpoint()
-    assert checkpoint is not None
     assert (checkpoint[1] / "critic" / "optimizer.safetensors").is_file()
 
 
@@ -173,3 +155,29 @@ def test_math_config_runs_on_a_local_file_with_either_agent(
         assert [line["num_trajectories"] for line in folder.read_metrics()] == [8, 8, 8]
         command = ("inspect-trajectories", str(folder.path), "1", "--step", "3")
         assert "reward" in run(["-m", "agentrl_cli", *command])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [
+        pytest.param("openai-agents-responses", "agents", marks=pytest.mark.openai_agents),
+        pytest.param("camel-calculator", "camel", marks=pytest.mark.camel),
+        pytest.param("langgraph-calculator", "langgraph", marks=pytest.mark.langgraph),
+        ("plain-calculator", "openai"),
+    ],
+)
+def test_the_configuration_of_every_framework_trains(
+    name: str, package: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(package)
+    train = ("-m", "agentrl_cli", "train", "--config", f"configs/{name}.yaml")
+    run([*train, "train.total_steps=1", "valid_dataset=null", f"output_dir={tmp_path}"])
+    folder = RunFolder.open(tmp_path / name / "t0")
+    check_steps(folder, 1)
+    assert folder.read_metrics()[0]["num_trajectories"] == 128
+    trajectories = folder.read_trajectories(1)
+    assert any(t.num_tool_calls for t in trajectories)
+    agents = {t.agent_name for t in trajectories}
+    assert agents == ({"async", "blocking"} if name == "plain-calculator" else {None})

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agentrl_cli.config.config_file import load_config
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.protocol import ServerEndpoint
-from agentrl_cli.errors import EngineError, ImportPathError, RunFolderError
+from agentrl_cli.errors import EngineError, ImportPathError
 from agentrl_cli.launch.plan import PlannedProcess
 from agentrl_cli.launch.processes.trainer_events import TrainerReport
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup
@@ -43,23 +41,13 @@ def build(api_key):
 
 
 @pytest.fixture
-def closed_port() -> Iterator[int]:
-    """A port on which nobody listens, and nobody else will."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
-
-
-@pytest.fixture
-def run(
-    project: Path, closed_port: int, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[TrainerReport, str]]:
+def run(project: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[TrainerReport, str]]:
     """Starts a trainer in the folder that this process holds; its report and its log."""
     monkeypatch.chdir(project)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (project / "my_agent.py").write_text(AGENT)
 
-    def run_trainer(*overrides: str, hold: bool = True) -> tuple[TrainerReport, str]:
+    def run_trainer(*overrides: str) -> tuple[TrainerReport, str]:
         config = load_config(
             "experiment.yaml",
             [
@@ -68,26 +56,19 @@ def run(
                 *overrides,
             ],
         )
-        folder = RunFolder.create_or_resume(config)
-        if not hold:
-            folder.close()
-        endpoint = ServerEndpoint(
-            name="vllm-0", base_url=f"http://127.0.0.1:{closed_port}", api_key="sk-of-the-server"
-        )
-        run = resolve_run(config, Machine(), purpose="train")
-        servers = RunningServers(run=run, endpoints=(endpoint,))
-        command = (
-            sys.executable,
-            "-m",
-            "agentrl_cli.launch.processes.trainer_program",
-            str(folder.path),
-        )
-        log = folder.log_path("trainer")
-        with folder:
+        program = "agentrl_cli.launch.processes.trainer_program"
+        with RunFolder.create_or_resume(config) as folder, socket.socket() as held:
+            # Nobody listens there, and nobody else will.
+            held.bind(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{held.getsockname()[1]}"
+            endpoint = ServerEndpoint(name="vllm-0", base_url=url, api_key="sk-of-the-server")
+            resolved = resolve_run(config, Machine(), purpose="train")
+            argv = (sys.executable, "-m", program, str(folder.path))
+            log = folder.log_path("trainer")
             trainer = TrainerGroup(
-                [PlannedProcess(name="trainer", role="trainer", argv=command)],
+                [PlannedProcess(name="trainer", role="trainer", argv=argv)],
                 log.parent,
-                servers,
+                RunningServers(run=resolved, endpoints=(endpoint,)),
                 secrets=[["agent_builder_kwargs", "api_key", "geheim"]],
                 observer=SilentObserver(),
             )
@@ -118,10 +99,3 @@ def test_a_mistake_of_the_user_is_reported_as_one(run: Callable[..., Any]) -> No
     assert type(report.error) is ImportPathError
     assert report.error.exit_code == 2
     assert "build" in str(report.error)
-
-
-@pytest.mark.slow
-def test_a_folder_that_nobody_holds_is_left_alone(run: Callable[..., Any]) -> None:
-    report, _ = run(hold=False)
-    assert type(report.error) is RunFolderError
-    assert str(os.getpid()) in str(report.error) or "not held" in str(report.error)

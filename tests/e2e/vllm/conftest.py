@@ -19,8 +19,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.launch.run_resolution import with_output_head
 from agentrl_cli.launch.servers.server_group import ServerGroup
 from agentrl_cli.log import SilentObserver

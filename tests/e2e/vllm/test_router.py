@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.protocol import Generation, Probe, Sampling, join_pieces
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.engine.vllm.vllm_server import VllmServer

@@ -19,8 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentrl_cli.config.experiment import EngineConfig, ExperimentConfig
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.protocol import Generation, Sampling, ServerEndpoint, join_pieces
 from agentrl_cli.engine.vllm.vllm_server import VllmServer
 from agentrl_cli.errors import ContextLengthError, EngineError, EngineTimeoutError

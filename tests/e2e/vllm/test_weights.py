@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save
 from transformers import PreTrainedModel
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.protocol import (
     Generation,
     Sampling,

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.errors import ModelError
 from agentrl_cli.launch.run_models import load_learner
 from agentrl_cli.models import builtin_models

@@ -22,8 +22,7 @@ from agentrl_cli.errors import RunError
 from agentrl_cli.records import Trajectory
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.loop import TrainingLoop
-from agentrl_cli.train.ranks import SINGLE, Ranks, open_ranks
-from agentrl_cli.train.rendezvous import RankLostError, Rendezvous
+from agentrl_cli.train.ranks import SINGLE, RankLostError, Ranks, Rendezvous, open_ranks
 
 
 @dataclass(frozen=True, kw_only=True)

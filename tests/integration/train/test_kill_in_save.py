@@ -63,8 +63,6 @@ def save_until_killed():
                 optimizer.load_master_weights(fill(masters, step))
                 optimizer.load_state_tensors(fill(state, step))
             learner.step = step
-            # Twice: the second takes the place of the first.
-            saver.save(step)
             saver.save(step)
 
 

@@ -10,58 +10,42 @@ import pytest
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import ConfigError, MissingExtraError
 
+PPO = {"algorithm": {"kind": "ppo"}}
+FILTER = {"filter": {"kind": "dynamic_sampling"}}
+ONE = {"n_samples": 1}
+
 
 def build(**changes: Any) -> ExperimentConfig:
-    return ExperimentConfig.model_validate(
-        {
-            "experiment_name": "t",
-            "model": {"path": "none"},
-            "workflow_path": "none.none",
-            "train_dataset": {"path": "none"},
-        }
-        | changes
-    )
+    data = {"experiment_name": "t", "model": {"path": "none"}, "workflow_path": "none.none"}
+    return ExperimentConfig.model_validate({**data, "train_dataset": {"path": "none"}, **changes})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"engine": {"weight_transfer": {"kind": "lora"}}},
-            "model.lora.*transfer.kind=disk",
-        ),
+        ({"engine": {"weight_transfer": {"kind": "lora"}}}, "model.lora.*transfer.kind=disk"),
         (
             {"engine": {"kind": "sglang", "weight_transfer": {"kind": "nccl"}}},
             r"engine.kind sglang. Allowed: disk, lora",
         ),
-        ({"gconfig": {"n_samples": 1}}, "a group of one"),
-        ({"gconfig": {"temperature": 0.0}}, "no gradient"),
+        ({"gconfig": ONE}, "a group of one.*Type gconfig.n_samples=8"),
+        ({"gconfig": {"temperature": 0.0}}, "no gradient.*Type gconfig.temperature=1.0"),
         (
-            {
-                "gconfig": {"n_samples": 1},
-                "train": {"algorithm": {"kind": "ppo"}},
-                "rollout": {"filter": {"kind": "dynamic_sampling"}},
-            },
+            {"gconfig": ONE, "train": PPO, "rollout": FILTER},
             r"n_samples is 1\. .* Type gconfig\.n_samples=8, or rollout\.filter=null",
         ),
         (
-            {
-                "gconfig": {"n_samples": 1},
-                "train": {"algorithm": {"kind": "ppo"}},
-                "rollout": {"curriculum": {"kind": "cooldown"}},
-            },
+            {"gconfig": ONE, "train": PPO, "rollout": {"curriculum": {"kind": "cooldown"}}},
             r"n_samples is 1\. .* or rollout\.curriculum=null",
         ),
         (
-            {
-                "train": {"algorithm": {"kind": "ppo"}},
-                "rollout": {"filter": {"kind": "dynamic_sampling"}},
-            },
+            {"train": PPO, "rollout": FILTER},
             r"kind gae learns from them as from others\. Type rollout\.filter=null",
         ),
     ],
 )
 def test_what_cannot_be_trained_is_refused(changes, message):
+    build().check_trainable()
     with pytest.raises(ConfigError, match=message):
         build(**changes).check_trainable()
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import ResolvedRun, ServerPackage, resolve_run
+from agentrl_cli.config.resolved_run import Machine, ResolvedRun, ServerPackage, resolve_run
 from agentrl_cli.errors import UserInputError
 
 
@@ -26,12 +25,6 @@ def resolve(num_gpus: int, *, purpose: Any = "train", **sections: Any) -> Resolv
     return resolve_run(config, machine, purpose=purpose)
 
 
-def test_the_engine_follows_the_machine_unless_it_is_named() -> None:
-    assert resolve(0).engine_kind == "embedded"
-    assert resolve(1).engine_kind == "vllm"
-    assert resolve(1, engine={"kind": "embedded"}).engine_kind == "embedded"
-
-
 @pytest.mark.parametrize(
     ("num_gpus", "sections", "is_one"),
     [
@@ -45,6 +38,8 @@ def test_one_process_is_enough_for_one_trainer_with_its_engine(
     num_gpus: int, sections: dict[str, Any], is_one: bool
 ) -> None:
     run = resolve(num_gpus, **sections)
+    assert run.engine_kind == sections.get("engine", {}).get("kind", "embedded")
+    assert resolve(1).engine_kind == "vllm"
     assert run.is_one_process is is_one
     assert run.trainer_device == ("cuda:0" if num_gpus else "cpu")
 
@@ -96,14 +91,11 @@ def test_what_needs_more_gpus_than_there_are_is_refused(
 def test_weights_take_the_fastest_way_that_fits(
     sections: dict[str, Any], num_gpus: int, expected: str
 ) -> None:
-    assert resolve(num_gpus, engine={"kind": "vllm", **sections}).weight_transfer == expected
-
-
-def test_an_adapter_travels_alone_unless_another_way_is_named() -> None:
-    model = {"path": "m", "lora": {}}
-    assert resolve(2, model=model).weight_transfer == "lora"
-    to_files = {"kind": "vllm", "weight_transfer": {"kind": "disk"}}
-    assert resolve(2, model=model, engine=to_files).weight_transfer == "disk"
+    engine = {"kind": "vllm", **sections}
+    assert resolve(num_gpus, engine=engine).weight_transfer == expected
+    # An adapter travels alone unless another way is named.
+    with_adapter = resolve(num_gpus, engine=engine, model={"path": "m", "lora": {}})
+    assert with_adapter.weight_transfer == (expected if "weight_transfer" in sections else "lora")
 
 
 def test_what_was_decided_arrives_in_another_process() -> None:
@@ -116,16 +108,12 @@ def test_what_was_decided_arrives_in_another_process() -> None:
     assert [server.port for server in run.servers] == [9000]
 
 
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [
+def test_visible_gpus_keep_their_names() -> None:
+    for visible, expected in (
         ("", ()),
         ("-1", ()),
-        ("0", ("0",)),
         ("3,0", ("3", "0")),
         ("GPU-a, GPU-b", ("GPU-a", "GPU-b")),
         ("1,-1,2", ("1",)),
-    ],
-)
-def test_visible_gpus_keep_their_names(visible: str, expected: tuple[str, ...]) -> None:
-    assert Machine.detect({"CUDA_VISIBLE_DEVICES": visible}).gpu_ids == expected
+    ):
+        assert Machine.detect({"CUDA_VISIBLE_DEVICES": visible}).gpu_ids == expected

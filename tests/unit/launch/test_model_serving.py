@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.errors import EngineError
 from agentrl_cli.launch.completion_sources import EngineSource
 from agentrl_cli.launch.model_serving import ListenAddress, OnlineRecorder, _listen_at

@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import resource
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.store.run_folder import RunFolder
@@ -41,6 +45,26 @@ def make_config(tmp_path: Path):
 def folder(make_config):
     with RunFolder.create_or_resume(make_config()) as run:
         yield run
+
+
+@pytest.fixture
+def write_until_killed(tmp_path: Path, make_config):
+    """Runs a program with the path of the configuration; SIGKILL after so many lines and then some
+    seconds. What it printed is returned; the last line may be cut short."""
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(make_config().model_dump(mode="json")))
+
+    def write(program: str, num_lines: int, seconds: float) -> list[str]:
+        with subprocess.Popen(
+            [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(num_lines)]
+            time.sleep(seconds)
+            process.send_signal(signal.SIGKILL)
+            return lines + process.stdout.readlines()
+
+    return write
 
 
 @pytest.fixture

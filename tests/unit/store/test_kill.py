@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from agentrl_cli.store.run_folder import RunFolder
 
@@ -43,22 +38,14 @@ while True:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_whole_after_sigkill(tmp_path: Path, make_config, seed: int) -> None:
-    config, rng = make_config(), random.Random(seed)
-    path = tmp_path / "c.yaml"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+def test_whole_after_sigkill(tmp_path: Path, make_config, write_until_killed, seed: int) -> None:
+    rng = random.Random(seed)
     for _ in range(2):
-        with subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            time.sleep(rng.uniform(0.0, 0.4))
-            process.send_signal(signal.SIGKILL)
+        assert write_until_killed(WRITER, 1, rng.uniform(0.0, 0.4)) == ["ready\n"]
     # As an inspector sees it, before anything is tidied up.
     run = RunFolder.open(tmp_path / "runs" / "exp" / "t0")
     check_whole(run)
-    with RunFolder.create_or_resume(config) as again:
+    with RunFolder.create_or_resume(make_config()) as again:
         check_whole(again)
         hidden = {p.name for p in again.path.rglob(".*")}
         assert hidden == {".lock"}

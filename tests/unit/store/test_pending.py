@@ -5,17 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import random
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
-import time
 import zlib
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,6 +62,8 @@ def test_a_complete_step_has_nothing_pending(folder: RunFolder, make_config) -> 
     for step in (1, 2):
         folder.add_pending(make(step, 0))
     folder.write_trajectories(1, [make(1, 0)])
+    # A group that was to take another's place, say.
+    folder.add_pending(make(1, 9))
     assert [t.step for t in RunFolder.open(folder.path).read_pending(1)] == [2]
     # Killed between the two: the step's own file is what counts.
     assert folder.read_pending(3) == []
@@ -75,13 +71,6 @@ def test_a_complete_step_has_nothing_pending(folder: RunFolder, make_config) -> 
     folder.close()
     with RunFolder.create_or_resume(make_config(), overwrite=True) as run:
         assert not (run.path / "pending").exists()
-
-
-def test_what_ends_after_its_step_is_complete_is_not_kept(folder: RunFolder) -> None:
-    """A group that was to take another's place, say."""
-    folder.write_trajectories(1, [make(1, 0)])
-    folder.add_pending(make(1, 9))
-    assert not (folder.path / "pending").exists()
 
 
 def test_failed_ones_are_made_again(folder: RunFolder, make_config) -> None:
@@ -140,20 +129,6 @@ def test_damage_costs_only_what_it_hit_and_appending_continues(kind, place, nois
         ]
 
 
-def test_one_flipped_byte_of_the_last_record_is_found_wherever_it_is(tmp_path: Path) -> None:
-    pending = PendingTrajectories(tmp_path)
-    for index in range(2):
-        pending.add(make(1, index, num_tokens=1))
-    pending.close()
-    (path,) = tmp_path.iterdir()
-    content = path.read_bytes()
-    for place in range(content.index(b"\n") + 1, len(content), 7):
-        spoilt = bytearray(content)
-        spoilt[place] ^= 0x10
-        path.write_bytes(spoilt)
-        assert PendingTrajectories(tmp_path).read(1) == [make(1, 0, num_tokens=1)]
-
-
 def test_what_is_cut_is_said_with_the_name_of_the_file(tmp_path, caplog, monkeypatch) -> None:
     monkeypatch.setattr(pending_trajectories, "_MAX_LINE_BYTES", 2**20)
     pending = PendingTrajectories(tmp_path)
@@ -182,47 +157,19 @@ def test_records_of_another_version_are_made_again(tmp_path: Path) -> None:
     assert PendingTrajectories(tmp_path).read(1) == [make(1, 0)]
 
 
-def test_several_threads_add_at_once(tmp_path: Path) -> None:
-    pending = PendingTrajectories(tmp_path)
-
-    def add(first: int) -> None:
-        for index in range(first, first + 20):
-            pending.add(make(1 + index % 2, index))
-
-    threads = [threading.Thread(target=add, args=(20 * n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    pending.close()
-    assert len(PendingTrajectories(tmp_path).read(1)) == 80
-
-
 def test_a_full_disk_is_said_and_costs_only_what_did_not_fit(
-    tmp_path: Path, limited_file_size
-) -> None:
-    pending = PendingTrajectories(tmp_path)
-    pending.add(make(1, 0))
-    (path,) = tmp_path.iterdir()
-    with (
-        limited_file_size(path.stat().st_size + 1000),
-        pytest.raises(StoreError, match="Everything written before is intact"),
-    ):
-        pending.add(make(1, 1, num_tokens=5000))
-    pending.add(make(1, 2))
-    pending.close()
-    assert [t.id for t in PendingTrajectories(tmp_path).read(1)] == ["1/0", "1/2"]
-
-
-def test_a_file_that_could_not_even_begin_takes_no_others_with_it(
     tmp_path: Path, limited_file_size
 ) -> None:
     pending = PendingTrajectories(tmp_path)
     with limited_file_size(100), pytest.raises(StoreError, match="is full"):
         pending.add(make(1, 0))
     pending.add(make(1, 1))
+    (path,) = tmp_path.iterdir()
+    with limited_file_size(path.stat().st_size + 1000), pytest.raises(StoreError, match="is full"):
+        pending.add(make(1, 2, num_tokens=5000))
+    pending.add(make(1, 3))
     pending.close()
-    assert [t.id for t in PendingTrajectories(tmp_path).read(1)] == ["1/1"]
+    assert [t.id for t in PendingTrajectories(tmp_path).read(1)] == ["1/1", "1/3"]
 
 
 WRITER = """
@@ -254,24 +201,14 @@ while True:
 """
 
 
-def test_after_sigkill_every_one_that_was_added_is_there(tmp_path: Path, make_config) -> None:
-    config, rng = make_config(), random.Random(1)
-    path = tmp_path / "c.yaml"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+def test_after_sigkill_every_one_that_was_added_is_there(make_config, write_until_killed) -> None:
+    rng = random.Random(1)
     added: set[str] = set()
     for _ in range(3):
-        with subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout is not None
-            # Somewhere in a step, and there a moment that falls on whatever it falls on.
-            lines = [process.stdout.readline() for _ in range(rng.randint(1, 150))]
-            time.sleep(rng.uniform(0.0, 0.01))
-            process.send_signal(signal.SIGKILL)
-            # The last line may be cut short.
-            lines += process.stdout.read().splitlines()[:-1]
-            added |= {line.strip() for line in lines if "/" in line}
-        with RunFolder.create_or_resume(config) as run:
+        # Somewhere in a step, and there a moment that falls on whatever it falls on.
+        lines = write_until_killed(WRITER, rng.randint(1, 150), rng.uniform(0.0, 0.01))
+        added |= {line.strip() for line in lines if "/" in line and line.endswith("\n")}
+        with RunFolder.create_or_resume(make_config()) as run:
             complete = run.trajectory_steps()
             stored = {t.id for step in complete for t in run.read_trajectories(step)}
             pending = {t.id for t in run.read_pending(len(complete) + 1)}

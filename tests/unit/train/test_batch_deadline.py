@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -57,7 +58,14 @@ class SlowWorkflow(RolloutWorkflow):
 
 
 def build_config(batch_size, n_samples, max_backup_tasks, max_staleness, max_concurrent):
-    replacing = {"kind": "dynamic_sampling"}
+    rollout = {
+        "max_staleness": max_staleness,
+        "max_concurrent": max_concurrent,
+        "timeout_seconds": TRAJECTORY_SECONDS - 60.0,
+        "reward_timeout_seconds": 60.0,
+    }
+    if max_backup_tasks:
+        rollout["filter"] = {"kind": "dynamic_sampling", "max_backup_tasks": max_backup_tasks}
     return ExperimentConfig.model_validate(
         {
             "experiment_name": "e",
@@ -65,15 +73,7 @@ def build_config(batch_size, n_samples, max_backup_tasks, max_staleness, max_con
             "agent_builder_path": "a.b",
             "gconfig": {"n_samples": n_samples},
             "train_dataset": {"path": "d", "batch_size": batch_size},
-            "rollout": {
-                "max_staleness": max_staleness,
-                "max_concurrent": max_concurrent,
-                "timeout_seconds": TRAJECTORY_SECONDS - 60.0,
-                "reward_timeout_seconds": 60.0,
-                "filter": replacing | {"max_backup_tasks": max_backup_tasks}
-                if max_backup_tasks
-                else None,
-            },
+            "rollout": rollout,
             "train": {"total_steps": 4},
         }
     )
@@ -118,11 +118,8 @@ def test_no_batch_takes_longer_than_its_deadline(
             scheduler.set_policy_version(step)
         await scheduler.close()
 
-    loop = JumpingLoop()
-    try:
+    with closing(JumpingLoop()) as loop:
         loop.run_until_complete(train(loop))
-    finally:
-        loop.close()
 
 
 @pytest.mark.parametrize(("max_backup_tasks", "num_waves"), [(0, 6), (2, 9 + 3)])

@@ -58,12 +58,3 @@ def test_a_seed_gives_the_same_numbers_and_another_one_others() -> None:
         drawn.append(draw())
     assert drawn[0] == drawn[1]
     assert all(one != other for one, other in zip(drawn[0][:2], drawn[2][:2], strict=True))
-
-
-def test_states_of_an_older_checkpoint_leave_the_others_alone() -> None:
-    seed_generators(5)
-    states = {"cpu": collect_random_states()["cpu"]}
-    expected = float(torch.rand(())), random.random()
-    seed_generators(5)
-    restore_random_states(states)
-    assert (float(torch.rand(())), random.random()) == expected

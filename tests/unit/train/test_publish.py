@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import Generation, Probe, Sampling
 from agentrl_cli.errors import (
     EngineError,
@@ -19,7 +18,7 @@ from agentrl_cli.errors import (
     ServerDownError,
     WeightMismatchError,
 )
-from agentrl_cli.train.publish import publish_and_verify, resolve_probe_tolerance
+from agentrl_cli.train.publish import publish_and_verify
 
 
 @dataclass
@@ -33,17 +32,15 @@ class FaultyReplica:
     version_error: Exception | None = None
     generate_error: Exception | None = None
     version: int = 0
-    samplings: list[Sampling] = field(default_factory=list)
+    seeds: list[int | None] = field(default_factory=list)
 
     async def policy_version(self) -> int:
         if self.version_error is not None:
             raise self.version_error
         return self.version + self.version_offset
 
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
-    ) -> Generation:
-        self.samplings.append(sampling)
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+        self.seeds.append(sampling.seed)
         await asyncio.sleep(0)
         if self.generate_error is not None:
             raise self.generate_error
@@ -55,17 +52,14 @@ class FaultyReplica:
         )
 
 
-@dataclass
 class FaultyEngine:
     """Several replicas; what it is told to expect is kept for the test."""
 
-    replicas: Sequence[FaultyReplica]
-    publish_error: Exception | None = None
-    expected: list[tuple[int, Sequence[Probe]]] = field(default_factory=list)
+    def __init__(self, *replicas: FaultyReplica) -> None:
+        self.replicas = replicas
+        self.expected: list[tuple[int, Sequence[Probe]]] = []
 
     async def publish_weights(self, version: int, weights: Mapping[str, Any]) -> None:
-        if self.publish_error is not None:
-            raise self.publish_error
         assert weights == {"w": 1}
         for replica in self.replicas:
             replica.version = version
@@ -81,29 +75,21 @@ class FixedLearner:
         return {"w": 1}
 
     def compute_logprobs(
-        self,
-        token_id_lists: Sequence[Sequence[int]],
-        *,
-        starts: Sequence[int] | None = None,
+        self, token_id_lists: Sequence[Sequence[int]], *, starts: Sequence[int]
     ) -> list[list[float]]:
-        assert starts is not None
-        return [
-            [-1.0, -2.0][: len(ids) - start]
-            for ids, start in zip(token_id_lists, starts, strict=True)
-        ]
+        pairs = zip(token_id_lists, starts, strict=True)
+        return [[-1.0, -2.0][: len(ids) - start] for ids, start in pairs]
 
 
-async def publish(*replicas: FaultyReplica, tolerance: float = 1e-3) -> dict[str, float]:
-    return await publish_on(FaultyEngine(replicas), tolerance)
-
-
-async def publish_on(engine: FaultyEngine, tolerance: float = 1e-3) -> dict[str, float]:
+async def publish(
+    *replicas: FaultyReplica,
+    engine: Any = None,
+    learner: Any = None,
+    tolerance: float = 1e-3,
+) -> dict[str, float]:
+    engine = engine or FaultyEngine(*replicas)
     return await publish_and_verify(
-        engine,  # type: ignore[arg-type]
-        FixedLearner(),
-        7,
-        [[1, 2, 3], [4]],
-        tolerance,
+        engine, learner or FixedLearner(), 7, [[1, 2, 3], [4]], tolerance
     )
 
 
@@ -116,21 +102,16 @@ async def test_agents_go_on_while_weights_are_gathered_from_other_processes() ->
             return super().weights()
 
     asyncio.get_running_loop().call_later(0.1, gathered.set)
-    engine: Any = FaultyEngine([FaultyReplica()])
-    await publish_and_verify(engine, Gathering(), 7, [[1, 2, 3]], 1e-3)
-    assert engine.expected
+    await publish(FaultyReplica(), learner=Gathering())
 
 
 async def test_honest_replicas_pass_and_what_they_must_show_later_is_kept():
-    engine = FaultyEngine([FaultyReplica(logprobs=(-1.0, -2.0004)), FaultyReplica("vllm-1")])
-    metrics = await publish_on(engine)
+    engine = FaultyEngine(FaultyReplica(logprobs=(-1.0, -2.0004)), FaultyReplica("vllm-1"))
+    metrics = await publish(engine=engine)
     assert metrics["probe_gap_max"] == pytest.approx(4e-4)
     assert metrics["probe_gap_mean"] == pytest.approx(1e-4)
-    assert metrics.keys() == {
-        "publish_seconds", "probe_seconds", "probe_gap_mean", "probe_gap_max",
-    }  # fmt: skip
-    for replica in engine.replicas:
-        assert [s.seed for s in replica.samplings] == [0, 1]
+    assert metrics.keys() >= {"publish_seconds", "probe_seconds"}
+    assert [replica.seeds for replica in engine.replicas] == [[0, 1]] * 2
     probes = [
         Probe(
             token_ids=(*prompt, 40, 41),
@@ -143,18 +124,31 @@ async def test_honest_replicas_pass_and_what_they_must_show_later_is_kept():
     assert engine.expected == [(7, probes)]
 
 
-async def test_another_version_stops_the_run():
-    with pytest.raises(WeightMismatchError, match=r"version 7 was published.*vllm-1 reports 6"):
-        await publish(FaultyReplica(), FaultyReplica("vllm-1", version_offset=-1))
-    with pytest.raises(WeightMismatchError, match="vllm-0 sampled probe 0 with version 5"):
-        await publish(FaultyReplica(sampled_version_offset=-2))
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ({"version_offset": -1}, WeightMismatchError, "version 7 was published.*vllm-1 reports 6"),
+        (
+            {"sampled_version_offset": -2},
+            WeightMismatchError,
+            "vllm-1 sampled probe 0 with version 5",
+        ),
+        ({"logprobs": (math.nan, -2.0)}, WeightMismatchError, "engine logprob nan"),
+        ({"logprobs": (-9.0, math.nan)}, WeightMismatchError, "engine logprob nan"),
+        ({"logprobs": ()}, WeightMismatchError, "vllm-1 sampled no token"),
+        ({"generate_error": EngineTimeoutError("too late")}, EngineTimeoutError, "too late"),
+    ],
+)
+async def test_a_replica_that_does_not_prove_its_weights_stops_the_run(fault, error, message):
+    with pytest.raises(error, match=message):
+        await publish(FaultyReplica(), FaultyReplica("vllm-1", **fault))
 
 
 async def test_one_replica_with_other_logprobs_stops_the_run_with_both_numbers():
     faulty = FaultyReplica("vllm-1", logprobs=(-1.002, -3.0))
-    engine = FaultyEngine([FaultyReplica(), faulty])
+    engine = FaultyEngine(FaultyReplica(), faulty)
     with pytest.raises(WeightMismatchError) as caught:
-        await publish_on(engine)
+        await publish(engine=engine)
     message = str(caught.value)
     assert "vllm-1 does not hold" in message
     assert "completion token 1 (id 41): engine logprob -3.000000, trainer -2.000000" in message
@@ -164,56 +158,13 @@ async def test_one_replica_with_other_logprobs_stops_the_run_with_both_numbers()
     await publish(faulty, tolerance=1.01)
 
 
-async def test_nan_does_not_pass():
-    with pytest.raises(WeightMismatchError, match="engine logprob nan"):
-        await publish(FaultyReplica(logprobs=(math.nan, -2.0)))
-    with pytest.raises(WeightMismatchError, match="engine logprob nan"):
-        await publish(FaultyReplica(logprobs=(-9.0, math.nan)))
-
-
-async def test_a_replica_that_samples_nothing_proves_nothing():
-    with pytest.raises(WeightMismatchError, match="vllm-1 sampled no token"):
-        await publish(FaultyReplica(), FaultyReplica("vllm-1", logprobs=()))
-
-
 @pytest.mark.parametrize("place", ["version_error", "generate_error"])
 async def test_a_replica_that_dies_is_passed_over_while_another_can_be_checked(place):
     dead = FaultyReplica("vllm-1", **{place: ServerDownError("connection refused")})
-    engine = FaultyEngine([dead, FaultyReplica()])
-    await publish_on(engine)
+    engine = FaultyEngine(dead, FaultyReplica())
+    await publish(engine=engine)
     assert [version for version, _ in engine.expected] == [7]
     with pytest.raises(EngineError, match=r"version 7 cannot be verified.*connection refused"):
         await publish(dead)
     with pytest.raises(EngineError, match="none of its servers is up"):
         await publish()
-
-
-async def test_the_engines_own_errors_come_through():
-    with pytest.raises(EngineTimeoutError, match="too late"):
-        await publish_on(
-            FaultyEngine([FaultyReplica()], publish_error=EngineTimeoutError("too late"))
-        )
-    with pytest.raises(EngineTimeoutError, match="too late"):
-        await publish(FaultyReplica(), FaultyReplica(generate_error=EngineTimeoutError("too late")))
-
-
-async def test_no_probe_is_a_mistake_of_the_caller():
-    with pytest.raises(ValueError, match="at least one probe"):
-        await publish_and_verify(FaultyEngine([]), FixedLearner(), 7, [], 1e-3)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "given", "expected"),
-    [("float32", None, 1e-3), ("bfloat16", None, 0.1), ("bfloat16", 0.5, 0.5)],
-)
-def test_tolerance_by_dtype(dtype: str, given: float | None, expected: float):
-    config = ExperimentConfig.model_validate(
-        {
-            "experiment_name": "t",
-            "model": {"path": "none", "dtype": dtype},
-            "workflow_path": "none.none",
-            "train_dataset": {"path": "none"},
-            "train": {"probe_tolerance": given},
-        }
-    )
-    assert resolve_probe_tolerance(config) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,6 @@ from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
 from agentrl_cli.store.run_folder import (
     RunFolder,
     find_best_checkpoint,
-    find_best_eval,
-    read_metric,
 )
 from agentrl_cli.train.resume import (
     CheckpointSaver,
@@ -58,6 +57,8 @@ def make_saver(make_config):
 
     def make(**train: Any) -> CheckpointSaver:
         config = make_config(**train)
+        if folders:
+            folders[-1].close()
         folders.append(RunFolder.create_or_resume(config))
         learner: Any = FakeLearner()
         return CheckpointSaver(config.train, folders[-1], learner, DataCursor.of(ROWS))
@@ -78,6 +79,7 @@ def saved_steps(saver: CheckpointSaver) -> list[int]:
 
 def test_the_best_by_eval_is_saved_and_outlives_the_newest(make_saver) -> None:
     saver = make_saver(keep_last_checkpoints=2, save_every_steps=20)
+    assert find_best_checkpoint(saver.folder, "mean_reward") is None
     evaluate(saver, 0, 0.9)
     rewards = {10: 0.2, 20: 0.1, 30: 0.7, 40: 0.7, 50: None, 60: 0.3, 70: 0.6, 80: float("nan")}
     history = {}
@@ -103,48 +105,11 @@ def test_the_best_by_eval_is_saved_and_outlives_the_newest(make_saver) -> None:
     other = find_best_checkpoint(saver.folder, "pass_at_4")
     assert other is not None
     assert other[0].step == 80
-
-
-def test_without_a_metric_only_the_newest_count(make_saver) -> None:
-    saver = make_saver(keep_last_checkpoints=1, save_every_steps=None, keep_best_checkpoint=None)
-    for step in (1, 2, 99):
-        evaluate(saver, step, 1 / step)
-        assert not saver.is_due(step)
-        saver.save(step)
-    assert saver.is_due(100)
-    assert saved_steps(saver) == [99]
-
-
-def test_a_resumed_run_saves_where_the_undisturbed_one_did(make_saver) -> None:
-    """Evaluations after the last checkpoint are there already when their steps are done again."""
-    saver = make_saver()
-    for step, reward in ((10, 0.4), (20, 0.5), (30, 0.6)):
-        evaluate(saver, step, reward)
-    assert [step for step in range(1, 40) if saver.is_due(step)] == [10, 20, 30]
-
-
-@pytest.mark.parametrize(
-    ("report", "metric", "value"),
-    [
-        ({"mean_reward": 0.25}, "mean_reward", 0.25),
-        ({"mean_reward": 1}, "mean_reward", 1.0),
-        ({"mean_reward": None}, "mean_reward", None),
-        ({"mean_reward": float("nan")}, "mean_reward", None),
-        ({}, "mean_reward", None),
-        ({"pass_at_k": {"1": 0.5, "4": 0.75}}, "pass_at_4", 0.75),
-        ({"pass_at_k": {"1": 0.5}}, "pass_at_4", None),
-        ({"pass_at_k": "?"}, "pass_at_4", None),
-    ],
-)
-def test_metrics_of_a_report(report: dict[str, Any], metric: str, value: float | None) -> None:
-    assert read_metric(report, metric) == value
-
-
-def test_no_evaluation_no_best(make_saver) -> None:
-    saver = make_saver()
-    saver.save(3)
-    assert find_best_eval(saver.folder, "mean_reward", range(100)) is None
-    assert find_best_checkpoint(saver.folder, "mean_reward") is None
+    # A resumed run saves where the undisturbed one did, though later evaluations are there.
+    again = make_saver()
+    assert [step for step in range(1, 100) if again.is_due(step)] == [10, 30]
+    newest = make_saver(keep_last_checkpoints=1, keep_best_checkpoint=None)
+    assert [step for step in range(1, 101) if newest.is_due(step)] == [100]
 
 
 @pytest.mark.parametrize("n_samples", [1, 2, 6])
@@ -174,6 +139,9 @@ def test_rows_that_changed_are_refused_and_those_that_did_not_are_not(make_saver
     for changed in ([*reversed(ROWS)], [ROWS[0], {**ROWS[1], "n": 3}]):
         with pytest.raises(RunFolderError, match=r"2 rows as before.*Put them back"):
             open_cursor(saver.folder, changed)
+    # A picture, say, whose text holds its address in memory.
+    odd = [DataCursor.of([{"image": object(), 3: {4: (1, 2)}, "x": math.nan}]) for _ in range(2)]
+    assert odd[0] == odd[1]
     (path / "data_cursor.json").write_text("{")
     with pytest.raises(StoreError, match="damaged"):
         open_cursor(saver.folder, ROWS)
@@ -243,10 +211,3 @@ def test_a_run_goes_on_at_the_first_step_that_is_not_stored(make_saver) -> None:
     folder.write_trajectories(3, [attempt(3, failure=failure)])
     folder.write_trajectories(5, [attempt(5, failure=failure)])
     assert [find_first_rolled_step(folder, step) for step in (1, 5, 6)] == [5, 5, 6]
-
-
-def test_rows_of_any_kind_have_a_cursor() -> None:
-    """A picture, say, whose text holds its address in memory."""
-    rows = [{"image": object(), 3: {4: (1, 2)}, "x": float("nan"), "text": "\ud800"}]
-    again = [{"image": object(), 3: {4: (1, 2)}, "x": float("nan"), "text": "\ud800"}]
-    assert DataCursor.of(rows) == DataCursor.of(again)

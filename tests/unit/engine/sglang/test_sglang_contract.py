@@ -23,8 +23,7 @@ import pydantic
 import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.engine.sglang.sglang_wire import (
     PAUSE,

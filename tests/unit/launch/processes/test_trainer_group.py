@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.launch.plan import PlannedProcess
 from agentrl_cli.launch.processes.trainer_events import TrainerReport
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup

@@ -20,8 +20,7 @@ import psutil
 import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.protocol import ServerEndpoint
 from agentrl_cli.errors import AgentrlError, DatasetError, EngineError, RunError
 from agentrl_cli.launch.plan import PlannedProcess

@@ -3,12 +3,11 @@ from __future__ import annotations
 import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.protocol import ServerEndpoint
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.launch.processes.trainer_spec import RunningServers, TrainerSpec
-from agentrl_cli.train.rendezvous import Rendezvous
+from agentrl_cli.train.ranks import Rendezvous
 
 CONFIG = ExperimentConfig.model_validate(
     {

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.engine.vllm.vllm_server import VllmServer

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.config.resolved_run import ServerPackage, resolve_run
+from agentrl_cli.config.resolved_run import Machine, ServerPackage, resolve_run
 from agentrl_cli.errors import MissingExtraError, UserInputError
 from agentrl_cli.launch.servers import server_package
 from agentrl_cli.launch.servers.server_package import list_versions

@@ -18,7 +18,7 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.train_config import AlarmsConfig
 from agentrl_cli.errors import ConfigError
 from agentrl_cli.log import SilentObserver
-from agentrl_cli.store.metrics_file import ALARM_PREFIX as PREFIX
+from agentrl_cli.store.run_folder import ALARM_PREFIX as PREFIX
 from agentrl_cli.train.monitor.alarm_rules import ALARMS, Alarms
 
 Line = dict[str, float]
