@@ -92,7 +92,7 @@ class FaultyServer:
 
     @staticmethod
     def stream(*events: Any, then: str = "end") -> Handler:
-        """Streams the events, then ends, breaks the connection, or waits for ``released``."""
+        """Streams the events, and then ends or breaks the connection."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
