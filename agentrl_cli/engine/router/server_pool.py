@@ -75,7 +75,11 @@ class RoutedServer:
             ServerDownError: it is unhealthy, or was restarted without the router noticing.
         """
         async with self.until_unhealthy():
-            version = await self.client.policy_version()
+            try:
+                version = await self.client.policy_version()
+            except EngineTimeoutError as error:
+                # It hung, if only for a while: it is verified before it serves again.
+                raise ServerDownError(str(error)) from error
             if version == UNKNOWN_VERSION:
                 self._check_versions([version], 0)
             return version
