@@ -293,7 +293,7 @@ class ServerPool:
         server.unhealthy_since = self.now()
         self.announce()
         _log.warning(
-            "engine server %s is unhealthy (%d more calls were running on it): %s",
+            "engine server %s is unhealthy (%d calls were running on it): %s",
             *(server.name, server.num_running, reason),
         )
         server.interrupt()
