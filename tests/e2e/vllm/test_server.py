@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from agentrl_cli.config.experiment import EngineConfig, ExperimentConfig
+from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import Generation, Sampling, ServerEndpoint, join_pieces
 from agentrl_cli.errors import EngineError, EngineTimeoutError
 from agentrl_cli.launch.servers.server_group import ServerGroup
@@ -28,7 +28,6 @@ from agentrl_cli.launch.servers.server_group import ServerGroup
 TOLERANCE = 1e-4
 ComputeTruth = Callable[..., torch.Tensor]
 PROMPT = (10, 20, 30, 40, 50)
-CONFIG = EngineConfig(max_model_len=512, generate_timeout_seconds=60, publish_timeout_seconds=60)
 
 
 def find_gap(logprobs: Sequence[float], expected: torch.Tensor) -> float:
