@@ -10,7 +10,6 @@ import functools
 import importlib
 import re
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -104,8 +103,7 @@ class TokenGrammars:
         self.vocabulary_size = vocabulary_size
         self._tokenizer = tokenizer
         self._end_ids = sorted(end_ids)
-        self._compiler: Any = None
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._compile = functools.lru_cache(_NUM_KEPT)(lambda tag: _compile(self._compiler, tag))
         self._lock = threading.Lock()
 
     @property
@@ -113,38 +111,23 @@ class TokenGrammars:
         """32-bit words of one mask."""
         return -(-self.vocabulary_size // _WORD_BITS)
 
-    def compile(self, tag: str) -> None:
-        """Compiles the grammar of a tag, which takes up to seconds; it is kept.
+    def start(self, tag: str) -> TokenMatcher:
+        """The matcher of a completion that is constrained by ``tag``, before its first token.
+
+        Compiles the tag's grammar, which takes up to seconds; it is kept.
 
         Raises:
             GrammarError: none can be made.
             MissingExtraError: xgrammar is not installed.
         """
-        self._find(tag)
-
-    def start(self, tag: str) -> TokenMatcher:
-        """The matcher of a completion that is constrained by ``tag``, before its first token.
-
-        Raises as :meth:`compile`, which it calls if that was not done before.
-        """
-        compiled = self._find(tag)
+        # One at a time: compiling holds no lock of Python's, and takes all cores it gets.
+        with self._lock:
+            compiled = self._compile(tag)
         matcher = require_xgrammar().GrammarMatcher(compiled, override_stop_tokens=self._end_ids)
         return TokenMatcher(matcher)
 
-    def _find(self, tag: str) -> Any:
-        # One at a time: compiling holds no lock of Python's, and takes all cores it gets.
-        with self._lock:
-            if tag in self._compiled:
-                self._compiled.move_to_end(tag)
-                return self._compiled[tag]
-            if self._compiler is None:
-                self._compiler = self._build_compiler()
-            compiled = self._compiled[tag] = _compile(self._compiler, tag)
-            if len(self._compiled) > _NUM_KEPT:
-                self._compiled.popitem(last=False)
-            return compiled
-
-    def _build_compiler(self) -> Any:
+    @functools.cached_property
+    def _compiler(self) -> Any:
         xgrammar = require_xgrammar()
         if not self._end_ids:
             raise GrammarError(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from agentrl_cli.errors import ContextLengthError, EngineError
 
 if TYPE_CHECKING:
     import torch
+
+    from agentrl_cli.engine.engine_server import EngineServer
 
 FinishReason = Literal["stop", "length"]
 
@@ -148,14 +149,6 @@ class InferenceEngine(Protocol):
         """
         ...
 
-    async def policy_version(self) -> int:
-        """The version of the weights that the engine reports.
-
-        Raises:
-            WeightMismatchError: its replicas do not agree.
-        """
-        ...
-
     @property
     def replicas(self) -> Sequence[Replica]:
         """Everything that holds a copy of the weights and serves at this moment; each is verified
@@ -189,21 +182,6 @@ class InferenceEngine(Protocol):
         ...
 
 
-@runtime_checkable
-class ServerFaultCounter(Protocol):
-    """An engine over servers that may die, which counts how often they did."""
-
-    def take_fault_metrics(self) -> dict[str, float]:
-        """What happened since the last call, by the name of the metric.
-
-        ``resampled_calls``: calls that were sampled again from their start; ``lost_tokens``:
-        tokens sampled for nothing, because their server failed before the call was complete;
-        ``server_failures`` and ``server_recoveries``: how often a server became unhealthy, and
-        healthy again; ``num_unhealthy_servers``: at this moment.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerEndpoint:
     """Where a server listens. It keeps its endpoint when it is restarted."""
@@ -219,91 +197,10 @@ class ServerEndpoint:
 
 
 @runtime_checkable
-class EngineServer(Protocol):
-    """A client of one server process, over that server's own HTTP endpoints.
-
-    Raises, in every method:
-        ServerDownError: the connection was refused, reset or closed: the process died.
-        EngineTimeoutError: a deadline passed; the message names the leg and the server and
-            shows the last lines of its log.
-        EngineError: the server answered with an error of its own (shown).
-    """
-
-    @property
-    def name(self) -> str:
-        """What the logs call it, such as ``vllm-0``."""
-        ...
-
-    @property
-    def endpoint(self) -> ServerEndpoint:
-        """Where it listens."""
-        ...
-
-    def stream(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        stream_interval: int = 1,
-    ) -> AsyncIterator[Generation]:
-        """Samples one completion; a piece for every ``stream_interval`` tokens or more.
-
-        Only the last piece, which has a finish_reason, has versions: those of all tokens.
-        Closing the iterator aborts the request in the server. There is no deadline here: a
-        call may be frozen by a pause, and the router knows when it began.
-        """
-        ...
-
-    async def score(self, token_ids: Sequence[int], start: int) -> list[float]:
-        """Logprobs (nats, temperature 1) of the tokens from position ``start`` on."""
-        ...
-
-    async def policy_version(self) -> int:
-        """The version of the weights that the server reports."""
-        ...
-
-    async def check_health(self) -> int:
-        """What ``policy_version`` gives, if the server is able to serve; within a few seconds."""
-        ...
-
-    async def pause(self) -> None:
-        """Freezes calls in flight and holds new ones."""
-        ...
-
-    async def resume(self) -> None:
-        """Lets calls continue."""
-        ...
-
-    async def load_weights(self, folder: Path) -> None:
-        """Reads all weights from the safetensors files of ``folder``; calls must be paused."""
-        ...
-
-    async def load_adapter(self, folder: Path, version: int) -> None:
-        """Serves the peft adapter in ``folder`` from now on, and drops the one before."""
-        ...
-
-    async def set_policy_version(self, version: int) -> None:
-        """Names the version of the weights; tokens sampled from now on carry it."""
-        ...
-
-    async def sleep(self) -> None:
-        """Gives up its GPU memory once the calls in flight have ended; new ones wait."""
-        ...
-
-    async def wake(self) -> None:
-        """Takes the memory back and continues, with the weights from before."""
-        ...
-
-    async def close(self) -> None:
-        """Closes the connections; the process is not touched."""
-        ...
-
-
-@runtime_checkable
 class BroadcastReceiver(Protocol):
     """A server that takes weights from GPU to GPU, over NCCL; the trainer is rank 0.
 
-    Raises as :class:`EngineServer`.
+    Raises as :class:`~agentrl_cli.engine.engine_server.EngineServer`.
     """
 
     async def join_broadcast(self, unique_id: bytes, world_size: int) -> None:
@@ -363,40 +260,20 @@ def check_request(prompt_ids: Sequence[int], sampling: Sampling, max_model_len: 
     """
     if len(prompt_ids) + 1 > max_model_len:
         raise ContextLengthError(len(prompt_ids), max_model_len)
+    problem = None
     if not prompt_ids:
-        raise EngineError("the prompt is empty: at least one token id is needed")
-    problem = _find_sampling_problem(sampling)
+        problem = "the prompt is empty: at least one token id is needed"
+    elif not 0.0 <= sampling.temperature < float("inf"):
+        problem = f"temperature {sampling.temperature} is not allowed: 0 (greedy) or more"
+    elif not 0.0 < sampling.top_p <= 1.0:
+        problem = f"top_p {sampling.top_p} is not allowed: above 0, at most 1"
+    elif sampling.max_tokens is not None and sampling.max_tokens < 1:
+        problem = f"max_tokens {sampling.max_tokens} is not allowed: 1 or more"
+    elif sampling.num_top_logprobs not in range(MAX_TOP_LOGPROBS + 1):
+        num_top = sampling.num_top_logprobs
+        problem = f"num_top_logprobs {num_top} is not allowed: 0 to {MAX_TOP_LOGPROBS}"
+    elif sampling.structural_tag is not None and sampling.stop_token_ids:
+        # Records do not hold them, so the trainer could not make the same masks.
+        problem = "stop_token_ids are not allowed beside a structural_tag: use stop texts"
     if problem:
         raise EngineError(problem)
-
-
-def check_score(token_ids: Sequence[int], start: int, max_model_len: int) -> None:
-    """Refuses to score what no server could.
-
-    Raises:
-        ContextLengthError: the tokens do not fit.
-        EngineError: no logprob exists at ``start``.
-    """
-    if not 1 <= start <= len(token_ids):
-        raise EngineError(
-            f"score from position {start} of {len(token_ids)} tokens: allowed are 1 (the "
-            f"first token has no logprob) to {len(token_ids)}"
-        )
-    check_request(token_ids, Sampling(), max_model_len)
-
-
-def _find_sampling_problem(sampling: Sampling) -> str | None:
-    if not 0.0 <= sampling.temperature < float("inf"):
-        return f"temperature {sampling.temperature} is not allowed: 0 (greedy) or more"
-    if not 0.0 < sampling.top_p <= 1.0:
-        return f"top_p {sampling.top_p} is not allowed: above 0, at most 1"
-    if sampling.max_tokens is not None and sampling.max_tokens < 1:
-        return f"max_tokens {sampling.max_tokens} is not allowed: 1 or more"
-    if sampling.num_top_logprobs not in range(MAX_TOP_LOGPROBS + 1):
-        return (
-            f"num_top_logprobs {sampling.num_top_logprobs} is not allowed: 0 to {MAX_TOP_LOGPROBS}"
-        )
-    if sampling.structural_tag is not None and sampling.stop_token_ids:
-        # Records do not hold them, so the trainer could not make the same masks.
-        return "stop_token_ids are not allowed beside a structural_tag: use stop texts"
-    return None

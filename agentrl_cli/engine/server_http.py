@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -25,35 +24,26 @@ _KEEPALIVE_SECONDS = 3.0
 _CONNECT_SECONDS = 10.0
 #: Of a reply that is shown in a message.
 _SHOWN_CHARS = 300
-#: The server is there, and says that it cannot serve (vLLM: its engine process died).
+#: The server is there, and says that it cannot serve.
 _DOWN_STATUSES = frozenset({502, 503, 504})
-_REFUSED_STATUSES = frozenset({401, 403})
-
-
-class HttpStatusError(EngineError):
-    """The server answered with an error.
-
-    Attributes:
-        status: HTTP status.
-        server_message: what the server said, without our words around it.
-    """
-
-    def __init__(self, message: str, status: int, server_message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.server_message = server_message
+#: How vLLM says that its process that computes is gone; the one that answers ends soon after.
+_ENGINE_DEAD = "EngineCore encountered an issue"
+#: Of a log: enough for long lines of a traceback, little enough to read while an event loop waits.
+_MAX_TAIL_BYTES = 16_384
+_NUM_TAIL_LINES = 10
 
 
 class ServerHttp:
     """Connections to one server, opened on the event loop that first asks for them.
 
-    A connection that is refused, reset or closed before the reply's end raises
-    :class:`ServerDownError`; an answer that is an error, :class:`HttpStatusError`.
+    Everything raises:
+        ServerDownError: the connection was refused, reset or closed before the reply's end, or
+            the server says that it cannot serve.
+        EngineError: the server answered with another error (shown), or this client was closed.
     """
 
     def __init__(self, endpoint: ServerEndpoint) -> None:
         self._endpoint = endpoint
-        self._base_url = endpoint.base_url.rstrip("/")
         self._where = f"{endpoint.name} ({endpoint.base_url})"
         self._session: aiohttp.ClientSession | None = None
         self._is_closed = False
@@ -65,7 +55,7 @@ class ServerHttp:
         body: object = None,
         *,
         leg: str,
-        timeout_seconds: float | None,
+        timeout_seconds: float,
     ) -> bytes:
         """The body of the reply.
 
@@ -74,41 +64,19 @@ class ServerHttp:
             path: with its query, after the base URL.
             body: sent as JSON; None: nothing.
             leg: what the request is for, in the words of an error message.
-            timeout_seconds: deadline of the whole; None: the caller keeps one.
+            timeout_seconds: deadline of the whole.
 
         Raises:
-            ServerDownError: the connection was refused or lost.
-            EngineTimeoutError: the deadline passed.
-            HttpStatusError: the server answered with an error.
-            EngineError: this client was closed.
+            EngineTimeoutError: the deadline passed; shows the end of the server's log.
         """
         try:
             async with asyncio.timeout(timeout_seconds):
                 async with self._open(method, path, body, leg) as response:
                     return await response.read()
         except TimeoutError:
-            raise self.timed_out(leg, timeout_seconds or 0.0) from None
-
-    async def request_json(
-        self,
-        method: Method,
-        path: str,
-        body: object = None,
-        *,
-        leg: str,
-        timeout_seconds: float | None,
-    ) -> Any:
-        """The reply, parsed; see :meth:`request`.
-
-        Raises:
-            EngineError: also if the reply is no JSON.
-        """
-        reply = await self.request(method, path, body, leg=leg, timeout_seconds=timeout_seconds)
-        try:
-            return json.loads(reply)
-        except ValueError:
-            raise EngineError(
-                f"{leg}: {self._where} answered with something that is no JSON: {shorten(reply)}"
+            raise EngineTimeoutError(
+                f"{leg}: {self._where} did not finish within {timeout_seconds:g} s"
+                + format_log_tail(self._endpoint)
             ) from None
 
     async def stream_events(self, path: str, body: object, *, leg: str) -> AsyncGenerator[bytes]:
@@ -116,22 +84,11 @@ class ServerHttp:
 
         A JSON reply counts as one event. There is no deadline. Closing the generator closes
         the connection, which tells the server that the reply is no longer wanted.
-
-        Raises:
-            ServerDownError: the connection was refused, or lost before ``[DONE]``.
-            HttpStatusError: the server answered with an error.
-            EngineError: the reply is neither, or this client was closed.
         """
         async with self._open("POST", path, body, leg) as response:
             if response.content_type == "application/json":
                 yield await response.read()
                 return
-            if response.content_type != "text/event-stream":
-                start = await response.content.read(_SHOWN_CHARS)
-                raise EngineError(
-                    f"{leg}: {self._where} answered with {response.content_type} instead of an "
-                    f"event stream: {shorten(start)}"
-                )
             is_done, rest = False, b""
             # Chunks and not lines: aiohttp limits the length of a line.
             async for chunk in response.content.iter_any():
@@ -145,7 +102,7 @@ class ServerHttp:
                     if not is_done:
                         yield data
             if not is_done:
-                raise self.went_down(leg, "the reply ended before its end mark")
+                raise ServerDownError(f"{leg}: {self._where}: the reply ended before its end mark")
 
     async def close(self) -> None:
         """Closes the connections; requests in flight get an EngineError. May be called twice."""
@@ -153,18 +110,10 @@ class ServerHttp:
         if self._session is not None:
             await self._session.close()
 
-    def timed_out(self, leg: str, timeout_seconds: float) -> EngineTimeoutError:
-        """The error of a deadline that passed, with the end of the server's log."""
-        return EngineTimeoutError(
-            f"{leg}: {self._where} did not finish within {timeout_seconds:g} s{self._log_tail()}"
-        )
-
-    def went_down(self, leg: str, reason: str) -> ServerDownError:
-        """The error of a server that is gone."""
-        return ServerDownError(f"{leg}: {self._where} is down: {reason}")
-
-    def _log_tail(self) -> str:
-        return format_log_tail(self._endpoint.log_path, keys=[self._endpoint.api_key])
+    def build_error(self, leg: str, said: str) -> EngineError:
+        """The error for what the server says went wrong."""
+        kind = ServerDownError if _ENGINE_DEAD in said else EngineError
+        return kind(f"{leg}: {self._where} answered {said}")
 
     @asynccontextmanager
     async def _open(
@@ -172,7 +121,13 @@ class ServerHttp:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The response, its status already looked at; closed at the end unless read whole."""
         try:
-            response = await self._send(method, path, body)
+            # For a prompt of 1000 token ids 3 us; json takes 50.
+            data = None if body is None else orjson.dumps(body)
+        except orjson.JSONEncodeError as error:
+            # Half of a surrogate pair in a stop text: no token spells it.
+            raise EngineError(f"the request to {self._where} is no JSON: {error}") from None
+        try:
+            response = await self._send(method, path, data)
             try:
                 if response.status != 200:
                     self._raise_status(response.status, await response.read(), leg)
@@ -181,14 +136,11 @@ class ServerHttp:
                 # Not release: an unread rest must abort the request in the server.
                 response.close()
         except (aiohttp.ClientError, OSError) as error:
-            if self._is_closed:
-                raise self._closed_error() from None
             reason = str(error) or type(error).__name__
-            raise self.went_down(leg, reason) from error
+            raise ServerDownError(f"{leg}: {self._where} is down: {reason}") from error
 
-    async def _send(self, method: Method, path: str, body: object) -> aiohttp.ClientResponse:
-        data = None if body is None else self._format_body(body)
-        url = self._base_url + path
+    async def _send(self, method: Method, path: str, data: bytes | None) -> aiohttp.ClientResponse:
+        url = self._endpoint.base_url + path
         try:
             return await self._get_session().request(method, url, data=data, allow_redirects=False)
         except aiohttp.ClientConnectorError:
@@ -199,17 +151,9 @@ class ServerHttp:
             # really gone refuses the second connection.
             return await self._get_session().request(method, url, data=data, allow_redirects=False)
 
-    def _format_body(self, body: object) -> bytes:
-        try:
-            # For a prompt of 1000 token ids 3 us; json takes 50.
-            return orjson.dumps(body)
-        except orjson.JSONEncodeError as error:
-            # Half of a surrogate pair in a stop text: no token spells it.
-            raise EngineError(f"the request to {self._where} is no JSON: {error}") from None
-
     def _get_session(self) -> aiohttp.ClientSession:
         if self._is_closed:
-            raise self._closed_error()
+            raise EngineError(f"the client of {self._where} was closed")
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
@@ -223,35 +167,35 @@ class ServerHttp:
             )
         return self._session
 
-    def _closed_error(self) -> EngineError:
-        return EngineError(f"the client of {self._where} was closed")
-
     def _raise_status(self, status: int, body: bytes, leg: str) -> None:
-        said = read_error_message(body)
+        said = f"{status}: {read_error_message(body)}"
         if status in _DOWN_STATUSES:
-            raise self.went_down(leg, f"it answered {status}: {said}")
-        if status in _REFUSED_STATUSES:
-            raise HttpStatusError(
-                f"{leg}: {self._where} refused the key ({status}: {said}). The server was started "
-                "with another key than this run's: is a server of another run on that port?",
-                status,
-                said,
+            raise ServerDownError(f"{leg}: {self._where} is down: it answered {said}")
+        if status in (401, 403):
+            raise EngineError(
+                f"{leg}: {self._where} refused the key ({said}). The server was started with "
+                "another key than this run's: is a server of another run on that port?"
             )
-        raise HttpStatusError(f"{leg}: {self._where} answered {status}: {said}", status, said)
+        raise self.build_error(leg, said)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a reply; an empty one where the reply is something else."""
+    try:
+        # For 300 tokens with their logprobs 58 us; json takes 153.
+        reply = orjson.loads(body)
+    except ValueError:
+        return {}
+    return reply if isinstance(reply, dict) else {}
 
 
 def read_error_message(body: bytes) -> str:
     """What the server says in the body of an error: its JSON's message, else the body's start."""
-    try:
-        reply = json.loads(body)
-    except ValueError:
-        return shorten(body)
-    said = reply
-    if isinstance(reply, dict):
-        said = reply.get("error", reply.get("detail", reply.get("message")))
+    said: object = parse_object(body)
+    for key in ("error", "detail", "message", "error_message"):
         if isinstance(said, dict):
-            said = said.get("message")
-    return said if isinstance(said, str) and said else shorten(body)
+            said = said.get(key) or said
+    return said if isinstance(said, str) else shorten(body)
 
 
 def shorten(body: bytes) -> str:
@@ -262,40 +206,16 @@ def shorten(body: bytes) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
-#: Enough for long lines of a traceback, little enough to read while an event loop waits.
-_MAX_BYTES = 16_384
-
-
-def read_log_tail(path: str | Path | None, *, num_lines: int = 10, keys: Iterable[str] = ()) -> str:
-    """The last ``num_lines`` lines of a log file; "" if it is unknown, missing or empty.
-
-    Args:
-        path: the file; None: unknown.
-        num_lines: most lines to return; empty ones are skipped.
-        keys: secrets, replaced by ``***`` wherever they stand.
-    """
-    if path is None:
+def format_log_tail(endpoint: ServerEndpoint) -> str:
+    """A clause with the last lines of the server's log, without its key; "" if there are none."""
+    if endpoint.log_path is None:
         return ""
     try:
-        with Path(path).open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _MAX_BYTES))
+        with Path(endpoint.log_path).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_TAIL_BYTES))
             text = file.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
-    for key in keys:
-        if key:
-            text = text.replace(key, "***")
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    return "\n".join(lines[-num_lines:])
-
-
-def format_log_tail(
-    path: str | Path | None, *, num_lines: int = 10, keys: Iterable[str] = ()
-) -> str:
-    """A clause with the log's last lines to append to a message; "" where there are none."""
-    tail = read_log_tail(path, num_lines=num_lines, keys=keys)
-    if not tail:
-        return ""
-    indented = "\n".join(f"  {line}" for line in tail.splitlines())
-    return f"\nlast lines of {path}:\n{indented}"
+    lines = text.replace(endpoint.api_key, "***").splitlines()
+    shown = [f"\n  {line.rstrip()}" for line in lines if line.strip()][-_NUM_TAIL_LINES:]
+    return f"\nlast lines of {endpoint.log_path}:{''.join(shown)}" if shown else ""

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.engine.protocol import InferenceEngine, ServerFaultCounter
+from agentrl_cli.engine.protocol import InferenceEngine
+from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.errors import AlarmError, RolloutFailedError
 from agentrl_cli.log import Observer
 from agentrl_cli.records import Trajectory
@@ -204,7 +205,7 @@ class RunCoordinator:
             "num_tasks_in_cooldown": float(self.scheduler.count_cooling(step)),
             **metrics,
             "rollout_seconds": self._rollout_seconds,
-            **(engine.take_fault_metrics() if isinstance(engine, ServerFaultCounter) else {}),
+            **(engine.take_fault_metrics() if isinstance(engine, EngineRouter) else {}),
             "reward_seconds": sum(t.reward_seconds for t in batch),
             "tokens_per_second": num_tokens / seconds,
             "train_tokens_per_second": metrics["train_tokens"] / metrics["train_seconds"],

@@ -1,4 +1,9 @@
-"""The weights that the servers must hold: given to them, and verified before they serve again."""
+"""The weights that the servers must hold: given to them, and verified before they serve again.
+
+Healthy servers are not polled here: one becomes unhealthy when a call or a publication fails on
+it. Whether its process hangs is checked where it was started (by the launcher's
+ServerSupervisor), which kills and restarts it; its calls fail at that moment.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from agentrl_cli.config.experiment import EngineConfig
-from agentrl_cli.engine.protocol import UNKNOWN_VERSION, Probe, WeightTransfer, WeightUpdate
-from agentrl_cli.engine.router.server_pool import RoutedServer, ServerPool, is_down, shorten
-from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerDownError, WeightMismatchError
+from agentrl_cli.engine.protocol import Probe, WeightTransfer, WeightUpdate
+from agentrl_cli.engine.router.server_pool import RoutedServer, ServerPool, shorten
+from agentrl_cli.errors import (
+    AgentrlError,
+    EngineError,
+    EngineTimeoutError,
+    ServerDownError,
+    WeightMismatchError,
+)
 from agentrl_cli.log import get_logger
 
 if TYPE_CHECKING:
@@ -17,9 +28,8 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 
-#: A server that recovers with other weights than it was given gets them once more: its
-#: process may have been restarted in between. Then the run stops.
-_MAX_MISMATCHES = 2
+#: Between two attempts to bring back an unhealthy server.
+_RETRY_SECONDS = 0.5
 
 
 class ServedWeights:
@@ -27,7 +37,8 @@ class ServedWeights:
 
     Each server takes its own path through pause, update, version and resume, all at the same
     time: none is frozen for longer than its own update takes. That servers differ for a
-    moment does no harm, as every token carries its version.
+    moment does no harm, as every token carries its version. From :meth:`start` to :meth:`close`
+    a task for each server brings it back when it is unhealthy.
     """
 
     def __init__(self, pool: ServerPool, transfer: WeightTransfer, config: EngineConfig) -> None:
@@ -38,7 +49,28 @@ class ServedWeights:
         self._lock = asyncio.Lock()
         self._update: WeightUpdate | None = None
         self._probes: tuple[int, Sequence[Probe]] | None = None
-        self.version: int | None = None
+        self._version: int | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, version: int | None) -> None:
+        """Returns when every server was asked once; those that answered are healthy.
+
+        Args:
+            version: of the weights that the servers loaded at their start; None: unknown.
+
+        Raises:
+            EngineError: a server answers that it cannot be used (another key).
+        """
+        self._version = version
+        await asyncio.gather(*map(self._try_bring_back, self._pool.servers))
+        self._tasks = [asyncio.create_task(self._look_after(s)) for s in self._pool.servers]
+
+    async def close(self) -> None:
+        """Ends the tasks, and drops what the transfer holds."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._transfer.close()
 
     def expect(self, version: int, probes: Sequence[Probe]) -> None:
         """Keeps what servers must compute that recover with ``version``."""
@@ -56,36 +88,37 @@ class ServedWeights:
             self._pool.check_alive()
             update = await self._transfer.prepare(version, weights)
             # No await until the servers are chosen: one that recovers later sees the update.
-            self._update, self.version = update, version
+            self._update, self._version = update, version
             results = await asyncio.gather(
-                *(self._update_serving(server) for server in self._pool.healthy),
-                return_exceptions=True,
+                *map(self._update_serving, self._pool.healthy), return_exceptions=True
             )
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-        await self._pool.wait_for_server(
-            asyncio.get_running_loop().time() + self._wait_seconds,
-            f"policy version {version} was published and has been waiting for "
-            f"{self._wait_seconds:g} s (engine.publish_timeout_seconds + "
-            "engine.start_timeout_seconds)",
-        )
+        try:
+            deadline = self._pool.now() + self._wait_seconds
+            await self._pool.wait_until(lambda: bool(self._pool.serving), deadline)
+        except TimeoutError:
+            raise EngineTimeoutError(
+                f"policy version {version} was published and has been waiting for "
+                f"{self._wait_seconds:g} s (engine.publish_timeout_seconds + "
+                "engine.start_timeout_seconds): no engine server could take it. "
+                f"{self._pool.describe_unhealthy()}"
+            ) from None
 
     async def _update_serving(self, server: RoutedServer) -> None:
         """Gives the current weights to a healthy server; its death is no failure."""
         incarnation = server.incarnation
         try:
-            async with server.until_unhealthy(incarnation):
+            async with server.until_unhealthy():
                 await self._give(server)
-        except ServerDownError as error:
-            self._pool.mark_unhealthy(server, incarnation, shorten(str(error)))
+        except ServerDownError:
+            return
         except BaseException as error:
             # Frozen, perhaps with half of the weights: it must not serve as it is.
             reason = f"it did not take the weights: {shorten(str(error)) or type(error).__name__}"
-            died = isinstance(error, EngineError) and await is_down(server, error)
             self._pool.mark_unhealthy(server, incarnation, reason)
-            if not died:
-                raise
+            raise
 
     async def _give(self, server: RoutedServer) -> None:
         """Pause, update, version, resume.
@@ -93,60 +126,119 @@ class ServedWeights:
         Raises:
             EngineError: naming the leg.
         """
-        version, leg = self.version, "pause"
+        version = self._version
         assert version is not None
         server.next_version = version
         try:
             await server.client.pause()
             if self._update is not None:
-                leg = "weight update"
                 await self._update.apply(server.client)
-            leg = "version update"
             await server.client.set_policy_version(version)
-            leg = "resume"
             await server.client.resume()
             server.version = version
             self._pool.announce()
-        except ServerDownError:
-            raise
         except EngineError as error:
-            kind = EngineTimeoutError if isinstance(error, EngineTimeoutError) else EngineError
-            raise kind(
-                f"policy version {version} did not reach {server.name}, {leg} failed: {error}"
-            ) from error
+            problem = f"policy version {version} did not reach {server.name}: {error}"
+            raise type(error)(problem) from error
         finally:
             server.next_version = None
 
-    async def bring_back(self, server: RoutedServer) -> None:
+    async def _look_after(self, server: RoutedServer) -> None:
+        try:
+            while True:
+                await self._pool.wait_until(
+                    lambda: not server.is_healthy or self._is_unverified(server)
+                )
+                if server.is_healthy:
+                    await self._verify_late(server)
+                else:
+                    await asyncio.sleep(_RETRY_SECONDS)
+                    await self._try_bring_back(server)
+        except AgentrlError as error:
+            self._pool.fail(error)
+        except Exception as error:
+            # Without its task a server would never come back: the run must not continue like that.
+            _log.exception("the recovery of %s failed", server.name)
+            failure = EngineError(
+                f"the recovery of {server.name} failed: {type(error).__name__}: {error}"
+            )
+            failure.__cause__ = error
+            self._pool.fail(failure)
+
+    async def _try_bring_back(self, server: RoutedServer) -> None:
+        """Lets a server serve again if it answers, and takes and holds the current weights."""
+        try:
+            await server.client.check_health()
+        except EngineError as error:
+            may_come = isinstance(error, ServerDownError | EngineTimeoutError)
+            if not self._tasks and not may_come:
+                raise
+            if server.incarnation == 0:
+                server.unhealthy_reason = str(error)
+            return
+        try:
+            await self._bring_back(server)
+        except ServerDownError as error:
+            _log.debug("%s is down again: %s", server.name, error)
+        except EngineError as error:
+            reason = f"it answers again, but did not take the weights: {shorten(str(error))}"
+            if reason != server.unhealthy_reason:
+                _log.warning("engine server %s stays unhealthy: %s", server.name, error)
+            server.unhealthy_reason = reason
+
+    async def _bring_back(self, server: RoutedServer) -> None:
         """Gives the current weights to an unhealthy server, verifies them, and lets it serve.
 
         Raises:
             EngineError: it did not take them, or is down (again).
             WeightMismatchError: it holds other weights, again.
         """
+        has_mismatched = False
         while True:
-            update, version = self._update, self.version
+            update, version = self._update, self._version
             if version is not None:
                 async with self._lock:
                     # A publication may have ended while this waited.
-                    update, version = self._update, self.version
+                    update, version = self._update, self._version
                     await self._give(server)
-                server.is_verified = False
                 try:
-                    await self.verify(server)
+                    await self._verify(server)
                 except WeightMismatchError as error:
-                    server.num_mismatches += 1
-                    if server.num_mismatches >= _MAX_MISMATCHES:
+                    # Its process may have been restarted in between: once.
+                    if has_mismatched:
                         raise
+                    has_mismatched = True
                     _log.warning("%s; it is given them once more", error)
                     continue
             # No await from here on: a publication finds the server either healthy, or not yet,
             # and then it is seen here.
-            if update is self._update and version == self.version:
+            if update is self._update and version == self._version:
                 self._pool.mark_healthy(server)
                 return
 
-    async def verify(self, server: RoutedServer) -> None:
+    def _is_unverified(self, server: RoutedServer) -> bool:
+        """Whether probes of the server's version came only after it recovered."""
+        return (
+            not server.is_verified
+            and server.next_version is None
+            and self._probes is not None
+            and self._probes[0] == server.version
+        )
+
+    async def _verify_late(self, server: RoutedServer) -> None:
+        """Compares a healthy server with probes that came after it recovered."""
+        incarnation, version = server.incarnation, server.version
+        try:
+            async with server.until_unhealthy():
+                await self._verify(server)
+        except WeightMismatchError as error:
+            # Not if new weights were on their way to it meanwhile.
+            if server.version == version and server.next_version is None:
+                self._pool.mark_unhealthy(server, incarnation, str(error))
+        except EngineError:
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _verify(self, server: RoutedServer) -> None:
         """Compares what the server reports and computes with what its version must.
 
         Raises:
@@ -165,63 +257,9 @@ class ServedWeights:
             _compare(server.name, version, index, probe, logprobs)
         server.is_verified = True
 
-    def is_unverified(self, server: RoutedServer) -> bool:
-        """Whether probes of the server's version came only after it recovered."""
-        return (
-            not server.is_verified
-            and server.next_version is None
-            and self._probes is not None
-            and self._probes[0] == server.version
-        )
-
-    async def policy_version(self) -> int:
-        """The version that all healthy servers report.
-
-        Raises:
-            WeightMismatchError: they do not agree.
-            EngineTimeoutError: none is healthy.
-        """
-        deadline = asyncio.get_running_loop().time() + self._wait_seconds
-        while True:
-            await self._pool.wait_for_server(deadline, "the question for the policy version")
-            async with self._lock:
-                serving = self._pool.serving
-                reported = await asyncio.gather(*map(self.ask_version, serving))
-            known = [(s, v) for s, v in zip(serving, reported, strict=True) if v is not None]
-            for server, version in known[1:]:
-                if version != known[0][1]:
-                    raise WeightMismatchError(
-                        f"{known[0][0].name} reports policy version {known[0][1]} and "
-                        f"{server.name} reports {version}: the servers hold different weights. "
-                        "The run cannot continue; start it again to resume"
-                    )
-            if known:
-                return known[0][1]
-
-    async def ask_version(self, server: RoutedServer) -> int | None:
-        """What a server reports; None: it is unhealthy now."""
-        incarnation = server.incarnation
-        try:
-            async with server.until_unhealthy(incarnation):
-                version = await server.client.policy_version()
-            if version != UNKNOWN_VERSION:
-                return version
-            server.check_versions([version], 0)
-        except EngineError as error:
-            slow = isinstance(error, EngineTimeoutError)
-            if not slow and not await is_down(server, error):
-                raise
-            self._pool.mark_unhealthy(server, incarnation, shorten(str(error)))
-        return None
-
-    async def close(self) -> None:
-        """Drops what the transfer holds."""
-        await self._transfer.close()
-
 
 def _compare(name: str, version: int, index: int, probe: Probe, logprobs: Sequence[float]) -> None:
-    pairs = list(zip(logprobs, probe.logprobs, strict=True))
-    for place, (engine, trainer) in enumerate(pairs):
+    for place, (engine, trainer) in enumerate(zip(logprobs, probe.logprobs, strict=True)):
         # Not "gap > tolerance": a NaN must not pass.
         if not abs(engine - trainer) <= probe.tolerance:
             raise WeightMismatchError(

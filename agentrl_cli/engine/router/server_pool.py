@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
 
-from agentrl_cli.engine.protocol import UNKNOWN_VERSION, EngineServer
+from agentrl_cli.config.experiment import EngineConfig
+from agentrl_cli.engine.engine_server import EngineServer
+from agentrl_cli.engine.protocol import UNKNOWN_VERSION, Generation, Sampling, join_pieces
 from agentrl_cli.errors import AgentrlError, EngineError, EngineTimeoutError, ServerDownError
 from agentrl_cli.log import get_logger
 
@@ -17,14 +19,18 @@ _log = get_logger(__name__)
 _MAX_SESSIONS = 65_536
 #: Of a reason that goes into another message; a server's log lines would drown it.
 _MAX_REASON_CHARS = 300
+#: Tokens to a piece where the whole completion is asked for. A piece costs about 0.1 ms here, and
+#: shows how many tokens were lost with a server that died.
+_STREAM_INTERVAL = 64
 
 
 class RoutedServer:
-    """One server and what the router knows of it."""
+    """One server and what the router knows of it; a replica, whose calls fail with it."""
 
-    def __init__(self, client: EngineServer) -> None:
+    def __init__(self, client: EngineServer, pool: ServerPool) -> None:
         self.client = client
         self.name = client.name
+        self._pool = pool
         self.version: int | None = None
         """The policy version that it was last given."""
         self.next_version: int | None = None
@@ -34,25 +40,100 @@ class RoutedServer:
         """Whether its weights were compared with probes since it became healthy."""
         self.num_running = 0
         self.num_calls = 0
-        self.num_mismatches = 0
         self.unhealthy_reason = "it has not answered yet"
-        self.unhealthy_since = 0.0
+        self.unhealthy_since = pool.now()
         self.incarnation = 0
         """Counts how often it became unhealthy: work of an earlier incarnation is void."""
         self._blocks: set[asyncio.Timeout] = set()
 
-    @asynccontextmanager
-    async def until_unhealthy(
-        self, incarnation: int, deadline: float | None = None
-    ) -> AsyncIterator[None]:
-        """Ends the block when the server becomes unhealthy.
+    @property
+    def is_serving(self) -> bool:
+        """Whether it is healthy and its weights have a version."""
+        return self.is_healthy and self.version is not None
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        session_id: str = "",
+        deadline: float | None = None,
+    ) -> Generation:
+        """As :meth:`EngineRouter.generate`, by this server and no other.
 
         Raises:
-            ServerDownError: it became unhealthy, or was already.
+            ServerDownError: it became unhealthy; before it serves again it is verified.
+        """
+        pieces = self.sample(prompt_ids, sampling, deadline or self._pool.find_call_deadline())
+        async with aclosing(pieces):
+            return join_pieces([piece async for piece in pieces])
+
+    async def policy_version(self) -> int:
+        """The version that the server reports.
+
+        Raises:
+            ServerDownError: it is unhealthy, or was restarted without the router noticing.
+        """
+        async with self.until_unhealthy():
+            try:
+                version = await self.client.policy_version()
+            except EngineTimeoutError as error:
+                # It hung, if only for a while: it is verified before it serves again.
+                raise ServerDownError(str(error)) from error
+            if version == UNKNOWN_VERSION:
+                self._check_versions([version], 0)
+            return version
+
+    async def sample(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        deadline: float,
+        stream_interval: int = _STREAM_INTERVAL,
+    ) -> AsyncGenerator[Generation]:
+        """The pieces of one attempt at a completion.
+
+        Raises:
+            ServerDownError: the server failed, or samples with weights of another process.
+            EngineTimeoutError: the deadline (of the loop's clock) passed.
+        """
+        incarnation, oldest, num_tokens = self.incarnation, self.version, 0
+        stream = self.client.stream(prompt_ids, sampling, stream_interval=stream_interval)
+        self.num_running += 1
+        self.num_calls += 1
+        try:
+            async with aclosing(stream):
+                is_over = False
+                while not is_over:
+                    async with self.until_unhealthy(deadline, incarnation):
+                        piece = await anext(stream)
+                        num_tokens += len(piece.completion_ids)
+                        is_over = piece.finish_reason is not None
+                        if is_over:
+                            self._check_versions(piece.versions, oldest)
+                    yield piece
+        except ServerDownError:
+            self._pool.counts["lost_tokens"] += num_tokens
+            raise
+        except TimeoutError:
+            problem = f"{num_tokens} tokens were sampled by {self.name}"
+            raise self._pool.call_timeout_error(problem) from None
+        finally:
+            self.num_running -= 1
+
+    @asynccontextmanager
+    async def until_unhealthy(
+        self, deadline: float | None = None, incarnation: int | None = None
+    ) -> AsyncIterator[None]:
+        """Ends the block when the server becomes unhealthy, be it by an error of the block.
+
+        Raises:
+            ServerDownError: it became unhealthy, or is no longer of that incarnation.
             TimeoutError: the deadline (of the loop's clock) passed.
         """
-        if self.incarnation != incarnation:
-            raise self.unhealthy_error()
+        current = self.incarnation
+        if not self.is_healthy or incarnation not in (None, current):
+            raise self._unhealthy_error()
         try:
             async with asyncio.timeout_at(deadline) as block:
                 self._blocks.add(block)
@@ -61,28 +142,49 @@ class RoutedServer:
                 finally:
                     self._blocks.discard(block)
         except TimeoutError:
-            if self.incarnation == incarnation:
+            if self.incarnation == current:
                 raise
-            raise self.unhealthy_error() from None
+            raise self._unhealthy_error() from None
+        except EngineError as error:
+            if not await self._is_down(error):
+                raise
+            self._pool.mark_unhealthy(self, current, shorten(str(error)))
+            raise self._unhealthy_error() from error
 
     def interrupt(self) -> None:
         """Ends the blocks of :meth:`until_unhealthy`, and with them the incarnation."""
         self.incarnation += 1
         for block in self._blocks:
             if not block.expired():
-                block.reschedule(asyncio.get_running_loop().time())
+                block.reschedule(self._pool.now())
 
-    def unhealthy_error(self) -> ServerDownError:
-        """The error of a call that only this server may answer."""
+    def _unhealthy_error(self) -> ServerDownError:
+        self._pool.check_alive()
         return ServerDownError(f"{self.name} is unhealthy: {self.unhealthy_reason}")
 
-    def check_versions(self, versions: Iterable[int], oldest: int) -> None:
+    async def _is_down(self, error: EngineError) -> bool:
+        """Whether ``error``, which the server raised, means that it cannot serve at all.
+
+        vLLM answers 500 between the death of its engine process and its own; a process that was
+        restarted does not know the adapter that a call asks for.
+        """
+        if isinstance(error, ServerDownError):
+            return True
+        try:
+            version = await self.client.check_health()
+        except EngineError as problem:
+            _log.warning("%s failed (%s): %s", self.name, shorten(str(error)), problem)
+            return True
+        return version == UNKNOWN_VERSION and self.version is not None
+
+    def _check_versions(self, versions: Iterable[int], oldest: int | None) -> None:
         """Compares what a call was sampled with, which began with ``oldest``, with what was given.
 
         Raises:
             ServerDownError: its process was restarted without the router noticing.
         """
         newest = self.version if self.next_version is None else self.next_version
+        assert oldest is not None
         assert newest is not None
         foreign = {version for version in versions if not oldest <= version <= newest}
         if foreign:
@@ -103,10 +205,11 @@ class ServerPool:
         counts: what happened to servers and calls, by the name of the metric.
     """
 
-    def __init__(self, clients: Sequence[EngineServer]) -> None:
-        self.servers = tuple(RoutedServer(client) for client in clients)
+    def __init__(self, clients: Sequence[EngineServer], config: EngineConfig) -> None:
+        self._config = config
+        self.servers = tuple(RoutedServer(client, self) for client in clients)
         self.counts: Counter[str] = Counter()
-        self._sessions: OrderedDict[str, RoutedServer] = OrderedDict()
+        self._sessions: dict[str, RoutedServer] = {}
         self._error: AgentrlError | None = None
         self._changed = asyncio.Event()
 
@@ -118,33 +221,41 @@ class ServerPool:
     @property
     def serving(self) -> list[RoutedServer]:
         """The healthy servers whose weights have a version."""
-        return [server for server in self.healthy if server.version is not None]
+        return [server for server in self.servers if server.is_serving]
 
-    def choose(self, session_id: str) -> RoutedServer | None:
-        """The session's server, else the one with the fewest calls; None: none is serving."""
-        server = self._sessions.get(session_id) if session_id else None
-        if server is None or not server.is_healthy or server.version is None:
-            server = min(self.serving, key=lambda s: (s.num_running, s.num_calls), default=None)
-        if server is not None and session_id:
-            self._sessions[session_id] = server
-            self._sessions.move_to_end(session_id)
-            if len(self._sessions) > _MAX_SESSIONS:
-                self._sessions.popitem(last=False)
-        return server
-
-    async def wait_for_server(self, deadline: float, what: str) -> None:
-        """Returns when a server is serving.
+    async def choose(self, session_id: str, deadline: float) -> RoutedServer:
+        """The session's server, else the one with the fewest calls; waits while none is serving.
 
         Raises:
-            EngineTimeoutError: none was until ``deadline`` (the loop's clock); ``what`` is
-                what waited.
+            EngineTimeoutError: the call's deadline passed.
         """
+        self.check_alive()
         try:
             await self.wait_until(lambda: bool(self.serving), deadline)
         except TimeoutError:
-            raise EngineTimeoutError(
-                f"{what}: no engine server could take it. {self.describe_unhealthy()}"
-            ) from None
+            problem = f"no server could take it. {self.describe_unhealthy()}"
+            raise self.call_timeout_error(problem) from None
+        server = self._sessions.pop(session_id, None)
+        if server is None or not server.is_serving:
+            server = min(self.serving, key=lambda one: (one.num_running, one.num_calls))
+        if session_id:
+            # As the newest one.
+            self._sessions[session_id] = server
+            if len(self._sessions) > _MAX_SESSIONS:
+                del self._sessions[next(iter(self._sessions))]
+        return server
+
+    def find_call_deadline(self) -> float:
+        """When a call that begins now must be over. Time frozen by a pause, or without any
+        server, counts: it is what the caller is promised to wait at most."""
+        return self.now() + self._config.generate_timeout_seconds
+
+    def call_timeout_error(self, progress: str) -> EngineTimeoutError:
+        """The error of a call whose deadline passed."""
+        return EngineTimeoutError(
+            f"the completion was not finished after {self._config.generate_timeout_seconds:g} s "
+            f"(engine.generate_timeout_seconds): {progress}"
+        )
 
     async def wait_until(
         self, condition: Callable[[], bool], deadline: float | None = None
@@ -162,7 +273,6 @@ class ServerPool:
     def mark_healthy(self, server: RoutedServer) -> None:
         """Lets ``server`` have calls and publications."""
         server.is_healthy = True
-        server.num_mismatches = 0
         self.announce()
         if server.incarnation == 0:
             _log.info("engine server %s is healthy", server.name)
@@ -170,7 +280,7 @@ class ServerPool:
         self.counts["server_recoveries"] += 1
         _log.warning(
             "engine server %s is healthy again after %.0f s, with policy version %s",
-            *(server.name, self._now() - server.unhealthy_since, server.version),
+            *(server.name, self.now() - server.unhealthy_since, server.version),
         )
 
     def mark_unhealthy(self, server: RoutedServer, incarnation: int, reason: str) -> None:
@@ -180,10 +290,10 @@ class ServerPool:
         server.is_healthy = server.is_verified = False
         self.counts["server_failures"] += 1
         server.unhealthy_reason = reason
-        server.unhealthy_since = self._now()
+        server.unhealthy_since = self.now()
         self.announce()
         _log.warning(
-            "engine server %s is unhealthy (%d more calls were running on it): %s",
+            "engine server %s is unhealthy (%d calls were running on it): %s",
             *(server.name, server.num_running, reason),
         )
         server.interrupt()
@@ -197,11 +307,6 @@ class ServerPool:
         for server in self.servers:
             server.interrupt()
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether :meth:`fail` was called."""
-        return self._error is not None
-
     def check_alive(self) -> None:
         """Raises the error that ended all calls, if there is one."""
         if self._error is not None:
@@ -211,14 +316,12 @@ class ServerPool:
     def describe_unhealthy(self) -> str:
         """Which servers are unhealthy, since when, and why."""
         parts = [
-            f"{s.name} has been unhealthy for {self._now() - s.unhealthy_since:.0f} s "
+            f"{s.name} has been unhealthy for {self.now() - s.unhealthy_since:.0f} s "
             f"({shorten(s.unhealthy_reason)})"
             for s in self.servers
             if not s.is_healthy
         ]
-        if not parts:
-            return "Servers are healthy, but no weights were published to them yet"
-        return "; ".join(parts)
+        return "; ".join(parts) or "Servers are healthy, but no weights were published to them yet"
 
     def announce(self) -> None:
         """Lets everything that waits for a change look again."""
@@ -227,7 +330,8 @@ class ServerPool:
         self._changed.clear()
 
     @staticmethod
-    def _now() -> float:
+    def now() -> float:
+        """The loop's clock."""
         return asyncio.get_running_loop().time()
 
 
@@ -235,19 +339,3 @@ def shorten(text: str) -> str:
     """The first line of ``text``, not too long."""
     line = text.strip().partition("\n")[0]
     return line if len(line) <= _MAX_REASON_CHARS else f"{line[: _MAX_REASON_CHARS - 3]}..."
-
-
-async def is_down(server: RoutedServer, error: Exception) -> bool:
-    """Whether ``error``, which a server raised, means that it cannot serve at all.
-
-    vLLM answers 500 between the death of its engine process and its own; a process that was
-    restarted does not know the adapter that a call asks for.
-    """
-    if isinstance(error, ServerDownError):
-        return True
-    try:
-        version = await server.client.check_health()
-    except EngineError as problem:
-        _log.warning("%s failed (%s): %s", server.name, shorten(str(error)), problem)
-        return True
-    return version == UNKNOWN_VERSION and server.version is not None

@@ -1,259 +1,159 @@
-"""A vLLM server as the router sees it: :class:`EngineServer` over vLLM's own endpoints."""
+"""A client of a vLLM server.
+
+Completions come from ``/inference/v1/generate``: token ids both ways, and the weight version of
+every token.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import itertools
 import secrets
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from agentrl_cli.config.experiment import EngineConfig
-from agentrl_cli.engine.lora_adapters import LoraAdapter, LoraAdapters
-from agentrl_cli.engine.protocol import (
-    UNKNOWN_VERSION,
-    Generation,
-    Sampling,
-    ServerEndpoint,
-    check_request,
-    check_score,
-)
-from agentrl_cli.engine.server_http import HttpStatusError, Method, ServerHttp
-from agentrl_cli.engine.vllm.vllm_wire import (
-    GENERATE_PATH,
-    GivenUpError,
-    check_vllm_version,
-    expand_spans,
-    find_meaning,
-    format_generate,
-    format_score,
-    is_greedy,
-    parse_object,
-    parse_piece,
-    parse_score,
-    parse_version,
-)
-from agentrl_cli.errors import EngineError
+from agentrl_cli.engine.engine_server import EngineServer, LoraAdapter
+from agentrl_cli.engine.protocol import Generation, Sampling, ServerEndpoint
+from agentrl_cli.errors import EngineError, ServerDownError
 
-#: A server on a busy core answers late.
-_HEALTH_SECONDS = 10.0
-#: Endpoints that vLLM opens only on request.
-_HOW_TO_OPEN = {
-    GENERATE_PATH: "--enable-scale-out",
-    "/v1/load_lora_adapter": "--enable-lora and the variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
-    "/v1/unload_lora_adapter": "--enable-lora and the variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
-}
-_OPEN_FOR_TRAINING = "the variable VLLM_SERVER_DEV_MODE=1"
+GENERATE_PATH = "/inference/v1/generate"
 
 
-class CacheSalts:
-    """The salts of a server's requests, all of whose weight changes go through this one client.
+class VllmServer(EngineServer):
+    """A client of one vLLM server, which takes broadcasts (:class:`BroadcastReceiver`) too."""
 
-    Keys and values that old weights made must not serve new ones. vLLM keeps them apart by a
-    salt, which is therefore another one after every change; a policy version alone would not
-    do, as a trainer that resumes may publish the same number again with other weights.
-    """
-
-    def __init__(self) -> None:
-        self._nonce = secrets.token_hex(8)
-        self._numbers = itertools.count()
-        self._num_changes = 0
-        self._is_changing = False
-
-    def begin_change(self) -> None:
-        """The weights may change from now on, until :meth:`end_change`."""
-        self._num_changes += 1
-        self._is_changing = True
-
-    def end_change(self) -> None:
-        """The weights stay as they are."""
-        self._is_changing = False
-
-    def make(self) -> str:
-        """The salt of a request sent now."""
-        salt = f"{self._nonce}-{self._num_changes}"
-        # A call sent during a change may start with the old weights and continue with the new
-        # ones: it shares its cache with no other call.
-        return f"{salt}-{next(self._numbers)}" if self._is_changing else f"{salt}-settled"
-
-
-class VllmServer:
-    """A client of one vLLM server; see :class:`~agentrl_cli.engine.protocol.EngineServer`.
-
-    Lives on one event loop. The server may die and be restarted meanwhile.
-    """
+    _GENERATE_PATH = GENERATE_PATH
+    _HEALTH_PATH = "/health"
+    _VERSION_PATH = "/weight_info"
+    _ADAPTERS_PATH = "/v1"
+    _GREEDY_BELOW = 1e-5
 
     def __init__(self, endpoint: ServerEndpoint, config: EngineConfig) -> None:
-        self._endpoint = endpoint
-        self._config = config
-        self._http = ServerHttp(endpoint)
-        self._salts = CacheSalts()
-        self._adapters = LoraAdapters()
-        self._checking = asyncio.Lock()
-        self._is_supported = False
+        super().__init__(endpoint, config)
+        self._salt: str | None = secrets.token_hex(8)
+        """Keeps what old weights have cached from calls of new ones, by being another one after
+        every change (a policy version would not do: a trainer that resumes may publish the same
+        number again with other weights). None while the weights change."""
 
-    @property
-    def name(self) -> str:
-        """What the logs call it."""
-        return self._endpoint.name
+    def _make_salt(self) -> str:
+        # A call sent during a change may start with the old weights and continue with the new
+        # ones: it shares its cache with no other call.
+        return self._salt or secrets.token_hex(8)
 
-    @property
-    def endpoint(self) -> ServerEndpoint:
-        """Where it listens."""
-        return self._endpoint
-
-    def stream(
+    def _format_generate(
         self,
         prompt_ids: Sequence[int],
         sampling: Sampling,
         *,
-        stream_interval: int = 1,
-    ) -> AsyncGenerator[Generation]:
-        """Samples one completion piece by piece; what cannot be served is refused at once."""
-        check_request(prompt_ids, sampling, self._config.max_model_len)
-        return self._stream(prompt_ids, sampling, stream_interval)
+        max_tokens: int,
+        adapter: LoraAdapter | None,
+        stream_interval: int,
+    ) -> dict[str, Any]:
+        stop = [text for text in sampling.stop if text]
+        params: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": 0.0 if self._is_greedy(sampling) else sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "seed": sampling.seed,
+            # The sampled token is counted among them, wherever it ranks.
+            "logprobs": sampling.num_top_logprobs + 1 if sampling.num_top_logprobs else 0,
+            "stream_interval": stream_interval,
+            # Text is made only where it is looked at: it costs the server as much as the rest.
+            "detokenize": bool(stop),
+        }
+        if stop:
+            # A stop text may be spelled by special tokens, such as an end tag of a template.
+            params |= {"stop": stop, "skip_special_tokens": False}
+        body = self._format_body(prompt_ids, params, adapter)
+        body["stream"] = stream_interval < max_tokens
+        if sampling.structural_tag is not None:
+            params["structured_outputs"] = {"structural_tag": sampling.structural_tag}
+            # The tag itself says where reasoning may stand; a reasoning parser must not bypass it.
+            body["reasoning_ended"] = True
+        return body
 
-    async def _stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, stream_interval: int
-    ) -> AsyncGenerator[Generation]:
-        room = self._config.max_model_len - len(prompt_ids)
-        with self._vllm_errors("generate", GENERATE_PATH):
-            await self._check_version()
-            with self._adapters.hold() as adapter:
-                body = format_generate(
-                    prompt_ids,
-                    sampling,
-                    max_tokens=min(room, sampling.max_tokens or room),
-                    cache_salt=self._salts.make(),
-                    adapter=adapter.name if adapter else None,
-                    stream_interval=stream_interval,
-                )
-                greedy, num_top = is_greedy(sampling), sampling.num_top_logprobs
-                num_tokens, last = 0, None
-                events = self._http.stream_events(GENERATE_PATH, body, leg="generate")
-                async with aclosing(events):
-                    async for event in events:
-                        piece, spans = parse_piece(event, greedy=greedy, num_top=num_top)
-                        num_tokens += len(piece.completion_ids)
-                        if piece.finish_reason is None:
-                            yield piece
-                        else:
-                            last = piece
-                # Only now: a consumer leaves with the last piece, and a connection that was not
-                # read to its end cannot be used again.
-                if last is None:
-                    raise GivenUpError("it ended a completion without a finish_reason")
-                if adapter is not None:
-                    versions = (adapter.version,) * num_tokens
-                else:
-                    versions = expand_spans(spans, num_tokens)
-                if UNKNOWN_VERSION in versions:
-                    raise GivenUpError(
-                        "its weights have no policy version: it was restarted and waits for the "
-                        "current ones, or it was never given one"
-                    )
-                yield replace(last, versions=versions)
+    def _format_body(
+        self, token_ids: Sequence[int], params: dict[str, Any], adapter: LoraAdapter | None
+    ) -> dict[str, Any]:
+        body = {
+            "token_ids": list(token_ids),
+            "sampling_params": params,
+            "cache_salt": self._make_salt(),
+        }
+        return body if adapter is None else {**body, "model": adapter.name}
 
-    async def score(self, token_ids: Sequence[int], start: int) -> list[float]:
-        """Logprobs (nats, temperature 1) of the tokens from position ``start`` on."""
-        check_score(token_ids, start, self._config.max_model_len)
-        with self._vllm_errors("score", GENERATE_PATH), self._adapters.hold() as adapter:
-            body = format_score(token_ids, self._salts.make(), adapter.name if adapter else None)
-            limit = self._config.generate_timeout_seconds
-            reply = await self._http.request(
-                "POST", GENERATE_PATH, body, leg="score", timeout_seconds=limit
-            )
-        return parse_score(reply, token_ids, start)
+    def _read_piece(
+        self, reply: dict[str, Any], sampling: Sampling, num_before: int
+    ) -> tuple[Generation, Any]:
+        [choice] = reply["choices"]
+        content = (choice.get("logprobs") or {}).get("content") or []
+        if [item["token_id"] for item in content] != choice["token_ids"]:
+            raise ValueError("logprobs of other tokens than those sampled")
+        reason = choice.get("finish_reason")
+        if reason == "abort":
+            raise ServerDownError(f"{self.name} aborted the completion")
+        # The sampled token is among its likeliest, wherever it ranks.
+        tops = [
+            [(top["token_id"], top["logprob"]) for top in item["top_logprobs"]]
+            for item in content
+            if sampling.num_top_logprobs
+        ]
+        logprobs = [item["logprob"] for item in content]
+        stop = choice.get("stop_reason")
+        piece = self._build_piece(sampling, choice["token_ids"], logprobs, tops, reason, stop)
+        return piece, choice.get("weight_versions")
 
-    async def check_health(self) -> int:
-        """Its policy version, if it can serve and is a supported vLLM."""
-        # The first is answered by the process that listens, the second by the one that computes.
-        _, weight_info = [await self._get(path) for path in ("/health", "/weight_info")]
-        await self._check_version()
-        return parse_version(parse_object(weight_info).get("weight_version"))
+    def _format_score(
+        self, token_ids: Sequence[int], start: int, adapter: LoraAdapter | None
+    ) -> dict[str, Any]:
+        # vLLM computes the whole prompt then, whatever its prefix cache holds.
+        params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
+        return self._format_body(token_ids, params, adapter)
 
-    async def _get(self, path: str) -> bytes:
-        return await self._http.request(
-            "GET", path, leg="health check", timeout_seconds=_HEALTH_SECONDS
-        )
-
-    async def _check_version(self) -> None:
-        """Refuses a vLLM that is not supported; asks once.
-
-        Raises:
-            UserInputError: found, supported, and what to type.
-        """
-        if self._is_supported:
-            return
-        async with self._checking:
-            if not self._is_supported:
-                reply = await self._get("/version")
-                check_vllm_version(str(parse_object(reply).get("version", "")))
-                self._is_supported = True
-
-    async def policy_version(self) -> int:
-        """The version of its weights that the server reports; UNKNOWN_VERSION: never set."""
-        reply = await self._ask("GET", "/weight_info", leg="asking for the policy version")
-        return parse_version(parse_object(reply).get("weight_version"))
+    def _read_scores(
+        self, reply: dict[str, Any], token_ids: Sequence[int], start: int
+    ) -> list[Any]:
+        pairs = zip(token_ids[start:], reply["prompt_logprobs"][start:], strict=True)
+        return [entry[str(token)]["logprob"] for token, entry in pairs]
 
     async def pause(self) -> None:
-        """Freezes calls in flight and holds new ones.
-
-        What the frozen calls have computed is dropped: they compute it again when they continue,
-        so that each of their tokens is sampled by the weights of its version alone.
-        """
-        self._salts.begin_change()
+        self._salt = None
         try:
             await self._ask("POST", "/pause?mode=keep&clear_cache=true", leg="pause")
         except BaseException:
-            self._salts.end_change()
+            self._salt = secrets.token_hex(8)
             raise
 
     async def resume(self) -> None:
-        """Lets calls continue."""
         await self._ask("POST", "/resume", leg="resume")
-        self._salts.end_change()
+        self._salt = secrets.token_hex(8)
 
     async def load_weights(self, folder: Path) -> None:
-        """Reads all weights from the safetensors files of ``folder``; calls must be paused.
-
-        A server that failed in it has lost its weights: its next completion kills it, unless
-        another load succeeds before.
-        """
-        path = _find_files(folder, "*.safetensors")
         # A server that started with weights of its own making refuses to read others.
         overrides = {"load_config": {"load_format": "auto"}}
         config = {"method": "update_config", "kwargs": {"overrides": overrides}}
         await self._ask("POST", "/collective_rpc", config, leg="preparing to load weights")
-        load = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         await self._ask("POST", "/collective_rpc", load, leg="loading weights")
 
     async def load_adapter(self, folder: Path, version: int) -> None:
-        """Serves the peft adapter in ``folder`` from now on, as ``version``.
+        """See :class:`EngineServer`.
 
-        Calls in flight stay with the adapter they began with. One that no call uses any more
-        is unloaded.
+        Raises:
+            EngineError: also where calls without an adapter are in flight.
         """
-        if self._adapters.num_base_calls:
+        num_base_calls = self._num_calls[None]
+        if num_base_calls:
             # Measured on 0.32 for CPU: in one batch with calls of an adapter, those of none are
             # computed with it too, and are off by nats.
             raise EngineError(
-                f"loading an adapter: {self._adapters.num_base_calls} calls without one are in "
-                f"flight on {self.name}, which vLLM would compute wrongly beside it. Publish the "
-                "first adapter before the first call"
+                f"loading an adapter: {num_base_calls} calls without one are in flight on "
+                f"{self.name}, which vLLM would compute wrongly beside it. Publish the first "
+                "adapter before the first call"
             )
-        name = self._adapters.name_next(version)
-        body = {"lora_name": name, "lora_path": _find_files(folder, "adapter_config.json")}
-        await self._ask("POST", "/v1/load_lora_adapter", body, leg="loading an adapter")
-        self._adapters.current = LoraAdapter(name, version)
-        models = await self._ask("GET", "/v1/models", leg="listing adapters")
-        loaded = [str(model.get("id")) for model in parse_object(models).get("data", [])]
-        for unused in self._adapters.find_unused(loaded):
-            body = {"lora_name": unused}
-            await self._ask("POST", "/v1/unload_lora_adapter", body, leg="unloading an adapter")
+        await super().load_adapter(folder, version)
 
     async def join_broadcast(self, unique_id: bytes, world_size: int) -> None:
         """Makes the server's workers enter the trainer's NCCL group, as ranks 1 and up."""
@@ -270,7 +170,7 @@ class VllmServer:
     async def receive_broadcast(
         self, names: Sequence[str], dtype_names: Sequence[str], shapes: Sequence[Sequence[int]]
     ) -> None:
-        """Takes one broadcast for each tensor; see :class:`BroadcastReceiver`."""
+        """Takes one broadcast for each tensor, in this order, as its new weights."""
         info = {
             "names": list(names),
             "dtype_names": list(dtype_names),
@@ -282,7 +182,6 @@ class VllmServer:
         await self._ask("POST", "/finish_weight_update", {}, leg="finishing a weight update")
 
     async def set_policy_version(self, version: int) -> None:
-        """Names the version of the weights; tokens sampled from now on carry it."""
         body = {"new_version": str(version)}
         await self._ask("POST", "/update_weight_version", body, leg="setting the policy version")
 
@@ -293,55 +192,4 @@ class VllmServer:
         await self._ask("POST", path, leg="making room for the trainer", timeout_seconds=limit)
 
     async def wake(self) -> None:
-        """Takes the memory back and continues, with the weights from before."""
         await self._ask("POST", "/wake_up", leg="taking the memory back")
-
-    async def close(self) -> None:
-        """Closes the connections; the process is not touched."""
-        await self._http.close()
-
-    async def _ask(
-        self,
-        method: Method,
-        path: str,
-        body: object = None,
-        *,
-        leg: str,
-        timeout_seconds: float | None = None,
-    ) -> bytes:
-        """One leg of an update, within ``engine.publish_timeout_seconds`` if not said otherwise."""
-        limit = timeout_seconds or self._config.publish_timeout_seconds
-        with self._vllm_errors(leg, path):
-            return await self._http.request(method, path, body, leg=leg, timeout_seconds=limit)
-
-    @contextmanager
-    def _vllm_errors(self, leg: str, path: str) -> Iterator[None]:
-        """Raises what an error of vLLM means."""
-        try:
-            yield
-        except GivenUpError as error:
-            raise self._http.went_down(leg, str(error)) from None
-        except HttpStatusError as error:
-            meaning = find_meaning(error.server_message)
-            if isinstance(meaning, GivenUpError):
-                raise self._http.went_down(leg, str(meaning)) from None
-            if meaning is not None:
-                raise meaning from None
-            if error.status == 404 and error.server_message == "Not Found":
-                how = _HOW_TO_OPEN.get(path, _OPEN_FOR_TRAINING)
-                raise EngineError(f"{error}. Start the server with {how}") from None
-            raise
-
-
-def _find_files(folder: Path, pattern: str) -> str:
-    """The absolute path of a folder that holds a file like ``pattern``.
-
-    Raises:
-        EngineError: it holds none. vLLM would lose the weights it has in trying to read them.
-    """
-    if not any(folder.glob(pattern)):
-        raise EngineError(
-            f"no weights to load: {folder} holds no {pattern}. Trainer and servers need a folder "
-            "that all of them see: engine.weight_transfer.dir=PATH"
-        )
-    return str(folder.absolute())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl_cli.config.experiment import LoraConfig
-from agentrl_cli.engine.protocol import EngineServer
+from agentrl_cli.engine.engine_server import EngineServer
 from agentrl_cli.engine.weights.weight_folders import VersionFolders
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from agentrl_cli.engine.protocol import BroadcastReceiver, EngineServer, WeightUpdate
+from agentrl_cli.engine.engine_server import EngineServer
+from agentrl_cli.engine.protocol import BroadcastReceiver, WeightUpdate
 from agentrl_cli.engine.weights.weight_folders import FolderTransfer
 from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerDownError
 from agentrl_cli.log import get_logger

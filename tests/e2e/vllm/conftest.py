@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from transformers import PreTrainedModel
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import Machine, resolve_run
+from agentrl_cli.engine.protocol import Generation, Sampling, ServerEndpoint, join_pieces
+from agentrl_cli.engine.vllm.vllm_server import VllmServer
 from agentrl_cli.launch.run_resolution import with_output_head
 from agentrl_cli.launch.servers.server_group import ServerGroup
 from agentrl_cli.log import SilentObserver
@@ -119,33 +122,32 @@ def make_vllm_config() -> Callable[..., ExperimentConfig]:
 
 
 @pytest.fixture(scope="session")
-def _log_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("vllm-logs")
+def build_server_group(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ServerGroup]:
+    """Servers that are not started yet: ``build_server_group(config, untied_head=False)``."""
 
+    def build(config: ExperimentConfig, untied_head: bool | None = None) -> ServerGroup:
+        machine = Machine.detect({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+        run = resolve_run(config, machine, purpose="train")
+        run = with_output_head(run, config, config.model.path)
+        if untied_head is not None:
+            run = run.model_copy(update={"untied_head": untied_head})
+        log_dir = tmp_path_factory.mktemp("vllm-logs")
+        return ServerGroup(
+            config, run, config.model.path, log_dir=log_dir, observer=SilentObserver()
+        )
 
-def _build_server_group(
-    config: ExperimentConfig,
-    log_dir: Path,
-    purpose: Any = "train",
-    untied_head: bool | None = None,
-    **arguments: Any,
-) -> ServerGroup:
-    machine = Machine.detect({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-    run = resolve_run(config, machine, purpose=purpose)
-    run = with_output_head(run, config, config.model.path)
-    if untied_head is not None:
-        run = run.model_copy(update={"untied_head": untied_head})
-    arguments = {"log_dir": log_dir, "observer": SilentObserver(), **arguments}
-    return ServerGroup(config, run, config.model.path, **arguments)
+    return build
 
 
 @pytest.fixture
-def start_server_group(tmp_path: Path) -> Iterator[Callable[..., ServerGroup]]:
-    """Starts a test's own servers, ready on return: ``start_server_group(config)``."""
+def start_server_group(
+    build_server_group: Callable[..., ServerGroup],
+) -> Iterator[Callable[..., ServerGroup]]:
+    """Starts a test's own servers, ready on return; arguments of ``build_server_group``."""
     with ExitStack() as stack:
 
-        def start(config: ExperimentConfig, **arguments: Any) -> ServerGroup:
-            server_group = _build_server_group(config, tmp_path / "logs", **arguments)
+        def start(*arguments: Any, **options: Any) -> ServerGroup:
+            server_group = build_server_group(*arguments, **options)
             stack.callback(server_group.stop)
             server_group.start()
             server_group.wait()
@@ -154,21 +156,52 @@ def start_server_group(tmp_path: Path) -> Iterator[Callable[..., ServerGroup]]:
         yield start
 
 
+class WholeServer(VllmServer):
+    """Gives completions as a whole, too."""
+
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
+        pieces = self.stream(prompt_ids, sampling, stream_interval=self._config.max_model_len)
+        return join_pieces([piece async for piece in pieces])
+
+    async def forget_version(self) -> None:
+        """As the other users of a session's servers expect it."""
+        body = {"new_version": "default"}
+        await self._ask("POST", "/update_weight_version", body, leg="setting it back")
+
+
+@pytest.fixture
+async def open_server(untied_folder: Path) -> AsyncIterator[Callable[..., WholeServer]]:
+    """Opens clients: ``open_server(endpoint, api_key="wrong")``."""
+    config = make_config(untied_folder).engine
+    async with AsyncExitStack() as stack:
+
+        def open_one(endpoint: ServerEndpoint, **changes: Any) -> WholeServer:
+            server = WholeServer(replace(endpoint, **changes), config)
+            stack.push_async_callback(server.close)
+            return server
+
+        yield open_one
+
+
 @pytest.fixture(scope="session")
-def untied_server_group(untied_folder: Path, _log_root: Path) -> Iterator[ServerGroup]:
+def untied_server_group(
+    untied_folder: Path, build_server_group: Callable[..., ServerGroup]
+) -> Iterator[ServerGroup]:
     """One server with the untied model, for the whole session.
 
     Leave it as it was: ready, the weights of the folder, version unknown to it.
     """
-    with _build_server_group(make_config(untied_folder), _log_root / "untied") as server_group:
+    with build_server_group(make_config(untied_folder)) as server_group:
         server_group.wait()
         yield server_group
 
 
 @pytest.fixture(scope="session")
-def tied_server_group(tied_folder: Path, _log_root: Path) -> Iterator[ServerGroup]:
+def tied_server_group(
+    tied_folder: Path, build_server_group: Callable[..., ServerGroup]
+) -> Iterator[ServerGroup]:
     """One server with the tied model, for the whole session: weights come with the first
     publication."""
-    with _build_server_group(make_config(tied_folder), _log_root / "tied") as server_group:
+    with build_server_group(make_config(tied_folder)) as server_group:
         server_group.wait()
         yield server_group

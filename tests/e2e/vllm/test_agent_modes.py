@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.engine.vllm.vllm_server import VllmServer
 from agentrl_cli.launch.processes.trainer_spec import RunningServers
 from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
 from agentrl_cli.records import Trajectory
@@ -34,6 +33,7 @@ async def engine(
     untied_folder: Path,
     make_vllm_config: Callable[..., ExperimentConfig],
     recording_engine: Any,
+    open_server: Callable[..., Any],
 ) -> AsyncIterator[Any]:
     """The engine of a run on the session's server, and what it sampled."""
     config = make_vllm_config(untied_folder)
@@ -42,12 +42,7 @@ async def engine(
     router = await open_router(config, config.model.path, servers, 0, {})
     yield recording_engine(router)
     await router.close()
-    # As the other users of the group expect it.
-    server = VllmServer(endpoint, config.engine)
-    await server._ask(
-        "POST", "/update_weight_version", {"new_version": "default"}, leg="setting it back"
-    )
-    await server.close()
+    await open_server(endpoint).forget_version()
 
 
 @pytest.fixture

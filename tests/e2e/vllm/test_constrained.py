@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,7 @@ import jsonschema
 import pytest
 import torch
 
-from agentrl_cli.config.experiment import EngineConfig
-from agentrl_cli.engine.protocol import Generation, Sampling, join_pieces
-from agentrl_cli.engine.vllm.vllm_server import VllmServer
+from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.errors import EngineError
 from agentrl_cli.launch.servers.server_group import ServerGroup
 from agentrl_cli.records import Interaction, Trajectory
@@ -28,7 +26,6 @@ from agentrl_cli.train.learner import Learner
 #: float32 on both sides.
 TOLERANCE = 1e-4
 PROMPT = (10, 20, 30, 40, 50)
-CONFIG = EngineConfig(max_model_len=512, generate_timeout_seconds=120)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -41,16 +38,6 @@ SCHEMA = {
 }
 TOOL = {"type": "function", "function": {"name": "double", "parameters": SCHEMA}}
 FORMATS = ReplyFormats(tool_calls=find_tool_call_format("hermes"))
-
-
-class TestedServer(VllmServer):
-    """Gives completions as a whole, too."""
-
-    __test__ = False
-
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
-        pieces = self.stream(prompt_ids, sampling, stream_interval=CONFIG.max_model_len)
-        return join_pieces([piece async for piece in pieces])
 
 
 def build_tag(**rules: Any) -> str:
@@ -67,17 +54,15 @@ CALL = build_tag(tool_choice="required", parallel_tool_calls=False)
 
 
 @pytest.fixture
-async def server(untied_server_group: ServerGroup) -> AsyncIterator[TestedServer]:
+async def server(
+    untied_server_group: ServerGroup, open_server: Callable[..., Any]
+) -> AsyncIterator[Any]:
     """A client of weights that are version 1 meanwhile."""
     (endpoint,) = untied_server_group.endpoints
-    client = TestedServer(endpoint, CONFIG)
-    await client.check_health()
+    client = open_server(endpoint)
     await client.set_policy_version(1)
     yield client
-    await client._ask(
-        "POST", "/update_weight_version", {"new_version": "default"}, leg="setting it back"
-    )
-    await client.close()
+    await client.forget_version()
 
 
 def build_trajectory(index: int, generation: Generation, sampling: Sampling) -> Trajectory:
@@ -104,7 +89,7 @@ def build_trajectory(index: int, generation: Generation, sampling: Sampling) -> 
 
 
 async def test_what_is_sampled_obeys_and_the_trainer_agrees(
-    server: TestedServer,
+    server: Any,
     build_tiny_model: Callable[..., Any],
     chat_tokenizer: Any,
     make_vllm_config: Callable[..., Any],
@@ -149,7 +134,7 @@ async def test_what_is_sampled_obeys_and_the_trainer_agrees(
 # The whitespace allowed after the brace is at most 33 tokens, so that 60 reach a forced one.
 @pytest.mark.parametrize(("structural_tag", "max_tokens"), [(None, 12), (ANSWER, 60)])
 async def test_the_likeliest_tokens_are_those_of_a_plain_forward_pass(
-    server: TestedServer,
+    server: Any,
     build_tiny_model: Callable[..., Any],
     structural_tag: str | None,
     max_tokens: int,
@@ -177,7 +162,7 @@ async def test_the_likeliest_tokens_are_those_of_a_plain_forward_pass(
         assert min(len(tops) for tops in generation.top_logprobs) == 1
 
 
-async def test_a_tag_that_is_none_is_refused(server: TestedServer) -> None:
+async def test_a_tag_that_is_none_is_refused(server: Any) -> None:
     tag = '{"type": "structural_tag", "format": {"type": "nonsense"}}'
     with pytest.raises(EngineError, match="tructural"):
         await server.generate(PROMPT, Sampling(max_tokens=5, structural_tag=tag))

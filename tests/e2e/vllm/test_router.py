@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-import torch
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.protocol import Generation, Probe, Sampling, join_pieces
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.engine.vllm.vllm_server import VllmServer
 from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
 from agentrl_cli.errors import ServerDownError
 from agentrl_cli.launch.servers.server_group import ServerGroup
-from agentrl_cli.log import SilentObserver
 
 #: Two servers start, and one of them once more.
 pytestmark = pytest.mark.timeout(900)
@@ -76,34 +71,11 @@ def config(untied_folder: Path, make_vllm_config: Callable[..., ExperimentConfig
 
 @pytest.fixture(scope="module")
 def server_group(
-    config: ExperimentConfig, tmp_path_factory: pytest.TempPathFactory
+    config: ExperimentConfig, build_server_group: Callable[..., ServerGroup]
 ) -> Iterator[ServerGroup]:
-    log_dir = tmp_path_factory.mktemp("router-logs")
-    with ServerGroup(
-        config,
-        resolve_run(config, Machine.detect(), purpose="train"),
-        config.model.path,
-        log_dir=log_dir,
-        observer=SilentObserver(),
-    ) as server_group:
+    with build_server_group(config) as server_group:
         server_group.wait()
         yield server_group
-
-
-def compute_logprobs(model: Any, prompt: Sequence[int], ids: Sequence[int]) -> list[float]:
-    tokens = torch.tensor([[*prompt, *ids]])
-    with torch.no_grad():
-        logprobs = model(tokens).logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1)
-    return logprobs.gather(1, torch.tensor(ids).unsqueeze(1)).squeeze(1).tolist()
-
-
-def find_server(server_group: ServerGroup, index: int) -> int:
-    """The process id of the API server, which its process reaper has started."""
-    reaper = server_group.processes[index].pid
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True)
-    rows = [line.split() for line in listing.stdout.splitlines()]
-    (child,) = (int(pid) for pid, parent in rows if int(parent) == reaper)
-    return child
 
 
 async def wait_for(condition: Callable[[], bool], seconds: float) -> None:
@@ -113,7 +85,10 @@ async def wait_for(condition: Callable[[], bool], seconds: float) -> None:
 
 
 async def test_no_call_fails_when_a_server_is_killed(
-    server_group: ServerGroup, config: ExperimentConfig, build_tiny_model: Callable[..., Any]
+    server_group: ServerGroup,
+    config: ExperimentConfig,
+    build_tiny_model: Callable[..., Any],
+    compute_truth: Callable[..., Any],
 ) -> None:
     servers = [WatchedServer(endpoint, config.engine) for endpoint in server_group.endpoints]
     router = EngineRouter(
@@ -149,8 +124,8 @@ async def test_no_call_fails_when_a_server_is_killed(
         """How many completions were sampled by one version alone; compares their logprobs."""
         found = [(p, g) for p, g in done if set(g.versions) == {version}]
         for prompt, generation in found:
-            expected = compute_logprobs(models[version], prompt, generation.completion_ids)
-            assert generation.rollout_logprobs == pytest.approx(expected, abs=TOLERANCE)
+            expected = compute_truth(models[version], prompt, generation, Sampling())
+            assert generation.rollout_logprobs == pytest.approx(expected.tolist(), abs=TOLERANCE)
             assert len(generation.versions) == len(generation.completion_ids)
         return len(found)
 
@@ -158,12 +133,13 @@ async def test_no_call_fails_when_a_server_is_killed(
     try:
         await router.publish_weights(1, models[1].state_dict())
         callers = [asyncio.create_task(call_on_and_on(n)) for n in range(NUM_CALLERS)]
-        # Known beforehand: what `ps` takes on a busy machine is enough for calls to end.
-        victim = find_server(server_group, 0)
+        # The API server, which its process reaper has started. Known beforehand: looking for it
+        # takes long enough on a busy machine for calls to end.
+        [victim] = psutil.Process(server_group.processes[0].pid).children()
         await wait_for(lambda: servers[0].is_in_the_middle, 60)
         # As the system does when memory runs out.
-        os.kill(victim, signal.SIGKILL)
-        await wait_for(lambda: router.num_unhealthy_servers == 1, 10)
+        victim.kill()
+        await wait_for(lambda: len(router.replicas) == 1, 10)
         await wait_for(lambda: not servers[0].open_calls, 10)
         faults = router.take_fault_metrics()
         assert faults["resampled_calls"] >= 1
@@ -174,22 +150,23 @@ async def test_no_call_fails_when_a_server_is_killed(
         await wait_for(lambda: len(done) > num_done + 2 * NUM_CALLERS, 60)
         # Published while the server is started again: it must come back with these.
         await router.publish_weights(2, models[2].state_dict())
-        ids = list(range(20, 40))
+        ids = tuple(range(20, 40))
+        rest = Generation(
+            completion_ids=ids[4:], rollout_logprobs=(), versions=(), finish_reason="length"
+        )
+        truth = compute_truth(models[2], ids[:4], rest, Sampling()).tolist()
         probe = Probe(
-            token_ids=tuple(ids),
-            num_prompt_tokens=4,
-            logprobs=tuple(compute_logprobs(models[2], ids[:4], ids[4:])),
-            tolerance=TOLERANCE,
+            token_ids=ids, num_prompt_tokens=4, logprobs=tuple(truth), tolerance=TOLERANCE
         )
         router.expect(2, [probe])
-        await wait_for(lambda: router.num_unhealthy_servers == 0, 240)
+        await wait_for(lambda: len(router.replicas) == 2, 240)
         num_prompts = len(servers[0].prompts)
         await wait_for(lambda: len(servers[0].prompts) > num_prompts, 30)
         back = next(r for r in router.replicas if r.name == servers[0].name)
         prompt = [5, 6, 7, 8]
         done.append((prompt, await back.generate(prompt, Sampling(max_tokens=50))))
         assert set(done[-1][1].versions) == {2}
-        assert await router.policy_version() == 2
+        assert [await replica.policy_version() for replica in router.replicas] == [2, 2]
         is_over = True
         # Raises what any call raised.
         await asyncio.wait_for(asyncio.gather(*callers), 60)

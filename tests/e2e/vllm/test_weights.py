@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 import torch
 from safetensors.torch import load_file, save
@@ -22,8 +21,6 @@ from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.protocol import (
     Generation,
     Sampling,
-    ServerEndpoint,
-    WeightTransfer,
     WeightUpdate,
 )
 from agentrl_cli.engine.router.engine_router import EngineRouter
@@ -59,28 +56,15 @@ def make_learner(build_tiny_model: Callable[..., PreTrainedModel]) -> Trainer:
 
 @pytest.fixture
 async def lent_server_group(
-    untied_server_group: ServerGroup, untied_folder: Path, make_vllm_config: Callable[..., Any]
+    untied_server_group: ServerGroup, untied_folder: Path, open_server: Callable[..., Any]
 ) -> AsyncIterator[ServerGroup]:
     """The session's untied server, which gets its own weights and no version afterwards."""
     yield untied_server_group
-    (endpoint,) = untied_server_group.endpoints
-    server = VllmServer(endpoint, make_vllm_config(untied_folder).engine)
+    server = open_server(untied_server_group.endpoints[0])
     await server.pause()
     await server.load_weights(untied_folder)
     await server.resume()
-    await server.close()
-    await set_version(endpoint, "default")
-
-
-async def set_version(endpoint: ServerEndpoint, version: str) -> None:
-    """As anybody may who knows the server's key."""
-    headers = {"Authorization": f"Bearer {endpoint.api_key}"}
-    url = f"{endpoint.base_url}/update_weight_version"
-    async with (
-        aiohttp.ClientSession(headers=headers) as session,
-        session.post(url, json={"new_version": version}) as response,
-    ):
-        assert response.status == 200
+    await server.forget_version()
 
 
 def move(learner: Learner, seed: int) -> None:
@@ -98,7 +82,7 @@ async def open_engine(
     config: ExperimentConfig,
     server_group: ServerGroup,
     learner: Learner,
-    transfer: Callable[[WeightTransfer], WeightTransfer] = lambda same: same,
+    meddling: Meddling | None = None,
 ) -> AsyncIterator[EngineRouter]:
     tied_names = find_tied_names(learner.model) if server_group.run.untied_head else {}
     built = build_weight_transfer(
@@ -107,11 +91,13 @@ async def open_engine(
         kind=resolve_run(config, Machine(), purpose="train").weight_transfer,
         tied_names=tied_names,
     )
+    if meddling is not None:
+        meddling.transfer = built
     engine = EngineRouter(
         [VllmServer(e, config.engine) for e in server_group.endpoints],
         config.engine,
         model_name=config.model.path,
-        transfer=transfer(built),
+        transfer=meddling or built,
     )
     try:
         await engine.start(None)
@@ -143,13 +129,8 @@ async def check_completions(engine: EngineRouter, learner: Learner, version: int
 
 
 async def publish_and_check(config: Any, server_group: ServerGroup, learner: Learner) -> None:
-    transfers: list[WeightTransfer] = []
-
-    def keep(transfer: WeightTransfer) -> WeightTransfer:
-        transfers.append(transfer)
-        return transfer
-
-    async with open_engine(config, server_group, learner, keep) as engine:
+    transfer = Meddling()
+    async with open_engine(config, server_group, learner, transfer) as engine:
         for version in range(NUM_PUBLICATIONS + 1):
             if version:
                 move(learner, version)
@@ -158,7 +139,7 @@ async def publish_and_check(config: Any, server_group: ServerGroup, learner: Lea
             await check_completions(engine, learner, version)
         # The next file takes this one's place: the servers must have copied what they hold.
         zeros = {name: torch.zeros_like(tensor) for name, tensor in learner.weights().items()}
-        await transfers[0].prepare(NUM_PUBLICATIONS + 1, zeros)
+        await transfer.prepare(NUM_PUBLICATIONS + 1, zeros)
         await check_completions(engine, learner, NUM_PUBLICATIONS)
 
 
@@ -256,7 +237,7 @@ async def test_a_stale_head_stops_the_run(
 
 
 async def test_a_version_that_somebody_else_sets_stops_the_run(
-    lent_server_group, untied_folder, make_vllm_config, make_learner
+    lent_server_group, untied_folder, make_vllm_config, make_learner, open_server
 ):
     config = make_vllm_config(untied_folder)
     learner = make_learner(config)
@@ -266,7 +247,7 @@ async def test_a_version_that_somebody_else_sets_stops_the_run(
 
         async def publish_and_meddle(version: int, weights: Mapping[str, torch.Tensor]) -> None:
             await published(version, weights)
-            await set_version(lent_server_group.endpoints[0], "9")
+            await open_server(lent_server_group.endpoints[0]).set_policy_version(9)
 
         engine.publish_weights = publish_and_meddle
         with pytest.raises(WeightMismatchError, match=r"version 2 was published.*vllm-0 reports 9"):
@@ -276,14 +257,13 @@ async def test_a_version_that_somebody_else_sets_stops_the_run(
 class Meddling:
     """A transfer in whose folder somebody overwrites the file before the servers read it."""
 
-    def __init__(self, transfer: WeightTransfer) -> None:
-        self.transfer = transfer
-        self.meddle: Callable[[Path], None] | None = None
+    transfer: Any = None
+    meddle: Callable[[Path], None] | None = None
 
     async def prepare(self, version: int, weights: Mapping[str, torch.Tensor]) -> WeightUpdate:
         update = await self.transfer.prepare(version, weights)
         if self.meddle is not None:
-            self.meddle(update.folder)  # type: ignore[attr-defined]
+            self.meddle(update.folder)
         return update
 
     async def close(self) -> None:
@@ -305,23 +285,18 @@ async def test_a_wrong_file_stops_the_run_with_both_numbers(
 ):
     config = make_vllm_config(untied_folder)
     learner = make_learner(config)
-    transfers: list[Meddling] = []
-
-    def wrap(transfer: WeightTransfer) -> Meddling:
-        transfers.append(Meddling(transfer))
-        return transfers[0]
-
-    async with open_engine(config, lent_server_group, learner, wrap) as engine:
+    transfer = Meddling()
+    async with open_engine(config, lent_server_group, learner, transfer) as engine:
         await publish_and_verify(engine, learner, 1, PROBES, TOLERANCE)
         old = learner.weights()[NAME].clone()
         move(learner, 1)
         wrong = torch.randn(old.shape) if kind == "noise" else old
-        transfers[0].meddle = lambda folder: write_tensor(folder, wrong)
+        transfer.meddle = lambda folder: write_tensor(folder, wrong)
         with pytest.raises(WeightMismatchError) as caught:
             await publish_and_verify(engine, learner, 2, PROBES, TOLERANCE)
         message = str(caught.value)
         assert "vllm-0 does not hold the trainer's weights" in message
         assert "engine logprob -" in message
         assert "trainer -" in message
-        transfers[0].meddle = None
+        transfer.meddle = None
         await publish_and_verify(engine, learner, 3, PROBES, TOLERANCE)

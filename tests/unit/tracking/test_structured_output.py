@@ -347,7 +347,7 @@ async def test_without_xgrammar_it_is_said_what_to_type(monkeypatch: pytest.Monk
     free = await constrain(make_request(response_format={"type": "text"}), HERMES, "")
     assert free.structural_tag is None
     with pytest.raises(MissingExtraError):
-        TokenGrammars(None, 10, [0]).compile("{}")
+        TokenGrammars(None, 10, [0]).start("{}")
 
 
 _SCALARS = st.one_of(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import selectors
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.config.experiment import EngineConfig
-from agentrl_cli.engine.protocol import (
-    UNKNOWN_VERSION,
-    EngineServer,
-    Generation,
-    Sampling,
-    ServerEndpoint,
-    join_pieces,
-)
+from agentrl_cli.engine.protocol import UNKNOWN_VERSION, Generation, Sampling, join_pieces
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerDownError
 
@@ -29,8 +23,6 @@ END_ID = 2
 ENDLESS_ID = 2000
 MAX_MODEL_LEN = 512
 TOKEN_SECONDS = 0.02
-#: From the moment a token is sampled until the router has it.
-WIRE_SECONDS = 0.005
 
 
 def sample_token(prefix: Sequence[int], weights: int) -> int:
@@ -101,23 +93,13 @@ class FakeProcess:
         self.change.clear()
 
 
-class FakeServer(EngineServer):
-    """A client of a process that others kill, hang and start again."""
+class FakeServer:
+    """Stands for the client of a process that others kill, hang and start again."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self.process = FakeProcess()
         self.is_closed = False
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def endpoint(self) -> ServerEndpoint:
-        return ServerEndpoint(name=self._name, base_url="http://127.0.0.1:1", api_key="k")
-
-    # -- faults ---------------------------------------------------------------------------
 
     def kill(self) -> None:
         self.process.is_alive = False
@@ -131,21 +113,19 @@ class FakeServer(EngineServer):
         self.process.is_hung = is_hung
         self.process.touch()
 
-    # -- EngineServer ---------------------------------------------------------------------
-
     async def _reach(self, process: FakeProcess, seconds: float, leg: str) -> None:
         """Waits like a request that takes ``seconds``, with a deadline."""
         try:
             async with asyncio.timeout(5.0):
                 await self._let_pass(process, seconds)
         except TimeoutError:
-            raise EngineTimeoutError(f"{leg}: {self._name} did not finish") from None
+            raise EngineTimeoutError(f"{leg}: {self.name} did not finish") from None
 
     async def _let_pass(self, process: FakeProcess, seconds: float) -> None:
         """Time passes in the process, unless it hangs."""
         while True:
             if not process.is_alive:
-                raise ServerDownError(f"{self._name} closed the connection")
+                raise ServerDownError(f"{self.name} closed the connection")
             change = process.change
             if process.is_hung:
                 await change.wait()
@@ -157,87 +137,41 @@ class FakeServer(EngineServer):
                 return
 
     async def stream(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        stream_interval: int = 1,
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, stream_interval: int = 1
     ) -> AsyncIterator[Generation]:
-        process = self.process
+        process, ids = self.process, list(prompt_ids)
         process.prompts.append(tuple(prompt_ids))
         process.samplings.append(sampling)
         process.num_running += 1
-        is_over = False
-        wire: asyncio.Queue[Generation | None] = asyncio.Queue()
-        sampler = asyncio.ensure_future(
-            self._sample(process, list(prompt_ids), sampling, stream_interval, wire)
-        )
-        try:
-            while True:
-                piece = await wire.get()
-                if piece is None:
-                    is_over = True
-                    raise ServerDownError(f"{self._name} closed the connection")
-                is_over = piece.finish_reason is not None
-                yield piece
-                if is_over:
-                    return
-        finally:
-            sampler.cancel()
-            process.num_running -= 1
-            process.num_aborted += not is_over
-
-    async def _sample(
-        self,
-        process: FakeProcess,
-        ids: list[int],
-        sampling: Sampling,
-        interval: int,
-        wire: asyncio.Queue[Generation | None],
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        num_prompt, num_sent = len(ids), len(ids)
+        max_tokens = min(MAX_MODEL_LEN - len(ids), sampling.max_tokens or MAX_MODEL_LEN)
+        new_ids: list[int] = []
         logprobs: list[float] = []
         labels: list[int] = []
-        max_tokens = min(MAX_MODEL_LEN - num_prompt, sampling.max_tokens or MAX_MODEL_LEN)
-
-        def send(reason: Any) -> None:
-            nonlocal num_sent
-            piece = Generation(
-                completion_ids=tuple(ids[num_sent:]),
-                rollout_logprobs=tuple(logprobs[num_sent - num_prompt :]),
-                versions=tuple(labels) if reason else (),
-                finish_reason=reason,
-                top_logprobs=tuple(
-                    ((token, logprob),)
-                    for token, logprob in zip(
-                        ids[num_sent:], logprobs[num_sent - num_prompt :], strict=True
-                    )
-                )
-                if sampling.num_top_logprobs
-                else (),
-            )
-            num_sent = len(ids)
-            loop.call_later(WIRE_SECONDS, wire.put_nowait, piece)
-
-        while True:
-            try:
+        reason = None
+        try:
+            while reason is None:
                 await self._let_pass(process, TOKEN_SECONDS)
                 while process.is_paused or process.is_asleep:
                     await self._let_pass(process, TOKEN_SECONDS)
-            except ServerDownError:
-                loop.call_later(WIRE_SECONDS, wire.put_nowait, None)
-                return
-            logprobs.append(compute_logprob(ids, process.weights))
-            ids.append(sample_token(ids, process.weights))
-            labels.append(process.label)
-            num_tokens = len(ids) - num_prompt
-            reason = "length" if num_tokens == max_tokens else None
-            reason = "stop" if ids[-1] == END_ID else reason
-            if reason or num_tokens == 1 or len(ids) - num_sent >= interval:
-                send(reason)
-            if reason:
-                return
+                logprobs.append(compute_logprob(ids, process.weights))
+                new_ids.append(sample_token(ids, process.weights))
+                ids.append(new_ids[-1])
+                labels.append(process.label)
+                reason = "length" if len(labels) == max_tokens else None
+                reason = "stop" if ids[-1] == END_ID else reason
+                if reason or len(labels) == 1 or len(new_ids) >= stream_interval:
+                    tops = tuple((pair,) for pair in zip(new_ids, logprobs, strict=True))
+                    yield Generation(
+                        completion_ids=tuple(new_ids),
+                        rollout_logprobs=tuple(logprobs),
+                        versions=tuple(labels) if reason else (),
+                        finish_reason=reason,
+                        top_logprobs=tops if sampling.num_top_logprobs else (),
+                    )
+                    new_ids, logprobs = [], []
+        finally:
+            process.num_running -= 1
+            process.num_aborted += reason is None
 
     async def policy_version(self) -> int:
         process = self.process
@@ -259,7 +193,7 @@ class FakeServer(EngineServer):
         seconds = process.load_seconds if process.is_loading else 0.002
         await self._reach(process, seconds, "health")
         if process.refuses_key:
-            raise EngineError(f"health: {self._name} refused the key")
+            raise EngineError(f"health: {self.name} refused the key")
         return process.label
 
     async def pause(self) -> None:
@@ -290,7 +224,7 @@ class FakeServer(EngineServer):
         process.is_loading = False
         process.touch()
         if process.refuses_weights:
-            raise EngineError(f"load: {self._name} answered 500: no space left")
+            raise EngineError(f"load: {self.name} answered 500: no space left")
         if not process.ignores_weights:
             process.weights = int(folder.name)
 
@@ -308,7 +242,7 @@ class FakeServer(EngineServer):
 class FakeUpdate:
     version: int
 
-    async def apply(self, server: EngineServer) -> None:
+    async def apply(self, server: FakeServer) -> None:
         await server.load_weights(Path(str(self.version)))
 
 
@@ -335,41 +269,43 @@ class World:
         self.servers = [FakeServer(f"fake-{index}") for index in range(num_servers)]
         self.transfer = FakeTransfer()
         config = {"generate_timeout_seconds": 600.0, "start_timeout_seconds": 100.0, **config}
+        self._config = EngineConfig(kind="vllm", max_model_len=MAX_MODEL_LEN, **config)
+        self._shares_gpu = shares_gpu
+        self.router: Any = None
+
+    @staticmethod
+    def run(story: Coroutine[Any, Any, None]) -> None:
+        """Plays a story; the clock is virtual."""
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(story)
+
+    @property
+    def num_unhealthy(self) -> int:
+        return self.router.take_fault_metrics()["num_unhealthy_servers"]
+
+    async def ask_versions(self) -> set[int]:
+        """What the servers report that serve; those restarted unnoticed are noticed by it."""
+        versions = set()
+        for replica in self.router.replicas:
+            with suppress(ServerDownError):
+                versions.add(await replica.policy_version())
+        return versions
+
+    @asynccontextmanager
+    async def started(self, version: int | None = 0) -> AsyncIterator[World]:
         self.router = EngineRouter(
             self.servers,
-            EngineConfig(kind="vllm", max_model_len=MAX_MODEL_LEN, **config),
+            self._config,
             model_name="fake",
             transfer=self.transfer,
-            shares_gpu=shares_gpu,
+            shares_gpu=self._shares_gpu,
         )
-
-    @classmethod
-    def run(
-        cls,
-        story: Callable[[World], Awaitable[None]],
-        num_servers: int = 2,
-        version: int | None = 0,
-        prepare: Callable[[World], None] = lambda _: None,
-        **config: Any,
-    ) -> World:
-        """Plays ``story`` with a started router; the clock is virtual.
-
-        ``prepare`` makes the faults that servers have before the router starts.
-        """
-        world = cls(num_servers, **config)
-        prepare(world)
-
-        async def play() -> None:
-            await world.router.start(version)
-            try:
-                async with asyncio.timeout(20_000):
-                    await story(world)
-            finally:
-                await world.router.close()
-
-        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            runner.run(play())
-        return world
+        try:
+            await self.router.start(version)
+            async with asyncio.timeout(20_000):
+                yield self
+        finally:
+            await self.router.close()
 
     async def generate(
         self, prompt: Sequence[int], max_tokens: int = 100, **sampling: Any
@@ -416,7 +352,21 @@ class World:
             assert len(ids) == min(max_tokens, MAX_MODEL_LEN - len(prompt))
 
 
+def pytest_asyncio_loop_factories() -> dict[str, type[VirtualLoop]]:
+    """Time is virtual in all tests here."""
+    return {"virtual": VirtualLoop}
+
+
 @pytest.fixture(scope="session")
 def world() -> type[World]:
-    """Makes worlds: ``world.run(story, num_servers=2)``."""
+    """Makes worlds; with servers that have faults from the beginning, say."""
     return World
+
+
+@pytest.fixture
+async def w(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    """A world whose router has started; arguments of another one by indirect parametrization."""
+    options = {"num_servers": 2, "version": 0, **getattr(request, "param", {})}
+    version = options.pop("version")
+    async with World(**options).started(version) as world:
+        yield world

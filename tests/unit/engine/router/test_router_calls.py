@@ -7,210 +7,160 @@ from typing import Any
 
 import pytest
 
-from agentrl_cli.engine.protocol import Sampling, ServerFaultCounter
-from agentrl_cli.errors import (
-    ContextLengthError,
-    EngineError,
-    EngineTimeoutError,
-    ServerDownError,
-)
+from agentrl_cli.engine.protocol import Sampling
+from agentrl_cli.errors import ContextLengthError, EngineError, EngineTimeoutError, ServerDownError
 
 #: Its completion is as long as it may be.
 ENDLESS = [2000]
 
+limited = pytest.mark.parametrize("limits", [{}, {"stop": ("\n",)}, {"structural_tag": "{}"}])
 
-def split_by_load(w: Any) -> tuple[Any, Any]:
+
+def in_world(**options: Any) -> Any:
+    return pytest.mark.parametrize("w", [options], indirect=True, ids=[""])
+
+
+def split_by_load(w: Any) -> list[Any]:
     """Of two servers, the one that samples a call, and the other."""
-    return tuple(sorted(w.servers, key=lambda server: -server.process.num_running))  # type: ignore[return-value]
+    return sorted(w.servers, key=lambda server: -server.process.num_running)
 
 
-@pytest.mark.parametrize("limits", [{}, {"stop": ("\n",)}, {"structural_tag": "{}"}])
-def test_a_call_is_sampled_again_elsewhere_from_its_start(
-    world: Any, limits: dict[str, Any]
+@limited
+async def test_a_call_is_sampled_again_elsewhere_from_its_start(
+    w: Any, limits: dict[str, Any]
 ) -> None:
-    async def story(w: Any) -> None:
-        call = asyncio.ensure_future(w.generate(ENDLESS, 200, seed=5, **limits))
-        await asyncio.sleep(3.5)
-        first, second = split_by_load(w)
-        first.kill()
-        generation = await call
-        assert generation.versions == (0,) * 200
-        assert second.process.prompts == [tuple(ENDLESS)]
-        assert second.process.samplings == [Sampling(max_tokens=200, seed=5, **limits)]
-        assert isinstance(w.router, ServerFaultCounter)
-        # 1 + 2 * 64 tokens of 50 a second had arrived.
-        assert w.router.take_fault_metrics() == {
-            **{"resampled_calls": 1.0, "lost_tokens": 129.0, "server_failures": 1.0},
-            **{"server_recoveries": 0.0, "num_unhealthy_servers": 1.0},
-        }
-        assert w.router.take_fault_metrics()["lost_tokens"] == 0.0
-
-    world.run(story)
+    call = asyncio.ensure_future(w.generate(ENDLESS, 200, seed=5, **limits))
+    await asyncio.sleep(3.5)
+    first, second = split_by_load(w)
+    first.kill()
+    assert (await call).versions == (0,) * 200
+    assert second.process.prompts == [tuple(ENDLESS)]
+    assert second.process.samplings == [Sampling(max_tokens=200, seed=5, **limits)]
+    # 1 + 2 * 64 tokens of 50 a second had arrived.
+    assert w.router.take_fault_metrics() == {
+        **{"resampled_calls": 1.0, "lost_tokens": 129.0, "server_failures": 1.0},
+        **{"server_recoveries": 0.0, "num_unhealthy_servers": 1.0},
+    }
+    assert w.router.take_fault_metrics()["lost_tokens"] == 0.0
 
 
-def test_a_call_under_which_every_server_dies_is_given_up(world: Any) -> None:
-    async def story(w: Any) -> None:
-        call = asyncio.ensure_future(w.router.generate(ENDLESS, Sampling(max_tokens=200)))
-        while not call.done():
-            await asyncio.sleep(0.1)
-            for server in w.servers:
-                if server.process.num_running:
-                    server.start_again()
-        with pytest.raises(ServerDownError, match=r"sampled again 3 times and more"):
-            await call
-        assert w.router.take_fault_metrics()["resampled_calls"] == 3 + 2 - 1
-
-    world.run(story)
+async def test_a_call_under_which_every_server_dies_is_given_up(w: Any) -> None:
+    call = asyncio.ensure_future(w.router.generate(ENDLESS, Sampling(max_tokens=200)))
+    while not call.done():
+        await asyncio.sleep(0.1)
+        for server in w.servers:
+            if server.process.num_running:
+                server.start_again()
+    with pytest.raises(ServerDownError, match=r"sampled again 3 times and more"):
+        await call
+    assert w.router.take_fault_metrics()["resampled_calls"] == 3 + 2 - 1
 
 
-def test_a_call_survives_a_publication_with_both_versions(world: Any) -> None:
-    async def story(w: Any) -> None:
-        call = asyncio.ensure_future(w.generate(ENDLESS, 300))
-        await asyncio.sleep(1.0)
-        await w.router.publish_weights(1, {})
-        generation = await call
-        assert set(generation.versions) == {0, 1}
-        assert w.router.take_fault_metrics()["resampled_calls"] == 0
-
-    world.run(story)
-
-
+@limited
 @pytest.mark.parametrize("streams", [True, False])
-def test_the_likeliest_tokens_stay_with_theirs(world: Any, streams: bool) -> None:
-    async def story(w: Any) -> None:
-        sampling = Sampling(max_tokens=200, num_top_logprobs=1)
-        if streams:
-            generations = [piece async for piece in w.router.stream(ENDLESS, sampling)]
-        else:
-            generations = [await w.router.generate(ENDLESS, sampling)]
-        ids = [i for g in generations for i in g.completion_ids]
-        logprobs = [x for g in generations for x in g.rollout_logprobs]
-        assert len(ids) == 200
-        # The servers here say of every token that it was the likeliest.
-        tops = [top for g in generations for top in g.top_logprobs]
-        assert tops == [((i, x),) for i, x in zip(ids, logprobs, strict=True)]
-
-    world.run(story)
-
-
-@pytest.mark.parametrize("limits", [{}, {"stop": ("\n",)}, {"structural_tag": "{}"}])
-def test_a_reader_gets_token_after_token_also_over_a_publication(
-    world: Any, limits: dict[str, Any]
+async def test_a_call_survives_a_publication_with_both_versions(
+    w: Any, limits: dict[str, Any], streams: bool
 ) -> None:
-    async def story(w: Any) -> None:
-        call = asyncio.ensure_future(w.stream(ENDLESS, 100, **limits))
-        await asyncio.sleep(0.5)
-        await w.router.publish_weights(1, {})
-        generation, num_pieces = await call
+    call = asyncio.ensure_future((w.stream if streams else w.generate)(ENDLESS, 100, **limits))
+    await asyncio.sleep(0.5)
+    await w.router.publish_weights(1, {})
+    generation = await call
+    if streams:
+        generation, num_pieces = generation
         assert num_pieces == 100
-        assert set(generation.versions) == {0, 1}
-
-    world.run(story)
-
-
-def test_a_stream_of_which_nothing_was_read_is_sampled_again(world: Any) -> None:
-    async def story(w: Any) -> None:
-        call = asyncio.ensure_future(w.stream(ENDLESS, 100))
-        await asyncio.sleep(0.01)
-        first, _ = split_by_load(w)
-        first.kill()
-        _, num_pieces = await call
-        assert num_pieces == 100
-        assert w.router.take_fault_metrics()["resampled_calls"] == 1
-
-    world.run(story)
+    assert set(generation.versions) == {0, 1}
+    assert w.router.take_fault_metrics()["resampled_calls"] == 0
 
 
-def test_a_stream_that_was_read_fails_with_its_server(world: Any) -> None:
-    async def story(w: Any) -> None:
-        call = asyncio.ensure_future(w.stream(ENDLESS, 100))
-        await asyncio.sleep(0.5)
-        first, second = split_by_load(w)
-        first.kill()
+async def test_the_likeliest_tokens_stay_with_theirs(w: Any) -> None:
+    # The servers here say of every token that it was the likeliest.
+    for generation in (
+        await w.generate(ENDLESS, 200, num_top_logprobs=1),
+        (await w.stream(ENDLESS, 200, num_top_logprobs=1))[0],
+    ):
+        pairs = zip(generation.completion_ids, generation.rollout_logprobs, strict=True)
+        assert generation.top_logprobs == tuple((pair,) for pair in pairs)
+
+
+@pytest.mark.parametrize(("seconds", "num_lost"), [(0.01, 0), (0.51, 25)])
+async def test_a_stream_is_sampled_again_unless_it_was_read(
+    w: Any, seconds: float, num_lost: int
+) -> None:
+    call = asyncio.ensure_future(w.stream(ENDLESS, 100))
+    await asyncio.sleep(seconds)
+    first, second = split_by_load(w)
+    first.kill()
+    if num_lost:
         with pytest.raises(ServerDownError, match=r"fake-. closed .*A part of the streamed"):
             await call
         assert second.process.prompts == []
-        assert w.router.take_fault_metrics()["lost_tokens"] == 25
-        await w.stream(ENDLESS, 20)
-
-    world.run(story)
-
-
-def test_an_unnoticed_restart_is_recognized_by_the_versions(world: Any) -> None:
-    async def story(w: Any) -> None:
-        await w.router.publish_weights(3, {})
-        for server in w.servers:
-            server.start_again()
-        # Its tokens were handed out before anybody could know whose they are.
-        with pytest.raises(ServerDownError, match=r"weights without a version.* restarted"):
-            await w.stream([7, 8, 9], 50)
-        generation = await w.generate([7, 8, 9], 50)
-        assert set(generation.versions) == {3}
-
-    world.run(story, version=None)
+    else:
+        assert (await call)[1] == 100
+    metrics = w.router.take_fault_metrics()
+    assert (metrics["lost_tokens"], metrics["resampled_calls"]) == (num_lost, num_lost == 0)
+    await w.stream(ENDLESS, 20)
 
 
-def test_sessions_stick_and_new_ones_go_where_fewer_calls_are(world: Any) -> None:
-    async def story(w: Any) -> None:
-        for turn in range(1, 4):
-            await asyncio.gather(
-                *(w.generate([index, turn], 20, session_id=f"s{index}") for index in range(10))
-            )
-        first, second = ({p[0] for p in s.process.prompts} for s in w.servers)
-        assert len(first) == len(second) == 5
-        assert not first & second
-        # Those of a dead server move, and the others stay where they are.
-        w.servers[0].kill()
+@in_world(version=None)
+async def test_an_unnoticed_restart_is_recognized_by_the_versions(w: Any) -> None:
+    await w.router.publish_weights(3, {})
+    for server in w.servers:
+        server.start_again()
+    # Its tokens were handed out before anybody could know whose they are.
+    with pytest.raises(ServerDownError, match=r"weights without a version.* restarted"):
+        await w.stream([7, 8, 9], 50)
+    generation = await w.generate([7, 8, 9], 50)
+    assert set(generation.versions) == {3}
+
+
+async def test_sessions_stick_and_new_ones_go_where_fewer_calls_are(w: Any) -> None:
+    async def take_turn(turn: int) -> None:
         await asyncio.gather(
-            *(w.generate([index, 9], 20, session_id=f"s{index}") for index in range(10))
+            *(w.generate([index, turn], 20, session_id=f"s{index}") for index in range(10))
         )
-        assert {p[0] for p in w.servers[1].process.prompts} == set(range(10))
 
-    world.run(story)
-
-
-def test_without_any_server_a_call_waits_until_its_deadline(world: Any) -> None:
-    async def story(w: Any) -> None:
-        for server in w.servers:
-            server.kill()
-        started = asyncio.get_running_loop().time()
-        with pytest.raises(EngineTimeoutError) as caught:
-            await w.generate([5], 10)
-        assert asyncio.get_running_loop().time() - started == pytest.approx(30, abs=0.1)
-        text = str(caught.value)
-        assert "engine.generate_timeout_seconds" in text
-        assert "fake-0 has been unhealthy for " in text
-        assert "fake-1 has been unhealthy for " in text
-        assert "closed the connection" in text
-
-    world.run(story, generate_timeout_seconds=30.0)
+    for turn in range(1, 4):
+        await take_turn(turn)
+    first, second = ({p[0] for p in s.process.prompts} for s in w.servers)
+    assert len(first) == len(second) == 5
+    assert not first & second
+    # Those of a dead server move, and the others stay where they are.
+    w.servers[0].kill()
+    await take_turn(9)
+    assert {p[0] for p in w.servers[1].process.prompts} == set(range(10))
 
 
-def test_a_call_that_takes_too_long_says_how_far_it_came(world: Any) -> None:
-    async def story(w: Any) -> None:
-        with pytest.raises(EngineTimeoutError, match=r"129 tokens were sampled by fake-"):
-            await w.generate(ENDLESS, 300)
-        assert sum(s.process.num_running for s in w.servers) == 0
+@in_world(generate_timeout_seconds=30.0)
+async def test_without_any_server_a_call_waits_until_its_deadline(w: Any) -> None:
+    for server in w.servers:
+        server.kill()
+    started = asyncio.get_running_loop().time()
+    with pytest.raises(EngineTimeoutError, match=r"engine\.generate_timeout_seconds") as caught:
+        await w.generate([5], 10)
+    assert asyncio.get_running_loop().time() - started == pytest.approx(30, abs=0.1)
+    for text in ("fake-0 has been unhealthy for ", "fake-1 has been", "closed the connection"):
+        assert text in str(caught.value)
 
-    world.run(story, generate_timeout_seconds=3.0)
+
+@in_world(generate_timeout_seconds=3.0)
+async def test_a_call_that_takes_too_long_says_how_far_it_came(w: Any) -> None:
+    with pytest.raises(EngineTimeoutError, match=r"129 tokens were sampled by fake-"):
+        await w.generate(ENDLESS, 300)
+    assert sum(s.process.num_running for s in w.servers) == 0
 
 
-def test_cancelling_and_closing_abort_the_call_in_the_server(world: Any) -> None:
-    async def story(w: Any) -> None:
-        call = asyncio.ensure_future(w.router.generate(ENDLESS, Sampling(max_tokens=100)))
-        await asyncio.sleep(0.3)
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        stream = w.router.stream(ENDLESS, Sampling(max_tokens=100))
-        await anext(stream)
-        await stream.aclose()
-        assert [s.process.num_running for s in w.servers] == [0, 0]
-        assert [s.process.num_aborted for s in w.servers] == [1, 1]
-        assert w.router.num_in_flight == 0
-        assert w.router.num_unhealthy_servers == 0
-
-    world.run(story)
+async def test_cancelling_and_closing_abort_the_call_in_the_server(w: Any) -> None:
+    call = asyncio.ensure_future(w.router.generate(ENDLESS, Sampling(max_tokens=100)))
+    await asyncio.sleep(0.3)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    stream = w.router.stream(ENDLESS, Sampling(max_tokens=100))
+    await anext(stream)
+    await stream.aclose()
+    assert [s.process.num_running for s in w.servers] == [0, 0]
+    assert [s.process.num_aborted for s in w.servers] == [1, 1]
+    assert w.num_unhealthy == 0
 
 
 @pytest.mark.parametrize(
@@ -223,69 +173,54 @@ def test_cancelling_and_closing_abort_the_call_in_the_server(world: Any) -> None
         ([1], Sampling(max_tokens=0), EngineError),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_it_is_sent(
-    world: Any, prompt: list[int], sampling: Sampling, error: type[Exception]
+async def test_what_cannot_be_served_is_refused_before_it_is_sent(
+    w: Any, prompt: list[int], sampling: Sampling, error: type[Exception]
 ) -> None:
-    async def story(w: Any) -> None:
-        with pytest.raises(error):
-            await w.router.generate(prompt, sampling)
-        with pytest.raises(error):
-            w.router.stream(prompt, sampling)
-        assert [s.process.prompts for s in w.servers] == [[], []]
-
-    world.run(story)
+    with pytest.raises(error):
+        await w.router.generate(prompt, sampling)
+    with pytest.raises(error):
+        w.router.stream(prompt, sampling)
+    assert [s.process.prompts for s in w.servers] == [[], []]
 
 
-def test_a_replica_answers_for_itself_alone(world: Any) -> None:
-    async def story(w: Any) -> None:
-        first, second = w.router.replicas
-        assert (first.name, second.name) == ("fake-0", "fake-1")
-        for _ in range(3):
-            await first.generate([4], Sampling(max_tokens=5))
-        assert len(w.servers[0].process.prompts) == 3
-        assert await second.policy_version() == 0
-        call = asyncio.ensure_future(second.generate([4], Sampling(max_tokens=100)))
-        await asyncio.sleep(0.01)
-        w.servers[1].kill()
-        with pytest.raises(ServerDownError, match="fake-1"):
-            await call
-        assert [replica.name for replica in w.router.replicas] == ["fake-0"]
-        with pytest.raises(ServerDownError, match="fake-1"):
-            await second.generate([4], Sampling(max_tokens=5))
-        w.servers[0].kill()
-        with pytest.raises(ServerDownError, match="fake-0"):
-            await first.policy_version()
-        assert w.router.num_unhealthy_servers == 2
-
-    world.run(story)
+async def test_a_replica_answers_for_itself_alone(w: Any) -> None:
+    first, second = w.router.replicas
+    assert (first.name, second.name) == ("fake-0", "fake-1")
+    for _ in range(3):
+        await first.generate([4], Sampling(max_tokens=5))
+    assert len(w.servers[0].process.prompts) == 3
+    assert await second.policy_version() == 0
+    call = asyncio.ensure_future(second.generate([4], Sampling(max_tokens=100)))
+    await asyncio.sleep(0.01)
+    w.servers[1].kill()
+    with pytest.raises(ServerDownError, match="fake-1"):
+        await call
+    assert [replica.name for replica in w.router.replicas] == ["fake-0"]
+    with pytest.raises(ServerDownError, match="fake-1"):
+        await second.generate([4], Sampling(max_tokens=5))
+    w.servers[0].kill()
+    with pytest.raises(ServerDownError, match="fake-0"):
+        await first.policy_version()
+    assert w.num_unhealthy == 2
 
 
-def test_closing_fails_calls_in_flight_and_closes_everything(world: Any) -> None:
-    async def story(w: Any) -> None:
-        call = asyncio.ensure_future(w.router.generate(ENDLESS, Sampling(max_tokens=100)))
-        await asyncio.sleep(0.3)
-        await w.router.close()
-        await w.router.close()
+async def test_closing_fails_calls_in_flight_and_closes_everything(w: Any) -> None:
+    call = asyncio.ensure_future(w.router.generate(ENDLESS, Sampling(max_tokens=100)))
+    await asyncio.sleep(0.3)
+    await w.router.close()
+    await w.router.close()
+    for one in (call, w.router.generate(ENDLESS, Sampling()), w.router.publish_weights(1, {})):
         with pytest.raises(EngineError, match="closed"):
-            await call
-        with pytest.raises(EngineError, match="closed"):
-            await w.router.generate(ENDLESS, Sampling())
-        with pytest.raises(EngineError, match="closed"):
-            await w.router.publish_weights(1, {})
-        assert all(server.is_closed for server in w.servers)
-        assert w.transfer.is_closed
-
-    world.run(story)
+            await one
+    assert all(server.is_closed for server in w.servers)
+    assert w.transfer.is_closed
 
 
-def test_all_calls_fail_once_the_servers_are_given_up(world: Any) -> None:
-    async def story(w: Any) -> None:
-        for server in w.servers:
-            server.kill()
-        call = asyncio.ensure_future(w.router.generate([3], Sampling()))
-        await asyncio.sleep(1)
-        w.router.fail(EngineError("vllm-0 died 4 times in an hour"))
-        with pytest.raises(EngineError, match="4 times"):
-            await call
-
-    world.run(story)
+async def test_all_calls_fail_once_the_servers_are_given_up(w: Any) -> None:
+    for server in w.servers:
+        server.kill()
+    call = asyncio.ensure_future(w.router.generate([3], Sampling()))
+    await asyncio.sleep(1)
+    w.router.fail(EngineError("vllm-0 died 4 times in an hour"))
+    with pytest.raises(EngineError, match="4 times"):
+        await call

@@ -22,26 +22,19 @@ from typing import Any
 import pydantic
 import pytest
 
-from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.config.experiment import EngineConfig, ExperimentConfig
 from agentrl_cli.config.resolved_run import Machine, resolve_run
-from agentrl_cli.engine.protocol import Sampling
-from agentrl_cli.engine.sglang.sglang_wire import (
-    PAUSE,
-    SAMPLING_MASK_TOP_K,
-    GenerationReader,
-    check_sglang_version,
-    format_adapter,
-    format_generate,
-    format_score,
-    format_version,
-    format_weights,
-)
+from agentrl_cli.engine.engine_server import LoraAdapter, check_server_version
+from agentrl_cli.engine.protocol import Generation, Sampling, ServerEndpoint
+from agentrl_cli.engine.sglang.sglang_server import SAMPLING_MASK_TOP_K, SglangServer
 from agentrl_cli.launch.servers.server_commands import (
     ServerSpec,
     build_sglang_command,
     format_sglang_settings,
 )
 
+ENDPOINT = ServerEndpoint(name="sglang-0", base_url="", api_key="key")
+CLIENT = SglangServer(ENDPOINT, EngineConfig(kind="sglang", max_model_len=64))
 _INSTALL = "uv pip install --no-deps --target {target} sglang==0.5.23"
 
 
@@ -164,11 +157,12 @@ SAMPLINGS = {
 def test_sglang_understands_every_word_of_a_call(
     name: str, stream_interval: int, api: Any, sampling_params: Any, package: Path
 ) -> None:
-    body = format_generate(
+    sampling = SAMPLINGS[name]
+    body = CLIENT._format_generate(
         [5, 6, 7],
-        SAMPLINGS[name],
-        max_model_len=64,
-        adapter="agentrl-3-0",
+        sampling,
+        max_tokens=sampling.max_tokens or 61,
+        adapter=LoraAdapter("agentrl-3-0", 3),
         stream_interval=stream_interval,
     )
     # Its decoder passes over keys of the call that it does not know.
@@ -179,12 +173,12 @@ def test_sglang_understands_every_word_of_a_call(
     params = sampling_params.SamplingParams(**body["sampling_params"])
     params.verify(vocab_size=100)
     assert params.max_new_tokens == (61 if name == "unlimited" else 5)
-    assert params.sampling_seed == SAMPLINGS[name].seed
-    assert params.stop_token_ids == (set(SAMPLINGS[name].stop_token_ids) or None)
-    assert params.stop_strs == (list(SAMPLINGS[name].stop) or None)
+    assert params.sampling_seed == sampling.seed
+    assert params.stop_token_ids == (set(sampling.stop_token_ids) or None)
+    assert params.stop_strs == (list(sampling.stop) or None)
     # SGLang's word for greedy is one candidate.
     assert (params.top_k == 1) == name.endswith("greedy")
-    assert params.structural_tag == SAMPLINGS[name].structural_tag
+    assert params.structural_tag == sampling.structural_tag
     if name.startswith("likeliest"):
         has_nucleus = name.endswith("nucleus")
         # SGLang gives no likeliest tokens without logprobs.
@@ -209,43 +203,46 @@ def test_the_cut_of_a_nucleus_is_within_the_servers_limit(package: Path) -> None
 
 
 def test_sglang_understands_a_request_for_scores(api: Any, sampling_params: Any) -> None:
-    body = format_score([5, 6, 7, 8], 2, adapter=None)
+    body = CLIENT._format_score([5, 6, 7, 8], 2, None)
     decoded = api.GenerateRequest.from_json_value(body)
     assert decoded.return_logprob is True
     assert decoded.logprob_start_len == 1
     sampling_params.SamplingParams(**body["sampling_params"]).verify(vocab_size=100)
 
 
-@pytest.mark.parametrize(
-    ("class_name", "body", "expected"),
-    [
-        ("PauseGenerationReqInput", PAUSE, {"mode": "retract"}),
-        ("ContinueGenerationReqInput", {}, {}),
-        (
-            "UpdateWeightFromDiskReqInput",
-            format_weights(Path("/dev/shm/w")),
-            {"model_path": "/dev/shm/w", "abort_all_requests": False, "flush_cache": True},
-        ),
-        (
-            "UpdateWeightVersionReqInput",
-            format_version(7),
-            {"new_version": "7", "abort_all_requests": False},
-        ),
-        (
-            "LoadLoRAAdapterReqInput",
-            format_adapter("agentrl-7-0", Path("/dev/shm/a")),
-            {"lora_name": "agentrl-7-0", "lora_path": "/dev/shm/a"},
-        ),
-        ("UnloadLoRAAdapterReqInput", {"lora_name": "agentrl-7-0"}, {"lora_name": "agentrl-7-0"}),
-    ],
-)
-def test_sglang_understands_every_order(
-    class_name: str, body: dict[str, Any], expected: dict[str, Any], admin_requests: Any
+ORDERS = {
+    "/pause_generation": ("PauseGenerationReqInput", {"mode": "retract"}),
+    "/continue_generation": ("ContinueGenerationReqInput", {}),
+    "/update_weights_from_disk": (
+        "UpdateWeightFromDiskReqInput",
+        {"model_path": "/dev/shm/w", "abort_all_requests": False, "flush_cache": True},
+    ),
+    "/update_weight_version": (
+        "UpdateWeightVersionReqInput",
+        {"new_version": "7", "abort_all_requests": False},
+    ),
+    "/load_lora_adapter": ("LoadLoRAAdapterReqInput", {"lora_path": "/dev/shm/a"}),
+    "/unload_lora_adapter": ("UnloadLoRAAdapterReqInput", {"lora_name": "agentrl-adapter-0"}),
+}
+
+
+@pytest.mark.parametrize("kind", ["sglang"])
+async def test_sglang_understands_every_order(
+    admin_requests: Any, server: SglangServer, faulty: Any
 ) -> None:
-    request_class = getattr(admin_requests, class_name)
-    request = pydantic.TypeAdapter(request_class).validate_json(json.dumps(body))
-    assert set(body) <= set(request_class.__struct_fields__)
-    assert {key: getattr(request, key) for key in expected} == expected
+    faulty.models.append("agentrl-adapter-0")
+    await server.pause()
+    await server.load_weights(Path("/dev/shm/w"))
+    await server.set_policy_version(7)
+    await server.resume()
+    await server.load_adapter(Path("/dev/shm/a"), 8)
+    sent = dict(faulty.asked)
+    assert sent.keys() == {*ORDERS, "/v1/models"}
+    for path, (class_name, expected) in ORDERS.items():
+        request_class = getattr(admin_requests, class_name)
+        request = pydantic.TypeAdapter(request_class).validate_json(json.dumps(sent[path]))
+        assert set(sent[path]) <= set(request_class.__struct_fields__)
+        assert {key: getattr(request, key) for key in expected} == expected
 
 
 def test_calls_would_be_aborted_by_sglangs_own_defaults(admin_requests: Any) -> None:
@@ -274,6 +271,10 @@ def _reply(api: Any, output_ids: list[int], logprobs: list[float], **meta: Any) 
     return json.loads(json.dumps(reply.to_json_value()))
 
 
+def read(reply: Any, num_before: int = 0, **sampling: Any) -> Generation:
+    return CLIENT._read_event(json.dumps(reply).encode(), Sampling(**sampling), num_before, None)
+
+
 def test_the_pieces_of_a_stream_are_read(api: Any, package: Path, msgspec: Any) -> None:
     streaming = load_definitions(
         package / "srt/managers/tokenizer_manager.py",
@@ -292,7 +293,6 @@ def test_the_pieces_of_a_stream_are_read(api: Any, package: Path, msgspec: Any) 
     ids, logprobs = [11, 12, 13, 14, 15], [-0.5, -1.0, -1.5, -2.0, -2.5]
     change = versions.WeightVersionEvent(old_version="7", num_output_tokens=2)
     pieces = []
-    reader = GenerationReader("sglang-0", Sampling())
     before = 0
     for end in (1, 3, 5):
         meta: dict[str, Any] = {"completion_tokens": end}
@@ -304,7 +304,7 @@ def test_the_pieces_of_a_stream_are_read(api: Any, package: Path, msgspec: Any) 
             versions.add_weight_versions_to_meta_info(reply["meta_info"], spans, 5)
         streaming._slice_streaming_output_meta_info(reply["meta_info"], before)
         reply["output_ids"] = reply["output_ids"][before:]
-        pieces.append(reader.read(reply))
+        pieces.append(read(reply, before))
         before = end
     assert [piece.completion_ids for piece in pieces] == [(11,), (12, 13), (14, 15)]
     assert [piece.rollout_logprobs for piece in pieces] == [(-0.5,), (-1.0, -1.5), (-2.0, -2.5)]
@@ -323,7 +323,6 @@ def test_the_likeliest_tokens_are_read_best_first(top_p: float, api: Any, packag
     plain = [[(-0.75, 10), (-1.5, 11), (-3.0, 9)], [(-0.25, 12), (-2.0, 8), (-4.0, 7)]]
     masks = [[11, 10], [12]]
     has_nucleus = top_p < 1
-    reader = GenerationReader("sglang-0", Sampling(top_p=top_p, num_top_logprobs=2))
     pieces = []
     for end in (1, 2):
         meta: dict[str, Any] = {
@@ -338,7 +337,7 @@ def test_the_likeliest_tokens_are_read_best_first(top_p: float, api: Any, packag
             reply["meta_info"]["output_token_sampling_logprobs"] = [-1.5 + raised[0], -0.25][:end]
         streaming._slice_streaming_output_meta_info(reply["meta_info"], end - 1)
         reply["output_ids"] = reply["output_ids"][end - 1 :]
-        pieces.append(reader.read(reply))
+        pieces.append(read(reply, end - 1, top_p=top_p, num_top_logprobs=2))
     if has_nucleus:
         first = ((10, -0.75 + raised[0]), (11, -1.5 + raised[0]))
         assert [piece.top_logprobs for piece in pieces] == [(first,), (((12, -0.25),),)]
@@ -355,23 +354,14 @@ def test_the_end_is_read_from_sglangs_own_reasons(api: Any, package: Path) -> No
     )
     spans = [{"version": "1", "start": 0, "end": 2}]
 
-    def read(reason: Any) -> Any:
-        reply = _reply(
-            api,
-            [11, 12],
-            [-1.0, -1.0],
-            completion_tokens=2,
-            finish_reason=reason.to_json(),
-            weight_versions=spans,
-        )
-        return GenerationReader("sglang-0", Sampling()).read(reply)
-
-    by_token = read(reasons.FINISH_MATCHED_TOKEN(matched=12))
-    assert (by_token.finish_reason, by_token.stop_text) == ("stop", None)
-    by_text = read(reasons.FINISH_MATCHED_STR(matched="\n\n"))
-    assert (by_text.finish_reason, by_text.stop_text) == ("stop", "\n\n")
-    by_length = read(reasons.FINISH_LENGTH(length=2))
-    assert (by_length.finish_reason, by_length.stop_text) == ("length", None)
+    for reason, expected in (
+        (reasons.FINISH_MATCHED_TOKEN(matched=12), ("stop", None)),
+        (reasons.FINISH_MATCHED_STR(matched="\n\n"), ("stop", "\n\n")),
+        (reasons.FINISH_LENGTH(length=2), ("length", None)),
+    ):
+        meta = {"completion_tokens": 2, "finish_reason": reason.to_json()}
+        generation = read(_reply(api, [11, 12], [-1.0, -1.0], weight_versions=spans, **meta))
+        assert (generation.finish_reason, generation.stop_text) == expected
 
 
 def _find_routes(package: Path) -> dict[tuple[str, str], bool]:
@@ -399,13 +389,8 @@ def test_every_endpoint_exists_and_needs_the_key(package: Path) -> None:
     auth = load_file(package / "srt/utils/auth.py")
     decide: Callable[..., Any] = auth.decide_request_auth
     routes = _find_routes(package)
-    used = [
-        *(("POST", "/generate"), ("GET", "/model_info"), ("GET", "/server_info")),
-        *(("GET", "/v1/models"), ("GET", "/health_generate"), ("GET", "/health")),
-        *(("POST", "/pause_generation"), ("POST", "/continue_generation")),
-        *(("POST", "/update_weights_from_disk"), ("POST", "/update_weight_version")),
-        *(("POST", "/load_lora_adapter"), ("POST", "/unload_lora_adapter")),
-    ]
+    asked = ("/model_info", "/v1/models", "/health_generate", "/health")
+    used = [("GET", path) for path in asked] + [("POST", path) for path in ("/generate", *ORDERS)]
     for method, path in used:
         level = auth.AuthLevel.ADMIN_OPTIONAL if routes[method, path] else auth.AuthLevel.NORMAL
 
@@ -424,19 +409,13 @@ def test_every_endpoint_exists_and_needs_the_key(package: Path) -> None:
 
 
 def test_every_option_of_the_command_exists(package: Path) -> None:
-    fields = {
-        node.target.id
-        for file in (package / "srt/arg_groups/fields").glob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    }
-    aliases = {
-        keyword_value
-        for file in (package / "srt/arg_groups/fields").glob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.keyword) and node.arg == "aliases"
-        for keyword_value in ast.literal_eval(node.value)
-    }
+    fields, aliases = set(), set()
+    for file in (package / "srt/arg_groups/fields").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                fields.add(node.target.id)
+            if isinstance(node, ast.keyword) and node.arg == "aliases":
+                aliases.update(ast.literal_eval(node.value))
     config = ExperimentConfig.model_validate(
         {
             "experiment_name": "exp",
@@ -478,4 +457,4 @@ def test_the_key_is_read_from_a_file(package: Path, tmp_path: Path) -> None:
 
 def test_the_version_whose_files_were_read_is_supported(package: Path) -> None:
     [metadata] = package.parent.glob("sglang-*.dist-info")
-    check_sglang_version(metadata.name.removeprefix("sglang-").removesuffix(".dist-info"))
+    check_server_version("sglang", metadata.name.removeprefix("sglang-").removesuffix(".dist-info"))
