@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -21,6 +22,7 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.machine import Machine
 from agentrl_cli.config.resolved_run import resolve_run
 from agentrl_cli.engine.protocol import (
+    EngineServer,
     Generation,
     Sampling,
     ServerEndpoint,
@@ -283,9 +285,16 @@ class Meddling:
 
     async def prepare(self, version: int, weights: Mapping[str, torch.Tensor]) -> WeightUpdate:
         update = await self.transfer.prepare(version, weights)
-        if self.meddle is not None:
-            self.meddle(update.folder)  # type: ignore[attr-defined]
-        return update
+
+        async def apply(server: EngineServer) -> None:
+            async def load_weights(folder: Path) -> None:
+                if self.meddle is not None:
+                    self.meddle(folder)
+                await server.load_weights(folder)
+
+            await update.apply(SimpleNamespace(load_weights=load_weights))  # type: ignore[arg-type]
+
+        return WeightUpdate(version, apply)
 
     async def close(self) -> None:
         await self.transfer.close()
@@ -296,7 +305,6 @@ NAME = "model.layers.1.mlp.down_proj.weight"
 
 def write_tensor(folder: Path, tensor: torch.Tensor) -> None:
     (path,) = folder.glob("*.safetensors")
-    # Into the same file, which the transfer writes again for the next version.
     path.write_bytes(save(load_file(path) | {NAME: tensor}, metadata={"format": "pt"}))
 
 
