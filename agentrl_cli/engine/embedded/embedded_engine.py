@@ -14,13 +14,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.engine.embedded.continuous_batching import (
+    EmbeddedCall,
     EmbeddedManager,
     fail_call,
 )
-from agentrl_cli.engine.embedded.token_sampling import EmbeddedCall, StopTextFinder
+from agentrl_cli.engine.embedded.token_sampling import StopTextFinder
 from agentrl_cli.engine.grammar import GrammarError, TokenGrammars, TokenMatcher, find_end_ids
 from agentrl_cli.engine.protocol import Generation, Probe, Replica, Sampling, check_request
-from agentrl_cli.errors import EngineError, EngineTimeoutError, MissingExtraError, format_nearest
+from agentrl_cli.errors import EngineError, EngineTimeoutError, MissingExtraError
 from agentrl_cli.log import get_logger
 
 _log = get_logger(__name__)
@@ -64,11 +65,11 @@ class EmbeddedEngine:
             config,
             num_threads=config.num_threads or max(1, (os.cpu_count() or 2) // 2),
             policy_version=policy_version,
-            on_stopped=_call_weakly(self._on_stopped),
+            on_stopped=self._on_stopped,
         )
         self._manager.start()
-        # When the interpreter exits, or when nobody holds the engine any more.
-        weakref.finalize(self, self._manager.shut_down, _CLOSE_SECONDS)
+        # Also when the interpreter exits.
+        self._end_thread = weakref.finalize(self, self._manager.shut_down, _CLOSE_SECONDS)
 
     @property
     def model_name(self) -> str:
@@ -79,16 +80,6 @@ class EmbeddedEngine:
     def max_model_len(self) -> int:
         """Maximum number of tokens of prompt and completion together."""
         return self._config.max_model_len
-
-    @property
-    def num_in_flight(self) -> int:
-        """Calls that are being sampled or wait for a place in the batch."""
-        return self._manager.num_in_flight
-
-    @property
-    def cache_free_share(self) -> float:
-        """Share of the key-value cache that no call holds, from 0 to 1."""
-        return self._manager.cache_free_share
 
     async def generate(
         self,
@@ -249,15 +240,15 @@ class EmbeddedEngine:
         with self._lock:
             # Under the lock that _on_stopped takes: no call is added to an engine that has ended.
             self._check_alive()
-            self._calls[call.id] = call
+            self._calls[call.request_id] = call
         self._manager.submit(call)
         return call
 
     def _close_call(self, call: EmbeddedCall) -> None:
         with self._lock:
-            self._calls.pop(call.id, None)
+            self._calls.pop(call.request_id, None)
         if not call.finished:
-            self._manager.cancel_request(call.id)
+            self._manager.cancel_request(call.request_id)
 
     async def _run_between_steps(self, run: Callable[[], None], what: str) -> None:
         with self._lock:
@@ -291,66 +282,39 @@ class EmbeddedEngine:
         with self._lock:
             if self._ended is None:
                 self._ended = EngineError(_CLOSED)
-        self._manager.shut_down(_CLOSE_SECONDS)
-
-
-def _call_weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """``method``, without keeping its object alive, so that an unused engine can be freed."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: object) -> None:
-        bound = reference()
-        if bound is not None:
-            bound(*args)
-
-    return call
+        self._end_thread()
 
 
 @torch.no_grad()
 def copy_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
     """Replaces every parameter of ``model``; nothing is changed if anything does not fit.
 
-    Parameters that share a tensor (tied embeddings) may be given under any of their
-    names, or under several if the values agree.
+    Parameters that share a tensor (tied embeddings) may be given under any of their names.
 
     Raises:
-        EngineError: naming what is unknown, missing, of another shape, or contradictory.
+        EngineError: naming what is unknown, missing, or of another shape.
     """
     targets: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    problems = [
-        f"{name}: unknown; {format_nearest(name, targets, max_listed=4)}"
-        for name in weights
-        if name not in targets
+    given = {id(targets[name]) for name in weights if name in targets}
+    problems = [f"{name}: unknown" for name in weights if name not in targets]
+    problems += [
+        f"{name}: missing" for name, one in model.named_parameters() if id(one) not in given
     ]
     problems += [
         f"{name}: shape {tuple(weights[name].shape)}, the model has {tuple(target.shape)}"
         for name, target in targets.items()
         if name in weights and weights[name].shape != target.shape
     ]
-    chosen: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, target in targets.items():
-        if name not in weights:
-            continue
-        first_name, first = chosen.setdefault(id(target), (name, weights[name]))
-        if first is not weights[name] and not torch.equal(first, weights[name]):
-            problems.append(f"{name}: tied to {first_name} in the model, but their values differ")
-    problems += [
-        f"{name}: missing"
-        for name, parameter in model.named_parameters()
-        if id(parameter) not in chosen
-    ]
     if problems:
-        shown = "\n  ".join(problems[:8])
-        more = f"\n  ... and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise EngineError(
-            f"the published weights do not fit the engine's model:\n  {shown}{more}\n"
-            "Nothing was replaced. Publish every parameter under its Hugging Face name."
+            f"the published weights do not fit the engine's model ({len(problems)} problems):\n  "
+            + "\n  ".join(problems[:8])
+            + "\nNothing was replaced. Publish every parameter under its Hugging Face name."
         )
     # Tensors may come from another stream of the same device, and may not be computed yet.
     _synchronize(model)
-    for target in targets.values():
-        if id(target) in chosen:
-            target.copy_(chosen[id(target)][1])
+    for name, tensor in weights.items():
+        targets[name].copy_(tensor)
     _synchronize(model)
 
 

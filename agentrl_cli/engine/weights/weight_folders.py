@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import json
 import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
-from safetensors import SafetensorError
 
 from agentrl_cli.errors import EngineError, EngineTimeoutError, UserInputError
 from agentrl_cli.log import get_logger
@@ -27,6 +27,13 @@ _PREFIX = "agentrl-weights-"
 _LOCK_NAME = "lock"
 _MEMORY_FOLDER = Path("/dev/shm")
 _GIB = 2**30
+_DTYPE_NAMES = {
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.float32": "F32",
+    "torch.float64": "F64",
+    "torch.int64": "I64",
+}
 
 
 class VersionFolders:
@@ -46,8 +53,8 @@ class VersionFolders:
                 folder for temporary files.
             file_name: of the safetensors file in each folder.
             timeout_seconds: deadline for writing one version.
-            num_kept: number of versions. The oldest is deleted before the next one is written:
-                servers copy what they read, so one is enough where none goes back to an older one.
+            num_kept: number of versions. The next one takes the place of the oldest: servers copy
+                what they read, so one is enough where none goes back to an older one.
         """
         self._directory = directory
         self._file_name = file_name
@@ -81,7 +88,7 @@ class VersionFolders:
                 f"engine.publish_timeout_seconds={2 * self._timeout_seconds:g} or more, or "
                 "engine.weight_transfer.dir=FOLDER with a faster folder"
             ) from None
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             size = _count_bytes(tensors) / _GIB
             raise EngineError(
                 f"the weights of version {version} ({size:.2f} GiB) cannot be written to "
@@ -104,19 +111,17 @@ class VersionFolders:
     def _write(
         self, version: int, tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]
     ) -> Path:
-        from safetensors.torch import save_file
-
         with self._lock:
             root = self._open(_count_bytes(tensors))
-            if len(self._kept) == self._num_kept:
-                shutil.rmtree(self._kept.pop(0))
             # A version that is written again, as after a resume, gets a folder of its own.
             self._num_written += 1
             folder = root / f"{self._num_written:06d}-version-{version}"
-            folder.mkdir(mode=0o700)
+            if len(self._kept) == self._num_kept:
+                self._kept.pop(0).rename(folder)
+            else:
+                folder.mkdir(mode=0o700)
             try:
-                packed = {name: tensor.contiguous() for name, tensor in tensors.items()}
-                save_file(packed, folder / self._file_name, metadata={"format": "pt"})
+                _write_tensors(folder / self._file_name, tensors)
                 for name, text in texts.items():
                     (folder / name).write_text(text, encoding="utf-8")
             except BaseException:
@@ -197,6 +202,31 @@ def _choose_parent(directory: str | None, num_bytes: int) -> Path:
         if free > num_bytes:
             return _MEMORY_FOLDER
     return Path(tempfile.gettempdir())
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes a safetensors file over the one that is there, if any.
+
+    In RAM the pages of a new file cost six times as much as copying the weights into the old one
+    (200 MB: 120 ms against 20 ms).
+    """
+    import torch
+
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    # The widest numbers first, so that all of them are aligned.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    for name, tensor in ordered:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        places = {"shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": _DTYPE_NAMES[str(tensor.dtype)], **places}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("r+b" if path.exists() else "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            file.write(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        file.truncate()
 
 
 def _count_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
