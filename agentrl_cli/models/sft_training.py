@@ -100,7 +100,7 @@ def _build_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     device = config.train.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if start_path is not None:
-        return load_model(start_path, torch.float32, device), load_tokenizer(start_path)
+        return load_model(start_path, "float32", device), load_tokenizer(start_path)
     new = config.model.new or NewModelConfig()
     tokenizer = train_tokenizer(_render_texts(rows), new.vocab_size)
     return _build_new_model(new, tokenizer).to(device), tokenizer

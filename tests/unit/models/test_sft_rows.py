@@ -188,14 +188,11 @@ def test_rows_from_a_file(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", r"rows.jsonl:2: not a line of JSON"),
-        ('{"prompt": "x"}', r"row 2: found the keys \['prompt'\]"),
-        ('{"messages": []}', r"row 2: found the keys"),
-        ("[1]", r"row 2: found list"),
-        ('{"messages": [{"content": "x"}]}', r'row 2, message 1: .* a message has a "role"'),
-        (
-            '{"messages": [{"role": "assistant", "content": "x"}], "tools": "add"}',
-            r"row 2: tools are 'add'; allowed is a list",
-        ),
+        ('{"prompt": "x"}', r"row 2: found {'prompt': 'x'}; a row is"),
+        ('{"messages": []}', "row 2: found"),
+        ("[1]", r"row 2: found \[1\]"),
+        ('{"messages": [{"content": "x"}]}', "row 2: found"),
+        ('{"messages": [{"role": "assistant", "content": "x"}], "tools": "add"}', "row 2: found"),
         ('{"messages": [{"role": "user", "content": "x"}]}', r"row 2: no message has the role"),
     ],
 )
@@ -214,11 +211,12 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
 
 def test_functions_that_cannot_be_used() -> None:
     function = "agentrl_cli.models.calculator_tasks:build_demonstrations"
-    with pytest.raises(DatasetError, match=r"dataset.kwargs: .*unexpected keyword argument 'rows'"):
-        load_rows(SftDatasetConfig(path=function, kwargs={"rows": 1}))
+    for path, kwargs, problem in (
+        (function, {"rows": 1}, "unexpected keyword argument 'rows'"),
+        (function, {"num_bare_rows": "many"}, "TypeError"),
+        ("agentrl_cli.models.calculator_tasks:SYSTEM_PROMPT", {}, "not callable"),
+    ):
+        with pytest.raises(DatasetError, match=f"gave no list of rows: .*{problem}"):
+            load_rows(SftDatasetConfig(path=path, kwargs=kwargs))
     with pytest.raises(ImportPathError, match="build_demonstrations"):
         load_rows(SftDatasetConfig(path=function + "s"))
-    with pytest.raises(DatasetError, match=r"gave no list of rows: TypeError"):
-        load_rows(SftDatasetConfig(path=function, kwargs={"num_bare_rows": "many"}))
-    with pytest.raises(DatasetError, match="not a function"):
-        load_rows(SftDatasetConfig(path="agentrl_cli.models.calculator_tasks:SYSTEM_PROMPT"))
