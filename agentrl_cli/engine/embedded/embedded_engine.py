@@ -7,7 +7,8 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -90,12 +91,8 @@ class EmbeddedEngine:
     ) -> Generation:
         """Samples one completion; see :class:`InferenceEngine`."""
         self._check_request(prompt_ids, sampling)
-        matcher = await self._start_matcher(sampling)
-        call = self._open_call(prompt_ids, sampling, matcher, streaming=False)
-        try:
-            return await self._await_piece(call)
-        finally:
-            self._close_call(call)
+        async with aclosing(self._run_call(prompt_ids, sampling, streaming=False)) as pieces:
+            return await anext(pieces)
 
     def stream(
         self,
@@ -106,13 +103,13 @@ class EmbeddedEngine:
     ) -> AsyncIterator[Generation]:
         """Samples one completion token by token; an impossible request is refused at once."""
         self._check_request(prompt_ids, sampling)
-        return self._stream_call(prompt_ids, sampling)
+        return self._run_call(prompt_ids, sampling, streaming=True)
 
-    async def _stream_call(
-        self, prompt_ids: Sequence[int], sampling: Sampling
-    ) -> AsyncIterator[Generation]:
+    async def _run_call(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, streaming: bool
+    ) -> AsyncGenerator[Generation]:
         matcher = await self._start_matcher(sampling)
-        call = self._open_call(prompt_ids, sampling, matcher, streaming=True)
+        call = self._open_call(prompt_ids, sampling, matcher, streaming=streaming)
         try:
             while True:
                 piece = await self._await_piece(call)
@@ -120,7 +117,10 @@ class EmbeddedEngine:
                 if piece.finish_reason is not None:
                     return
         finally:
-            self._close_call(call)
+            with self._lock:
+                self._calls.pop(call.request_id, None)
+            if not call.finished:
+                self._manager.cancel_request(call.request_id)
 
     async def _await_piece(self, call: EmbeddedCall) -> Generation:
         try:
@@ -188,10 +188,9 @@ class EmbeddedEngine:
     def _check_request(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         self._check_alive()
         check_request(prompt_ids, sampling, self.max_model_len)
-        if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocabulary_size:
-            found = next(i for i in prompt_ids if not 0 <= i < self._vocabulary_size)
+        if unknown := [i for i in prompt_ids if not 0 <= i < self._vocabulary_size]:
             raise EngineError(
-                f"token id {found} is outside of the model's vocabulary: "
+                f"token id {unknown[0]} is outside of the model's vocabulary: "
                 f"allowed are 0 to {self._vocabulary_size - 1}"
             )
 
@@ -243,12 +242,6 @@ class EmbeddedEngine:
             self._calls[call.request_id] = call
         self._manager.submit(call)
         return call
-
-    def _close_call(self, call: EmbeddedCall) -> None:
-        with self._lock:
-            self._calls.pop(call.request_id, None)
-        if not call.finished:
-            self._manager.cancel_request(call.request_id)
 
     async def _run_between_steps(self, run: Callable[[], None], what: str) -> None:
         with self._lock:
