@@ -26,20 +26,36 @@ def assistant(content: Any, *calls: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": content, "tool_calls": list(calls)}
 
 
-def test_plain_conversation(render) -> None:
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello"},
-    ]
-    assert render(messages, add_generation_prompt=True) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>assistant\n"
-    )
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
 
 
-def test_no_system_part_without_instructions_or_tools(render) -> None:
-    assert render([{"role": "user", "content": "Hi"}]) == "<|im_start|>user\nHi<|im_end|>\n"
+def write_turn(role: str, text: str) -> str:
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("messages", "turns"),
+    [
+        ([user("Hi")], [("user", "Hi")]),
+        (
+            [{"role": "system", "content": "A"}, user("B"), {"role": "assistant", "content": "C"}],
+            [("system", "A"), ("user", "B"), ("assistant", "C")],
+        ),
+        (
+            [{"role": "developer", "content": "A"}, user("B"), {"role": "system", "content": "C"}],
+            [("system", "A"), ("user", "B"), ("system", "C")],
+        ),
+        (
+            [user([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}])],
+            [("user", "one two")],
+        ),
+    ],
+)
+def test_plain_conversations(render, messages, turns) -> None:
+    text = "".join(write_turn(*turn) for turn in turns)
+    assert render(messages) == text
+    assert render(messages, add_generation_prompt=True) == text + "<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("system", ["Be brief.", None])
@@ -51,18 +67,6 @@ def test_tools_stand_in_the_system_part(render, system: str | None) -> None:
     assert render(messages, tools=[TOOL, TOOL]) == (
         f"<|im_start|>system\n{before}<tools>\n{TOOL_TEXT}\n{TOOL_TEXT}\n</tools><|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n"
-    )
-
-
-def test_developer_and_later_system_messages(render) -> None:
-    messages = [
-        {"role": "developer", "content": "A"},
-        {"role": "user", "content": "B"},
-        {"role": "system", "content": "C"},
-    ]
-    assert render(messages) == (
-        "<|im_start|>system\nA<|im_end|>\n<|im_start|>user\nB<|im_end|>\n"
-        "<|im_start|>system\nC<|im_end|>\n"
     )
 
 
@@ -113,12 +117,6 @@ def test_neighbouring_tool_results_share_a_user_turn(render) -> None:
         "</tool_response><|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n"
         "<|im_start|>user\n<tool_response>\n\n</tool_response><|im_end|>\n"
     ).replace("</tool_call><|im_end|>\n", "")
-
-
-def test_content_in_parts(render) -> None:
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    text = render([{"role": "system", "content": parts}, {"role": "user", "content": parts}])
-    assert text == ("<|im_start|>system\none two<|im_end|>\n<|im_start|>user\none two<|im_end|>\n")
 
 
 def test_each_turn_extends_the_one_before(render) -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -25,9 +23,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         "it's 3.14",
     ],
 )
-def test_round_trip_also_after_saving(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, text: str
-) -> None:
+def test_round_trip_also_after_saving(tokenizer, tmp_path, text):
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     ids = tokenizer(text)["input_ids"]
@@ -38,24 +34,16 @@ def test_round_trip_also_after_saving(
     assert loaded.eos_token_id == tokenizer.eos_token_id != loaded.pad_token_id
 
 
-def test_digits_are_single_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_digits_and_tags_are_one_token_and_survive_skipping_special_ones(tokenizer):
     assert tokenizer.tokenize("1234") == ["1", "2", "3", "4"]
-
-
-def test_tags_are_one_token_and_survive_skipping_special_ones(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
     for tag in TAG_TOKENS:
         assert len(tokenizer(tag)["input_ids"]) == 1
     ids = tokenizer("<|im_start|>x<tool_call>y<|im_end|>")["input_ids"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "x<tool_call>y"
 
 
-def test_vocabulary_is_limited_and_learned(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_vocabulary_is_limited_learned_and_the_same_again(tokenizer):
     assert len(tokenizer) <= 400
     assert len(tokenizer(" rolls")["input_ids"]) == 1
-
-
-def test_same_texts_give_the_same_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
     again = train_tokenizer(TEXTS, vocab_size=400)
     assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
