@@ -116,17 +116,8 @@ def build_calculator_config(output_path: str) -> SftConfig:
     """The warm start of the built-in model; ``configs/sft-calculator.yaml`` says the same."""
     return SftConfig(
         output_path=output_path,
-        seed=1,
         model=SftModelConfig(
-            new=NewModelConfig(
-                vocab_size=1024,
-                hidden_size=128,
-                intermediate_size=384,
-                num_layers=3,
-                num_heads=4,
-                initializer_range=0.06,
-            ),
-            dtype="float32",
+            new=NewModelConfig(num_layers=3, initializer_range=0.06), dtype="float32"
         ),
         dataset=SftDatasetConfig(
             path="agentrl_cli.models.calculator_tasks:build_demonstrations", shuffle=False

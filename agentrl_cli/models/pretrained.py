@@ -221,13 +221,10 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, model_path: str) -> None
 def _find_largest_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """The largest id that text, a turn of the chat template, or its end is made of."""
     added = set(tokenizer.get_added_vocab().values())
-    ids = {index for index in tokenizer.get_vocab().values() if index not in added}
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
-    turn = tokenizer.apply_chat_template(messages, tokenize=False)
-    ids.update(tokenizer.encode(str(turn), add_special_tokens=False))
-    if isinstance(tokenizer.eos_token_id, int):
-        ids.add(tokenizer.eos_token_id)
-    return max(ids)
+    turn = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    made = {*tokenizer.encode(turn, add_special_tokens=False), tokenizer.eos_token_id}
+    return max(made | (set(tokenizer.get_vocab().values()) - added))
 
 
 def freeze_weights(model: PreTrainedModel, frozen: Sequence[str]) -> None:

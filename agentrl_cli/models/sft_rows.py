@@ -94,7 +94,14 @@ def encode_conversation(
         pieces += [(text[done : len(prompt)], False), (turn, True)]
         done = stop + len(end)
     pieces.append((text[done:], False))
-    return _tokenize(tokenizer, pieces)
+    filled = [(piece, trained) for piece, trained in pieces if piece]
+    encoded = tokenizer([piece for piece, _ in filled], add_special_tokens=False)["input_ids"]
+    input_ids: list[int] = []
+    loss_mask: list[bool] = []
+    for (_, trained), ids in zip(filled, encoded, strict=True):
+        input_ids += ids
+        loss_mask += [trained] * len(ids)
+    return EncodedRow(tuple(input_ids), tuple(loss_mask))
 
 
 def render_conversation(
@@ -139,7 +146,13 @@ def build_batches(
     for first in range(0, len(ordered), window):
         batches: list[list[EncodedRow]] = []
         width = 0
-        for row in sorted(ordered[first : first + window], key=_length_class):
+        # Equal for rows whose lengths differ by less than a fifth: among them rows stay mixed.
+        # Batches sorted by exact length would consist of copies of one question, and their
+        # gradients would say little about the rest.
+        for row in sorted(
+            ordered[first : first + window],
+            key=lambda row: math.floor(4.0 * math.log2(max(1, len(row.input_ids)))),
+        ):
             width = max(width, len(row.input_ids))
             if not batches or width * (len(batches[-1]) + 1) > batch_tokens:
                 batches.append([])
@@ -148,26 +161,6 @@ def build_batches(
         if rng is not None:
             rng.shuffle(batches)
         yield from batches
-
-
-def _length_class(row: EncodedRow) -> int:
-    """Equal for rows whose lengths differ by less than a fifth.
-
-    Within a class the rows stay mixed: batches sorted by exact length would consist of copies of
-    one question, and their gradients would say little about the rest.
-    """
-    return math.floor(4.0 * math.log2(max(1, len(row.input_ids))))
-
-
-def _tokenize(tokenizer: PreTrainedTokenizerFast, pieces: Sequence[tuple[str, bool]]) -> EncodedRow:
-    filled = [(text, trained) for text, trained in pieces if text]
-    encoded = tokenizer([text for text, _ in filled], add_special_tokens=False)["input_ids"]
-    input_ids: list[int] = []
-    loss_mask: list[bool] = []
-    for (_, trained), ids in zip(filled, encoded, strict=True):
-        input_ids += ids
-        loss_mask += [trained] * len(ids)
-    return EncodedRow(tuple(input_ids), tuple(loss_mask))
 
 
 def _read_jsonl(path: Path) -> list[Mapping[str, Any]]:

@@ -356,7 +356,6 @@ class EmbeddedCall(RequestState):  # type: ignore[misc]
         )
         self.sampling = sampling
         self.loop = asyncio.get_running_loop()
-        self.opened = self.loop.time()
         self.random = Random(sampling.seed)
         self.matcher = matcher
         self.sampled_version = 0

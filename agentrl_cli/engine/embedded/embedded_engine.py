@@ -7,8 +7,9 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,6 +27,8 @@ from agentrl_cli.errors import EngineError, EngineTimeoutError, MissingExtraErro
 from agentrl_cli.log import get_logger
 
 _log = get_logger(__name__)
+
+T = TypeVar("T")
 
 #: A step of the engine that has begun cannot be interrupted; more than this is a hang.
 _CLOSE_SECONDS = 10.0
@@ -108,11 +111,13 @@ class EmbeddedEngine:
     async def _run_call(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, streaming: bool
     ) -> AsyncGenerator[Generation]:
-        matcher = await self._start_matcher(sampling)
+        deadline = asyncio.get_running_loop().time() + self._config.generate_timeout_seconds
+        tag = sampling.structural_tag
+        matcher = None if tag is None else await self._within(deadline, self._start_matcher(tag))
         call = self._open_call(prompt_ids, sampling, matcher, streaming=streaming)
         try:
             while True:
-                piece = await self._await_piece(call)
+                piece = await self._within(deadline, call.next_piece())
                 yield piece
                 if piece.finish_reason is not None:
                     return
@@ -122,10 +127,10 @@ class EmbeddedEngine:
             if not call.finished:
                 self._manager.cancel_request(call.request_id)
 
-    async def _await_piece(self, call: EmbeddedCall) -> Generation:
+    async def _within(self, deadline: float, awaited: Awaitable[T]) -> T:
         try:
-            async with asyncio.timeout_at(call.opened + self._config.generate_timeout_seconds):
-                return await call.next_piece()
+            async with asyncio.timeout_at(deadline):
+                return await awaited
         except TimeoutError:
             raise EngineTimeoutError(
                 f"the completion was not finished after "
@@ -199,20 +204,10 @@ class EmbeddedEngine:
             # A fresh error each time: a traceback grows with every raise of the same one.
             raise type(self._ended)(*self._ended.args) from self._ended.__cause__
 
-    async def _start_matcher(self, sampling: Sampling) -> TokenMatcher | None:
-        """What constrains a call to its structural tag, if it has one."""
-        tag = sampling.structural_tag
-        if tag is None:
-            return None
-        limit = self._config.generate_timeout_seconds
+    async def _start_matcher(self, tag: str) -> TokenMatcher:
+        """What constrains a call to its structural tag."""
         try:
-            async with asyncio.timeout(limit):
-                return await asyncio.to_thread(self._grammars.start, tag)
-        except TimeoutError:
-            raise EngineTimeoutError(
-                f"no grammar was made of the structural tag after {limit:g} s "
-                "(engine.generate_timeout_seconds)"
-            ) from None
+            return await asyncio.to_thread(self._grammars.start, tag)
         except (GrammarError, MissingExtraError) as error:
             raise EngineError(f"structural_tag: {error}") from None
 

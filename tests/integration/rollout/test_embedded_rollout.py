@@ -11,7 +11,7 @@ from agentrl_cli.agents.agent_building import AgentSource
 from agentrl_cli.config.experiment import EngineConfig, GenerationConfig, RolloutConfig
 from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.errors import RolloutFailedError
-from agentrl_cli.records import Boundary, InteractionStatus
+from agentrl_cli.records import Boundary
 from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow
 from agentrl_cli.rollout.dataset import TaskStream, build_eval_tasks
 from agentrl_cli.rollout.scheduler import RolloutScheduler, run_tasks
@@ -61,19 +61,25 @@ async def make_workflow(engine, tiny_tokenizer):
     await gateway.close()
 
 
-async def test_versions_stay_within_the_allowed_staleness(engine, make_workflow, build_tiny_model):
-    """Weights are published after every step, while the next steps are being sampled."""
-    staleness, last_step = 1, 5
-    scheduler = RolloutScheduler(
-        make_workflow(),
+def schedule(workflow, engine, *, max_staleness=2, batch_size, last_step):
+    return RolloutScheduler(
+        workflow,
         engine,
-        TaskStream(ROWS, batch_size=2, shuffle=True, seed=1),
+        TaskStream(ROWS, batch_size=batch_size, shuffle=True, seed=1),
         # Room for two batches: were it for one, and its trajectories equally long, none of the
         # next would begin before the publication.
-        rollout=RolloutConfig(max_concurrent=8, max_staleness=staleness),
+        rollout=RolloutConfig(max_concurrent=8, max_staleness=max_staleness),
         n_samples=2,
         first_step=1,
         last_step=last_step,
+    )
+
+
+async def test_versions_stay_within_the_allowed_staleness(engine, make_workflow, build_tiny_model):
+    """Weights are published after every step, while the next steps are being sampled."""
+    staleness, last_step = 1, 5
+    scheduler = schedule(
+        make_workflow(), engine, max_staleness=staleness, batch_size=2, last_step=last_step
     )
     seen = set()
     try:
@@ -122,28 +128,9 @@ async def test_a_budget_of_tokens_is_kept_to_the_token(engine, make_workflow):
     assert all(t.num_completion_tokens <= 11 for t in finished)
 
 
-async def test_prompts_beyond_the_engine_are_engine_failures(engine, make_workflow):
-    workflow = make_workflow()
-    rows = [ROWS[0], {"question": "word " * 600}]
-    short, long = await run_tasks(
-        workflow, engine, build_eval_tasks(rows), n_samples=1, max_concurrent=2
-    )
-    assert short.failure is None
-    assert (long.failure.boundary, long.failure.kind) == (Boundary.ENGINE, "ContextLengthError")
-    assert long.interactions[0].status is InteractionStatus.FAILED
-
-
 async def test_cancelled_rollouts_free_the_engine(engine, make_workflow):
     workflow = make_workflow(max_tokens=400)
-    scheduler = RolloutScheduler(
-        workflow,
-        engine,
-        TaskStream(ROWS, batch_size=4, shuffle=False, seed=1),
-        rollout=RolloutConfig(max_concurrent=8),
-        n_samples=2,
-        first_step=1,
-        last_step=3,
-    )
+    scheduler = schedule(workflow, engine, batch_size=4, last_step=3)
     waiting = asyncio.create_task(scheduler.next_batch(1))
     await asyncio.sleep(0.5)
     before = scheduler.num_running
