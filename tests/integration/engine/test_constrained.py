@@ -241,7 +241,5 @@ async def test_a_tag_that_is_none_is_refused_and_the_engine_lives_on(open_engine
             with pytest.raises(EngineError, match="structural_tag"):
                 await engine.generate(prompt_ids, Sampling(structural_tag=tag))
         assert (await engine.generate(prompt_ids, Sampling(max_tokens=3))).completion_ids
-        with pytest.raises(EngineError, match="stop_token_ids are not allowed beside"):
-            await engine.generate(prompt_ids, Sampling(structural_tag="{}", stop_token_ids=(3,)))
         with pytest.raises(EngineError, match="num_top_logprobs 21"):
             await engine.generate(prompt_ids, Sampling(num_top_logprobs=21))

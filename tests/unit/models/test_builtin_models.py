@@ -66,12 +66,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The folders that were made, in no time."""
     made: list[str] = []
-
-    def make(config: SftConfig, start_path: None, *_: object) -> None:
-        made.append(config.output_path)
-        Path(config.output_path).mkdir()
-
-    monkeypatch.setattr(builtin_models, "train_and_save", make)
+    monkeypatch.setattr(
+        builtin_models,
+        "train_and_save",
+        lambda config, *_: made.append(config.output_path) or Path(config.output_path).mkdir(),
+    )
     return made
 
 

@@ -71,27 +71,18 @@ def test_tools_stand_in_the_system_part(render, system: str | None) -> None:
 
 
 @pytest.mark.parametrize("content", [None, ""])
-@pytest.mark.parametrize("arguments", [{"a": 1, "b": "é"}, '{"a": 1, "b": "é"}'])
-def test_tool_call_is_rendered_as_it_is_sampled(
-    render, content: str | None, arguments: Any
-) -> None:
-    text = render([assistant(content, call(arguments))])
-    assert text == (
-        '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n'
-        "</tool_call><|im_end|>\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [('{"b":2,  "a":1}', '{"b":2,  "a":1}'), ("", "{}"), (None, "{}"), ({}, "{}")],
+    [
+        ({"a": 1, "b": "é"}, '{"a": 1, "b": "é"}'),
+        ('{"b":2,  "a":"é"}', '{"b":2,  "a":"é"}'),  # to the letter
+        ("", "{}"),
+        (None, "{}"),
+    ],
 )
-def test_arguments_are_kept_to_the_letter_and_missing_ones_are_an_empty_object(
-    render, arguments: Any, expected: str
-) -> None:
-    assert f'{{"name": "add", "arguments": {expected}}}' in render(
-        [assistant(None, call(arguments))]
-    )
+def test_tool_call_is_rendered_as_it_is_sampled(render, content, arguments, expected) -> None:
+    called = f'<tool_call>\n{{"name": "add", "arguments": {expected}}}\n</tool_call>'
+    assert render([assistant(content, call(arguments))]) == write_turn("assistant", called)
 
 
 @pytest.mark.parametrize("content", ["Let me see.", "Let me see.\n"])
@@ -104,19 +95,12 @@ def test_text_goes_before_parallel_calls(render, content: str) -> None:
 
 
 def test_neighbouring_tool_results_share_a_user_turn(render) -> None:
-    messages = [
-        assistant(None, call({}), call({})),
-        {"role": "tool", "tool_call_id": "c", "content": "1"},
-        {"role": "tool", "tool_call_id": "c", "content": "2"},
-        assistant("3"),
-        {"role": "tool", "tool_call_id": "c", "content": None},
-    ]
-    text = render(messages)
-    assert text.partition("</tool_call><|im_end|>\n")[2] == (
-        "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n"
-        "</tool_response><|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n"
-        "<|im_start|>user\n<tool_response>\n\n</tool_response><|im_end|>\n"
-    ).replace("</tool_call><|im_end|>\n", "")
+    results = [{"role": "tool", "tool_call_id": "c", "content": one} for one in ("1", "2", None)]
+    answer = {"role": "assistant", "content": "3"}
+    first, second, empty = (f"<tool_response>\n{one}\n</tool_response>" for one in ("1", "2", ""))
+    text = render([user("Hi"), *results[:2], answer, results[2]])
+    turns = [("user", f"{first}\n{second}"), ("assistant", "3"), ("user", empty)]
+    assert text == write_turn("user", "Hi") + "".join(write_turn(*turn) for turn in turns)
 
 
 def test_each_turn_extends_the_one_before(render) -> None:

@@ -81,38 +81,29 @@ RENDERED = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 @pytest.mark.parametrize(
     ("template", "messages", "problem"),
     [
-        pytest.param(
+        (
             "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}",
             CONVERSATION,
             r"row 7, message 3: .*differently",
-            id="rewrites earlier turns",
         ),
-        pytest.param(
+        (
             "{% for m in messages %}<|im_start|>{{ m.role }}\n"
             "{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
             [CONVERSATION[1], {"role": "assistant", "content": "<think>Hm</think>Hello"}],
             r"row 7, message 2: .*does not render this turn as it is",
-            id="strips reasoning",
         ),
-        pytest.param(RENDERED, CONVERSATION[1:3], r"end token '<\|im_end\|>'", id="ends no turn"),
-        pytest.param(
+        (RENDERED, CONVERSATION[1:3], r"end token '<\|im_end\|>'"),
+        (
             RENDERED + "{% if not add_generation_prompt %}<|im_end|>{% endif %}",
             CONVERSATION,
             "row 7, message 5: ",
-            id="ends only the last turn",
         ),
-        pytest.param(
-            None,
-            [{"role": "assistant", "content": "a<|im_end|>b"}],
-            "message 1",
-            id="end token in a message",
-        ),
-        pytest.param(
+        (None, [{"role": "assistant", "content": "a<|im_end|>b"}], "message 1"),
+        (
             "{{ raise_exception('roles must alternate') }}",
             CONVERSATION,
             r"row 7: .*roles must alternate",
-            id="refuses the conversation",
         ),
     ],
 )
