@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+import re
 import subprocess
 import sys
 import threading
@@ -10,7 +12,7 @@ import pytest
 
 from agentrl_cli.config.config_file import load_config_as
 from agentrl_cli.config.sft_config import SftConfig
-from agentrl_cli.errors import ModelError, StoppedError
+from agentrl_cli.errors import DatasetError, ModelError, StoppedError
 from agentrl_cli.log import Observer, SilentObserver
 from agentrl_cli.models import builtin_models
 from agentrl_cli.models.builtin_models import (
@@ -19,7 +21,14 @@ from agentrl_cli.models.builtin_models import (
     resolve_cache_folder,
     resolve_model_folder,
 )
-from agentrl_cli.models.calculator_tasks import CALCULATE_TOOL, SYSTEM_PROMPT, build_demonstrations
+from agentrl_cli.models.calculator_tasks import (
+    CALCULATE_TOOL,
+    SYSTEM_PROMPT,
+    build_demonstrations,
+    build_rows,
+    draw_question,
+)
+from builders.calculator_agent import calculate
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -27,6 +36,37 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 def test_the_yaml_is_what_the_built_in_model_is_made_from() -> None:
     written = load_config_as(SftConfig, CONFIGS / "sft-calculator.yaml")
     assert written == build_calculator_config(written.output_path)
+
+
+def pairs(split: str) -> set[tuple[int, ...]]:
+    return {tuple(sorted(map(int, re.findall(r"\d+", r["question"])))) for r in build_rows(split)}
+
+
+def test_rows_are_distinct_and_the_same_every_time() -> None:
+    rows = build_rows("train")
+    assert rows == build_rows("train") == build_rows()
+    assert len({row["question"] for row in rows}) == len(rows) == 4096
+    assert len(build_rows("test")) == 512
+    assert all(set(row) == {"question", "answer"} for row in rows)
+
+
+def test_held_out_pairs_of_numbers_never_occur_in_training() -> None:
+    assert pairs("train").isdisjoint(pairs("test"))
+
+
+def test_the_expression_solves_the_question() -> None:
+    rng = random.Random(1)
+    for _ in range(2000):
+        question = draw_question(rng, "train")
+        assert calculate(question.expression) == str(question.answer)
+        assert question.answer > 0
+        assert re.split(r"[-+*]", question.expression) == re.findall(r"\d+", question.text)
+        assert list(question.numbers) == re.findall(r"\d+", question.text)
+
+
+def test_unknown_split() -> None:
+    with pytest.raises(DatasetError, match=r"'tests'.*did you mean 'test'"):
+        build_rows("tests")
 
 
 def test_demonstrations_come_in_their_parts_by_the_seed_alone() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from agentrl_cli.config.sft_config import SftDatasetConfig
 from agentrl_cli.errors import DatasetError, ImportPathError, ModelError
@@ -17,7 +17,7 @@ from agentrl_cli.models.sft_rows import (
     encode_conversation,
     load_rows,
 )
-from agentrl_cli.models.tokenizer_training import train_tokenizer
+from agentrl_cli.models.tokenizer_training import TAG_TOKENS, train_tokenizer
 
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
@@ -190,3 +190,47 @@ def test_functions_that_cannot_be_used() -> None:
             load_rows(SftDatasetConfig(path=path, kwargs=kwargs))
     with pytest.raises(ImportPathError, match="build_demonstrations"):
         load_rows(SftDatasetConfig(path=function + "s"))
+
+
+TEXTS = ["A baker has 47 rolls and bakes 38 more.", "How many rolls are there?"] * 20
+
+
+@pytest.fixture(scope="module")
+def learned() -> PreTrainedTokenizerFast:
+    return train_tokenizer(TEXTS, vocab_size=400)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A baker has 4738 rolls",
+        "  two  spaces\n\n\nand lines\t",
+        "héllo 日本語 🙂 unseen",
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>\n',
+        "it's 3.14",
+    ],
+)
+def test_round_trip_also_after_saving(learned, tmp_path, text):
+    learned.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    ids = learned(text)["input_ids"]
+    assert loaded(text)["input_ids"] == ids
+    assert loaded.decode(ids) == text
+    assert loaded.chat_template == learned.chat_template
+    assert loaded.eos_token == "<|im_end|>"
+    assert loaded.eos_token_id == learned.eos_token_id != loaded.pad_token_id
+
+
+def test_digits_and_tags_are_one_token_and_survive_skipping_special_ones(learned):
+    assert learned.tokenize("1234") == ["1", "2", "3", "4"]
+    for tag in TAG_TOKENS:
+        assert len(learned(tag)["input_ids"]) == 1
+    ids = learned("<|im_start|>x<tool_call>y<|im_end|>")["input_ids"]
+    assert learned.decode(ids, skip_special_tokens=True) == "x<tool_call>y"
+
+
+def test_the_vocabulary_is_limited_learned_and_the_same_again(learned):
+    assert len(learned) <= 400
+    assert len(learned(" rolls")["input_ids"]) == 1
+    again = train_tokenizer(TEXTS, vocab_size=400)
+    assert again.backend_tokenizer.to_str() == learned.backend_tokenizer.to_str()
