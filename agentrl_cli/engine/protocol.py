@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -220,18 +220,13 @@ class BroadcastReceiver(Protocol):
         ...
 
 
-@runtime_checkable
-class WeightUpdate(Protocol):
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
     """The weights of one version, ready to be given to any number of servers, also later."""
 
-    @property
-    def version(self) -> int:
-        """The policy version."""
-        ...
-
-    async def apply(self, server: EngineServer) -> None:
-        """Makes ``server``, which is paused, hold these weights (not yet their version)."""
-        ...
+    version: int
+    apply: Callable[[EngineServer], Awaitable[None]]
+    """Makes a server, which is paused, hold these weights (not yet their version)."""
 
 
 @runtime_checkable

@@ -34,14 +34,6 @@ _LOCK_TIMEOUT_SECONDS = 1200.0
 _LOCK_POLL_SECONDS = 0.2
 
 _CALCULATOR = "builtin:calculator"
-#: The files of this room that decide what the model becomes.
-_SOURCES = (
-    "calculator_tasks.py",
-    "chatml.jinja",
-    "sft_rows.py",
-    "sft_training.py",
-    "tokenizer_training.py",
-)
 
 
 def resolve_model_folder(path: str, observer: Observer, check_stop: CheckStop = never_stop) -> str:
@@ -94,55 +86,38 @@ def _make_calculator_model(observer: Observer, check_stop: CheckStop) -> Path:
 
 
 def resolve_cache_folder() -> Path:
-    """The folder that agentrl keeps its own files in, between runs.
-
-    ``AGENTRL_CACHE``, else ``XDG_CACHE_HOME/agentrl``, else ``~/.cache/agentrl``.
-    """
-    own = os.environ.get("AGENTRL_CACHE")
-    if own:
+    """``AGENTRL_CACHE``, else ``XDG_CACHE_HOME/agentrl``, else ``~/.cache/agentrl``."""
+    if own := os.environ.get("AGENTRL_CACHE"):
         return Path(own).expanduser()
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "agentrl"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "agentrl"
 
 
 def _wait_for_lock(path: Path, observer: Observer, check_stop: CheckStop) -> FileLock:
     """The lock, held; a process that dies lets go of it."""
     lock = FileLock(path)
     deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
-    was_reported = False
+    message = f"another process is making {path.stem}: waiting for it"
     while True:
         try:
-            lock.acquire(timeout=0)
+            return lock.acquire(timeout=_LOCK_POLL_SECONDS).lock
         except Timeout:
-            if not was_reported:
-                observer.on_message(f"another process is making {path.stem}: waiting for it")
-                was_reported = True
-        else:
-            return lock
+            if message:
+                observer.on_message(message)
+                message = ""
         check_stop()
         if time.monotonic() > deadline:
             raise RunError(
                 f"another process has held {path} for {_LOCK_TIMEOUT_SECONDS:.0f} seconds. End "
                 "it, or type AGENTRL_CACHE=ANOTHER_FOLDER before the command"
             )
-        time.sleep(_LOCK_POLL_SECONDS)
 
 
 def build_calculator_config(output_path: str) -> SftConfig:
     """The warm start of the built-in model; ``configs/sft-calculator.yaml`` says the same."""
     return SftConfig(
         output_path=output_path,
-        seed=1,
         model=SftModelConfig(
-            new=NewModelConfig(
-                vocab_size=1024,
-                hidden_size=128,
-                intermediate_size=384,
-                num_layers=3,
-                num_heads=4,
-                initializer_range=0.06,
-            ),
-            dtype="float32",
+            new=NewModelConfig(num_layers=3, initializer_range=0.06), dtype="float32"
         ),
         dataset=SftDatasetConfig(
             path="agentrl_cli.models.calculator_tasks:build_demonstrations", shuffle=False
@@ -166,6 +141,7 @@ def compute_digest() -> str:
     for module in (torch, transformers, tokenizers):
         digest.update(f"{module.__name__} {module.__version__}\n".encode())
     room = resources.files("agentrl_cli.models")
-    for source in _SOURCES:
-        digest.update(source.encode() + room.joinpath(source).read_bytes())
+    for source in sorted(room.iterdir(), key=lambda source: source.name):
+        if source.is_file():
+            digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:12]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from agentrl_cli.errors import DatasetError, format_nearest
 from agentrl_cli.records import Message
@@ -37,10 +37,8 @@ CALCULATE_TOOL: dict[str, Any] = {
     },
 }
 
-Split = Literal["train", "test"]
-
 #: Rows that ``build_rows`` gives for each split.
-NUM_ROWS: dict[Split, int] = {"train": 4096, "test": 512}
+NUM_ROWS = {"train": 4096, "test": 512}
 
 #: One pair of numbers in this many is held out.
 _HELD_OUT_ONE_IN = 8
@@ -103,7 +101,7 @@ class Question:
     answer: int
 
 
-def draw_question(rng: random.Random, split: Split) -> Question:
+def draw_question(rng: random.Random, split: str) -> Question:
     """A question whose pair of numbers belongs to ``split``."""
     operator = rng.choice(tuple(_TEMPLATES))
     first, second = _draw_pair(rng, operator)
@@ -126,11 +124,10 @@ def build_rows(split: str = "train") -> list[dict[str, Any]]:
     if split not in NUM_ROWS:
         raise DatasetError(f"split {split!r} does not exist; {format_nearest(split, NUM_ROWS)}")
     rng = random.Random(f"agentrl calculator tasks, {split}")
-    name: Split = "train" if split == "train" else "test"
-    questions = {q.text: q for q in (draw_question(rng, name) for _ in range(NUM_ROWS[name]))}
-    while len(questions) < NUM_ROWS[name]:
-        extra = draw_question(rng, name)
-        questions[extra.text] = extra
+    questions: dict[str, Question] = {}
+    while len(questions) < NUM_ROWS[split]:
+        question = draw_question(rng, split)
+        questions[question.text] = question
     return [{"question": q.text, "answer": str(q.answer)} for q in questions.values()]
 
 
@@ -146,8 +143,7 @@ def _draw_pair(rng: random.Random, operator: str) -> tuple[int, int]:
     return first, second
 
 
-def _split_of(first: int, second: int) -> Split:
-    """The split of an unordered pair of numbers."""
+def _split_of(first: int, second: int) -> str:
     pair = f"{min(first, second)},{max(first, second)}"
     bucket = hashlib.sha256(pair.encode()).digest()[0] % _HELD_OUT_ONE_IN
     return "test" if bucket == 0 else "train"
@@ -173,13 +169,6 @@ def build_demonstrations(
 
     The quick answers repeat a number rather than guess: random digits teach nothing, and their
     gradients undo what was learned of copying.
-
-    Args:
-        num_bare_rows: rows of the first part.
-        num_tool_rows: rows of the second part.
-        num_mixed_rows: rows of the third part.
-        tool_rate: share of the third part's rows that call the tool.
-        seed: the same seed gives the same rows.
     """
     rng = random.Random(seed)
     bare = [{"messages": _draw_messages(rng, 1.0)[1:]} for _ in range(num_bare_rows)]
@@ -196,18 +185,12 @@ def _draw_messages(rng: random.Random, tool_rate: float) -> list[Message]:
     ]
     if rng.random() >= tool_rate:
         return [*asked, {"role": "assistant", "content": question.numbers[-1]}]
-    return [*asked, *_demonstrate_tool(rng, question)]
-
-
-def _demonstrate_tool(rng: random.Random, question: Question) -> list[Message]:
     call_id = f"call_{rng.randrange(10**9):09d}"
     function = {"name": "calculate", "arguments": {"expression": question.expression}}
+    call = {"id": call_id, "type": "function", "function": function}
     return [
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"id": call_id, "type": "function", "function": function}],
-        },
+        *asked,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call_id, "content": str(question.answer)},
         {"role": "assistant", "content": str(question.answer)},
     ]

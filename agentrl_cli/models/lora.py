@@ -107,11 +107,7 @@ def to_saved_name(parameter_name: str) -> str:
 
 
 def import_peft() -> Any:
-    """The module ``peft``.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
+    """The module ``peft``, or MissingExtraError."""
     try:
         import peft
     except ImportError as error:

@@ -1,11 +1,12 @@
-"""Tokenizers and models from folders or the hub, with messages that say what to type."""
+"""Tokenizers and models from folders or the hub, and what of a model is frozen."""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from agentrl_cli.errors import ModelError
+from agentrl_cli.errors import ModelError, format_nearest
 from agentrl_cli.models.lora import ADAPTER_CONFIG_NAME, import_peft, is_adapter_folder
 
-_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
@@ -45,29 +45,29 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+    except _LOADING_ERRORS as error:
         raise ModelError(_explain(path, "tokenizer", error)) from error
+    problem = None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ModelError(
-            f"{path}: its tokenizer is a {type(tokenizer).__name__}, which has no fast version "
-            "(tokenizer.json). Type tokenizer_path=FOLDER_OR_HUB_ID to name one that has"
+        problem = f"is a {type(tokenizer).__name__}, which has no fast version (tokenizer.json)"
+    elif not tokenizer.chat_template:
+        problem = (
+            "has no chat template (chat_template.jinja), so messages cannot become tokens: it may "
+            "be that of a base model"
         )
-    if not tokenizer.chat_template:
-        raise ModelError(
-            f"{path}: its tokenizer has no chat template, so messages cannot become tokens (a "
-            "base model, perhaps?). Type model.path= with the id of the instruct version, or "
-            "tokenizer_path= with a tokenizer that has one (chat_template.jinja beside "
-            "tokenizer.json)"
+    elif tokenizer.eos_token_id is None:
+        problem = (
+            "names no end token (eos_token in tokenizer_config.json), so no turn would ever end"
         )
-    if tokenizer.eos_token_id is None:
+    if problem:
         raise ModelError(
-            f"{path}: its tokenizer names no end token (eos_token), so no turn would ever end. "
-            "Set eos_token in tokenizer_config.json, or type tokenizer_path=FOLDER_OR_HUB_ID"
+            f"{path}: its tokenizer {problem}. Type tokenizer_path=FOLDER_OR_HUB_ID to name "
+            "another, such as that of the instruct version, or model.path= with another model"
         )
     return tokenizer
 
 
-def load_model(path: str, dtype: str | torch.dtype, device: str | torch.device) -> PreTrainedModel:
+def load_model(path: str, dtype: str, device: str | torch.device) -> PreTrainedModel:
     """The causal language model of a folder or hub id, in evaluation mode.
 
     A folder with an adapter alone gives the model that it was trained on, merged with it.
@@ -75,28 +75,14 @@ def load_model(path: str, dtype: str | torch.dtype, device: str | torch.device) 
     Raises:
         ModelError: there are no weights, or transformers cannot load them.
     """
-    folder = Path(path)
-    number_type = _DTYPES[dtype] if isinstance(dtype, str) else dtype
-    if is_adapter_folder(folder):
-        with without_progress_bars():
-            return load_merged_model(folder, number_type).to(device).eval()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ModelError(
-                f"{path}: found a folder without config.json, so it holds no model in Hugging Face "
-                "format. Type model.path= with a folder that holds config.json, tokenizer.json and "
-                "*.safetensors"
-            )
-        if not any(any(folder.glob(pattern)) for pattern in _WEIGHT_FILES):
-            raise ModelError(
-                f"{path}: found config.json and no weights. Copy the *.safetensors files into the "
-                "folder, or type model.path= with the folder that holds them"
-            )
-    try:
-        with without_progress_bars():
+    number_type = getattr(torch, dtype)
+    with without_progress_bars():
+        if is_adapter_folder(path):
+            return load_merged_model(path, number_type).to(device).eval()
+        try:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=number_type)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(_explain(path, "model", error)) from error
+        except _LOADING_ERRORS as error:
+            raise ModelError(_explain(path, "model", error)) from error
     return make_savable(model).to(device).eval()
 
 
@@ -118,7 +104,7 @@ def load_merged_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel
         merged: PreTrainedModel = peft.PeftModel.from_pretrained(
             model, str(folder)
         ).merge_and_unload()
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except _LOADING_ERRORS as error:
         raise ModelError(
             f"{folder}: this adapter was trained on {base!r} (base_model_name_or_path in "
             f"{ADAPTER_CONFIG_NAME}), with which it cannot be loaded: {type(error).__name__}: "
@@ -156,11 +142,11 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def _explain(path: str, what: str, error: Exception) -> str:
-    first_lines = " ".join(str(error).split())[:300]
+    first_lines = " ".join(str(error).split())[:300].rstrip(".")
     if Path(path).is_dir():
         return (
             f"{path}: its {what} cannot be loaded: {type(error).__name__}: {first_lines}. Type "
-            "model.path= with a folder that transformers can load"
+            "model.path= with a folder that holds config.json, tokenizer.json and *.safetensors"
         )
     return (
         f"{path}: no folder of that name, and no {what} came from the hub: "
@@ -214,18 +200,13 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, model_path: str) -> None
     Added tokens that neither a text nor the template produces may lie beyond the vocabulary: some
     text-only models keep the image markers of larger models of their family.
 
-    Args:
-        tokenizer: as loaded.
-        model_path: folder or hub id of the model.
-
     Raises:
         ModelError: naming the first id too many and the size of the vocabulary.
     """
     try:
         model_config = AutoConfig.from_pretrained(model_path)
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{model_path}: its config.json cannot be loaded: {reason}") from error
+    except _LOADING_ERRORS as error:
+        raise ModelError(_explain(model_path, "config.json", error)) from error
     vocab_size = model_config.get_text_config().vocab_size
     largest = _find_largest_id(tokenizer)
     if vocab_size is not None and largest >= vocab_size:
@@ -240,10 +221,44 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, model_path: str) -> None
 def _find_largest_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """The largest id that text, a turn of the chat template, or its end is made of."""
     added = set(tokenizer.get_added_vocab().values())
-    ids = {index for index in tokenizer.get_vocab().values() if index not in added}
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
-    turn = tokenizer.apply_chat_template(messages, tokenize=False)
-    ids.update(tokenizer.encode(str(turn), add_special_tokens=False))
-    if isinstance(tokenizer.eos_token_id, int):
-        ids.add(tokenizer.eos_token_id)
-    return max(ids)
+    turn = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    made = {*tokenizer.encode(turn, add_special_tokens=False), tokenizer.eos_token_id}
+    return max(made | (set(tokenizer.get_vocab().values()) - added))
+
+
+def freeze_weights(model: PreTrainedModel, frozen: Sequence[str]) -> None:
+    """Leaves some weights out of the training: they get no gradient and no optimizer state.
+
+    Args:
+        model: in training; nothing of it is frozen yet.
+        frozen: ``embeddings``, ``head`` (one of them is both where a model has them tied), or
+            patterns of parameter names such as ``model.layers.0.*``.
+
+    Raises:
+        ModelError: a name matches no weight, or none is left to train.
+    """
+    # Of two names of one tensor either will do.
+    named = dict(model.named_parameters(remove_duplicate=False))
+    # What is elsewhere in every architecture.
+    parts = {"embeddings": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    for name in frozen:
+        chosen = (
+            list(parts[name].parameters())
+            if name in parts
+            else [one for full_name, one in named.items() if fnmatchcase(full_name, name)]
+        )
+        if not chosen:
+            patterns = sorted(f"{part}.*" for part, _ in model.named_modules() if part)
+            raise ModelError(
+                f"model.frozen: {name!r} matches no weight of {type(model).__name__}; "
+                f"{format_nearest(name, [*parts, *patterns])}. A pattern is matched with the whole "
+                f"name of a weight, such as {next(iter(named))}"
+            )
+        for parameter in chosen:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            f"model.frozen: {', '.join(frozen)} leaves nothing of {type(model).__name__} to "
+            "train. Remove something from it, or type model.frozen=[]"
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
 import random
@@ -39,10 +38,8 @@ def load_rows(config: SftDatasetConfig) -> list[Mapping[str, Any]]:
         DatasetError: nothing there, or a row (numbered from 1) that cannot be used.
         ImportPathError: the function cannot be imported.
     """
-    if config.path.endswith(".jsonl"):
-        rows = _read_jsonl(Path(config.path))
-    else:
-        rows = _call_function(config)
+    is_file = config.path.endswith(".jsonl")
+    rows = _read_jsonl(Path(config.path)) if is_file else _call_function(config)
     rows = rows[: config.limit]
     if not rows:
         raise DatasetError(f"dataset.path: {config.path} has no rows: at least one is needed")
@@ -97,7 +94,14 @@ def encode_conversation(
         pieces += [(text[done : len(prompt)], False), (turn, True)]
         done = stop + len(end)
     pieces.append((text[done:], False))
-    return _tokenize(tokenizer, pieces)
+    filled = [(piece, trained) for piece, trained in pieces if piece]
+    encoded = tokenizer([piece for piece, _ in filled], add_special_tokens=False)["input_ids"]
+    input_ids: list[int] = []
+    loss_mask: list[bool] = []
+    for (_, trained), ids in zip(filled, encoded, strict=True):
+        input_ids += ids
+        loss_mask += [trained] * len(ids)
+    return EncodedRow(tuple(input_ids), tuple(loss_mask))
 
 
 def render_conversation(
@@ -142,7 +146,13 @@ def build_batches(
     for first in range(0, len(ordered), window):
         batches: list[list[EncodedRow]] = []
         width = 0
-        for row in sorted(ordered[first : first + window], key=_length_class):
+        # Equal for rows whose lengths differ by less than a fifth: among them rows stay mixed.
+        # Batches sorted by exact length would consist of copies of one question, and their
+        # gradients would say little about the rest.
+        for row in sorted(
+            ordered[first : first + window],
+            key=lambda row: math.floor(4.0 * math.log2(max(1, len(row.input_ids)))),
+        ):
             width = max(width, len(row.input_ids))
             if not batches or width * (len(batches[-1]) + 1) > batch_tokens:
                 batches.append([])
@@ -151,26 +161,6 @@ def build_batches(
         if rng is not None:
             rng.shuffle(batches)
         yield from batches
-
-
-def _length_class(row: EncodedRow) -> int:
-    """Equal for rows whose lengths differ by less than a fifth.
-
-    Within a class the rows stay mixed: batches sorted by exact length would consist of copies of
-    one question, and their gradients would say little about the rest.
-    """
-    return math.floor(4.0 * math.log2(max(1, len(row.input_ids))))
-
-
-def _tokenize(tokenizer: PreTrainedTokenizerFast, pieces: Sequence[tuple[str, bool]]) -> EncodedRow:
-    filled = [(text, trained) for text, trained in pieces if text]
-    encoded = tokenizer([text for text, _ in filled], add_special_tokens=False)["input_ids"]
-    input_ids: list[int] = []
-    loss_mask: list[bool] = []
-    for (_, trained), ids in zip(filled, encoded, strict=True):
-        input_ids += ids
-        loss_mask += [trained] * len(ids)
-    return EncodedRow(tuple(input_ids), tuple(loss_mask))
 
 
 def _read_jsonl(path: Path) -> list[Mapping[str, Any]]:
@@ -194,47 +184,32 @@ def _read_jsonl(path: Path) -> list[Mapping[str, Any]]:
 
 def _call_function(config: SftDatasetConfig) -> list[Mapping[str, Any]]:
     build = import_object(config.path, "dataset.path")
-    if not callable(build):
-        raise DatasetError(
-            f"dataset.path: {config.path} is {type(build).__name__}, not a function. Give "
-            "module:function of a function that returns rows, or a .jsonl file"
-        )
-    try:
-        inspect.signature(build).bind(**config.kwargs)
-    except TypeError as error:
-        raise DatasetError(
-            f"dataset.kwargs: {config.path}{inspect.signature(build)} cannot be called with "
-            f"{config.kwargs}: {error}"
-        ) from None
     try:
         return list(build(**config.kwargs))
     except UserInputError:
         raise
     except Exception as error:
         raise DatasetError(
-            f"dataset.path: {config.path} gave no list of rows: {type(error).__name__}: {error}"
+            f"dataset.path: {config.path}, called with dataset.kwargs {config.kwargs}, gave no "
+            f"list of rows: {type(error).__name__}: {error}. Give module:function of a function "
+            "that returns rows, or a .jsonl file"
         ) from error
 
 
 def _check_row(row: Any, where: str) -> None:
-    messages = row.get("messages") if isinstance(row, Mapping) else None
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        keys = f"the keys {sorted(row)}" if isinstance(row, Mapping) else type(row).__name__
+    """Refuses what is no conversation, or one in which the assistant says nothing."""
+    row_or_nothing = row if isinstance(row, Mapping) else {}
+    messages, tools = row_or_nothing.get("messages"), row_or_nothing.get("tools") or []
+    if (
+        not isinstance(messages, Sequence)
+        or not messages
+        or not all(isinstance(one, Mapping) and "role" in one for one in messages)
+        or not all(isinstance(tool, Mapping) for tool in tools)
+    ):
         raise DatasetError(
-            f"{where}: found {keys}; a row is "
-            '{"messages": [{"role": ..., "content": ...}, ...], "tools": [...]}'
-        )
-    for index, message in enumerate(messages, start=1):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise DatasetError(
-                f'{where}, message {index}: found {message!r}; a message has a "role" '
-                "(system, user, assistant or tool)"
-            )
-    tools = row.get("tools") or []
-    if isinstance(tools, str) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise DatasetError(
-            f"{where}: tools are {tools!r}; allowed is a list of schemas "
-            '{"type": "function", "function": {...}}, or no key "tools"'
+            f"{where}: found {str(row)[:200]}; a row is "
+            '{"messages": [{"role": ..., "content": ...}, ...], "tools": [{...}, ...]}, '
+            "with at least one message; tools may be left out"
         )
     if not any(message["role"] == "assistant" for message in messages):
         raise DatasetError(f"{where}: no message has the role assistant: nothing to learn here")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,25 +74,18 @@ def train_and_save(
             "output_path=NEW_FOLDER, or delete it"
         )
     rows = load_rows(config.dataset)
-    with _fixed_randomness(config.seed, config.train.num_threads):
-        model, tokenizer = _build_model(config, start_path, rows)
-        encoded = _encode_rows(config, tokenizer, rows, check_stop)
-        _train(model, encoded, config, observer, check_stop)
-        _save(model, tokenizer, output, config.model.dtype)
-    return output
-
-
-@contextmanager
-def _fixed_randomness(seed: int, num_threads: int | None) -> Iterator[None]:
-    """Seeds torch and sets its threads; both are as before afterwards."""
     threads = torch.get_num_threads()
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        torch.set_num_threads(num_threads or os.cpu_count() or 1)
+        torch.manual_seed(config.seed)
+        torch.set_num_threads(config.train.num_threads or os.cpu_count() or 1)
         try:
-            yield
+            model, tokenizer = _build_model(config, start_path, rows)
+            encoded = _encode_rows(config, tokenizer, rows, check_stop)
+            _train(model, encoded, config, observer, check_stop)
+            _save(model, tokenizer, output, config.model.dtype)
         finally:
             torch.set_num_threads(threads)
+    return output
 
 
 def _build_model(
@@ -100,7 +93,7 @@ def _build_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     device = config.train.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if start_path is not None:
-        return load_model(start_path, torch.float32, device), load_tokenizer(start_path)
+        return load_model(start_path, "float32", device), load_tokenizer(start_path)
     new = config.model.new or NewModelConfig()
     tokenizer = train_tokenizer(_render_texts(rows), new.vocab_size)
     return _build_new_model(new, tokenizer).to(device), tokenizer
@@ -168,7 +161,9 @@ def _train(
     check_stop: CheckStop,
 ) -> None:
     train = config.train
-    batches = _plan_batches(rows, config)
+    rng = random.Random(config.seed) if config.dataset.shuffle else None
+    epochs = (build_batches(rows, train.batch_tokens, rng) for _ in range(train.num_epochs))
+    batches = list(itertools.chain.from_iterable(epochs))
     # Divided by each batch's own count, a token of a short answer would weigh several times one
     # of a long answer, for rows of one length share a batch: how often the model gives short
     # answers would then not be how often the demonstrations do.
@@ -203,16 +198,6 @@ def _train(
         optimizer.zero_grad(set_to_none=True)
         observer.on_progress(index + 1, f"loss {loss:.3f}")
     model.eval()
-
-
-def _plan_batches(rows: Sequence[EncodedRow], config: SftConfig) -> list[list[EncodedRow]]:
-    """The batches of all epochs, in the order of training."""
-    rng = random.Random(config.seed) if config.dataset.shuffle else None
-    return [
-        batch
-        for _ in range(config.train.num_epochs)
-        for batch in build_batches(rows, config.train.batch_tokens, rng)
-    ]
 
 
 def compute_learning_rate(config: SftTrainConfig, index: int, num_updates: int) -> float:

@@ -23,6 +23,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from random import Random
 from typing import Any
 
 import torch
@@ -45,12 +46,13 @@ from transformers.generation.continuous_batching.utils import (
 from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.engine.embedded.paged_attention import PAGED_ATTENTION, build_layout
 from agentrl_cli.engine.embedded.token_sampling import (
-    EmbeddedCall,
+    StopTextFinder,
     list_likeliest,
     mask_logits,
     sample_tokens,
 )
-from agentrl_cli.engine.protocol import Generation
+from agentrl_cli.engine.grammar import TokenMatcher
+from agentrl_cli.engine.protocol import FinishReason, Generation, Sampling
 from agentrl_cli.errors import EngineError
 
 #: Tokens of one cache page, and the grain at which prompts share their beginnings.
@@ -80,7 +82,7 @@ class EmbeddedManager(ContinuousBatchingManager):  # type: ignore[misc]
         )
         self.output_router = OutputDelivery()
         # The library would seed torch's global generator from this thread, under the trainer.
-        self.distributed_helper.set_tp_seed = _seed_nothing
+        self.distributed_helper.set_tp_seed = lambda *_: None
         self.policy_version = policy_version
         self.paused = False
         self._is_cache_poisoned = False
@@ -105,7 +107,7 @@ class EmbeddedManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def submit(self, call: EmbeddedCall) -> None:
         """Queues a call, which is sampled as soon as a place in the batch is free."""
-        self.input_queue.put(CallRequest(call))
+        self.input_queue.put(call)
         self._wake_up_loop.set()
 
     def run_between_steps(self, run: Callable[[], None]) -> Future[None]:
@@ -126,34 +128,6 @@ class EmbeddedManager(ContinuousBatchingManager):  # type: ignore[misc]
             thread.join(timeout_seconds)
             if not thread.is_alive():
                 self.batch_processor = None  # frees the cache
-
-    @property
-    def num_in_flight(self) -> int:
-        """Requests that are in the batch or wait for a place in it; a snapshot."""
-        processor = self.batch_processor
-        if processor is None:
-            return self.input_queue.qsize()
-        scheduler = processor.scheduler
-        return (
-            self.input_queue.qsize()
-            + len(scheduler.active_requests)
-            + len(scheduler.waiting_requests)
-        )
-
-    @property
-    def cache_free_share(self) -> float:
-        """Share of the cache's pages that no request holds; a snapshot."""
-        processor = self.batch_processor
-        if processor is None:
-            return 1.0
-        allocators = processor.cache.cache_allocators.values()
-        held = {
-            (index, page)
-            for index, allocator in enumerate(allocators)
-            for pages in list(allocator.block_table.values())
-            for page in pages
-        }
-        return 1.0 - len(held) / sum(allocator.num_blocks for allocator in allocators)
 
     # On the engine's thread
 
@@ -176,7 +150,8 @@ class EmbeddedManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def _generation_loop_body(self, batch_processor: Any, bootstrapping: bool) -> bool:
         self._run_commands()
-        while self.paused and not self._is_stopping():
+        status = self.background_thread_status
+        while self.paused and status.local_status == status.DONT_STOP:
             # An event can be missed between wait and clear: look again after a while.
             self._wake_up_loop.wait(timeout=0.1)
             self._wake_up_loop.clear()
@@ -192,10 +167,6 @@ class EmbeddedManager(ContinuousBatchingManager):  # type: ignore[misc]
             batch_processor.cache.cache_tensor.zero_()
             self._is_cache_poisoned = False
         return bool(super()._generation_loop_body(batch_processor, bootstrapping))
-
-    def _is_stopping(self) -> bool:
-        status = self.background_thread_status
-        return bool(status.local_status != status.DONT_STOP)
 
     def _run_commands(self) -> None:
         while self._commands:
@@ -249,12 +220,9 @@ class EmbeddedManager(ContinuousBatchingManager):  # type: ignore[misc]
         """Draws the next tokens into ``output_ids``: ids, and below them the logprobs' bits."""
         assert self.batch_processor is not None
         futures = self.batch_processor.inputs_and_outputs.requests_in_batch
-        requests = [future.state for future in futures if future.has_new_token]
-        if not requests:
+        calls: list[EmbeddedCall] = [future.state for future in futures if future.has_new_token]
+        if not calls:
             return
-        for request in requests:
-            request.sampled_version = self.policy_version
-        calls = [request.call for request in requests]
         drawn = sample_tokens(
             mask_logits(scores[0, : len(calls)], [call.matcher for call in calls]),
             [call.sampling.temperature for call in calls],
@@ -262,6 +230,7 @@ class EmbeddedManager(ContinuousBatchingManager):  # type: ignore[misc]
             [call.random.random() for call in calls],
         )
         for row, call in enumerate(calls):
+            call.sampled_version = self.policy_version
             num = call.sampling.num_top_logprobs
             if num:
                 call.top_logprobs.append(list_likeliest(drawn.distribution[row], num))
@@ -315,10 +284,6 @@ def set_own_threads(num_threads: int) -> None:
     restorer.join()
 
 
-def _seed_nothing(*_: Any) -> None:
-    """Stands for the library's seeding."""
-
-
 def build_batching_config(model: PreTrainedModel, config: EngineConfig) -> ContinuousBatchingConfig:
     """Explicit sizes: room for every call at full length, or for what the memory allows.
 
@@ -364,76 +329,149 @@ def build_batching_config(model: PreTrainedModel, config: EngineConfig) -> Conti
     )
 
 
-def _call_on(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    try:
-        loop.call_soon_threadsafe(callback)
-    except RuntimeError:
-        # The caller's loop is closed: nobody waits any more, and the engine must continue.
-        if not loop.is_closed():
-            raise
-
-
-class CallRequest(RequestState):  # type: ignore[misc]
-    """The manager's view of an :class:`EmbeddedCall`: when it is complete, and what it delivers.
+class EmbeddedCall(RequestState):  # type: ignore[misc]
+    """One completion while it is being sampled: a request of the library's, with its outputs.
 
     Three methods of the library's class are replaced: it stops only at end tokens and lengths,
     copies all tokens for every output, and loses attributes of ours when it is evicted.
+
+    The engine's thread appends tokens and the caller's event loop waits. The only thing between
+    them is one ``call_soon_threadsafe`` per step and loop, never one per token.
     """
 
-    def __init__(self, call: EmbeddedCall) -> None:
+    def __init__(
+        self,
+        call_id: str,
+        prompt_ids: list[int],
+        sampling: Sampling,
+        *,
+        max_tokens: int,
+        end_ids: frozenset[int],
+        stop_finder: StopTextFinder | None,
+        matcher: TokenMatcher | None,
+        streaming: bool,
+    ) -> None:
         super().__init__(
-            request_id=call.id,
-            initial_tokens=call.prompt_ids,
-            streaming=call.streaming,
-            max_new_tokens=None,
+            request_id=call_id, initial_tokens=prompt_ids, streaming=streaming, max_new_tokens=None
         )
-        self.call = call
-        self.generated_tokens = call.completion_ids
+        self.sampling = sampling
+        self.loop = asyncio.get_running_loop()
+        self.random = Random(sampling.seed)
+        self.matcher = matcher
         self.sampled_version = 0
+        """Policy version of the weights that sampled the last token."""
+        self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
+        """One for each sampled token, if any were asked for; that of the next comes before it."""
+        self.finished = False
+        """Whether the caller has its last piece."""
+        self._max_tokens = max_tokens
+        self._end_ids = end_ids
+        self._stop_finder = stop_finder
+        self._versions: list[int] = []
+        self._finish_reason: FinishReason | None = None
+        self._stop_text: str | None = None
+        self._failure: EngineError | None = None
+        self._num_taken = 0
+        self._pieces: asyncio.Queue[Generation | EngineError] = asyncio.Queue()
+
+    # On the engine's thread
 
     def update_and_check_completion(self, token_id: int, logprob: float | None) -> bool:
         """Takes the token that the last step sampled; True: the completion is finished."""
         assert logprob is not None
         self.tokens_to_process = [token_id]
-        if self.call.accept(token_id, logprob, self.sampled_version):
-            self.status = RequestStatus.FINISHED
-            return True
-        return False
+        self._accept(token_id, logprob)
+        if self._finish_reason is None and self._failure is None:
+            return False
+        self.status = RequestStatus.FINISHED
+        return True
+
+    def _accept(self, token: int, logprob: float) -> None:
+        if not -float("inf") < logprob <= 1e-3:
+            self._failure = EngineError(
+                "the model's output is not a number (policy version "
+                f"{self.sampled_version}): its weights hold NaN or infinity. Lower the learning "
+                "rate or max_grad_norm, and resume from the last good checkpoint."
+            )
+            return
+        if self.matcher is not None and not self.matcher.accept(token):
+            self._failure = EngineError(
+                f"after {len(self.generated_tokens)} tokens no token of this vocabulary can "
+                "follow as the structural tag requires"
+            )
+            return
+        self.generated_tokens.append(token)
+        self.logprobs.append(min(logprob, 0.0))
+        self._versions.append(self.sampled_version)
+        if token in self._end_ids:
+            self._finish_reason = "stop"
+        elif self._stop_finder and (stop_text := self._stop_finder.find(token)) is not None:
+            self._finish_reason, self._stop_text = "stop", stop_text
+        elif len(self.generated_tokens) >= self._max_tokens:
+            self._finish_reason = "length"
 
     def to_generation_output(self) -> Any:
-        """The request itself: what is new is taken from its call."""
+        """The call itself: what is new is taken from it."""
         return self
 
-    def create_equivalent_initial_request(self) -> CallRequest:
-        """A request that computes its cache again, sampled tokens included, and then continues."""
+    def create_equivalent_initial_request(self) -> EmbeddedCall:
+        """The call, to compute its cache again, sampled tokens included, and then continue.
+
+        It shares lists and queue with this one, for which the caller waits.
+        """
         fresh = copy.copy(self)
-        fresh.remaining_prefill_tokens = self.initial_tokens + self.call.completion_ids
+        fresh.remaining_prefill_tokens = self.initial_tokens + self.generated_tokens
         fresh.tokens_to_process = []
         fresh.position_offset = 0
         fresh.allocated_blocks = 0
         fresh._status = RequestStatus.PENDING
         return fresh
 
+    def take_piece(self) -> Generation | EngineError:
+        """What was sampled since the last piece, or the error."""
+        if self._failure is not None:
+            return self._failure
+        start, self._num_taken = self._num_taken, len(self.generated_tokens)
+        return Generation(
+            completion_ids=tuple(self.generated_tokens[start:]),
+            rollout_logprobs=tuple(self.logprobs[start:]),
+            versions=tuple(self._versions[start:]),
+            finish_reason=self._finish_reason,
+            stop_text=self._stop_text,
+            top_logprobs=tuple(self.top_logprobs[start:]),
+        )
+
+    # On the caller's event loop
+
+    def put(self, piece: Generation | EngineError) -> None:
+        """Delivers a piece to the waiting caller."""
+        self._pieces.put_nowait(piece)
+
+    async def next_piece(self) -> Generation:
+        """The next piece (the whole completion, unless streaming)."""
+        piece = await self._pieces.get()
+        if isinstance(piece, EngineError):
+            self.finished = True
+            raise piece
+        self.finished = piece.finish_reason is not None
+        return piece
+
 
 class OutputDelivery(OutputRouter):  # type: ignore[misc]
     """Brings pieces and errors to the event loops that wait for them."""
 
-    def deliver(self, output: CallRequest) -> None:
-        """Delivers what is new of one request."""
-        self.deliver_batch([output])
-
-    def deliver_batch(self, outputs: Iterable[CallRequest]) -> None:
+    def deliver_batch(self, outputs: Iterable[EmbeddedCall]) -> None:
         """Delivers what is new, with one wake-up per event loop."""
         pieces = defaultdict[asyncio.AbstractEventLoop, list[tuple[EmbeddedCall, Any]]](list)
-        for request in outputs:
-            pieces[request.call.loop].append((request.call, request.call.take_piece()))
+        for call in outputs:
+            pieces[call.loop].append((call, call.take_piece()))
         for loop, own in pieces.items():
-            _call_on(loop, lambda own=own: _put_all(own))  # type: ignore[misc]
+            _put_on(loop, own)
 
-    def fail_and_deliver(self, state: CallRequest, error: Exception) -> None:
-        """Ends a request with an error."""
+    def fail_and_deliver(self, state: EmbeddedCall, error: Exception) -> None:
+        """Ends a call with an error."""
         state.status = RequestStatus.FAILED
-        fail_call(state.call, error)
+        fail_call(state, error)
 
 
 def fail_call(call: EmbeddedCall, error: BaseException) -> None:
@@ -443,9 +481,19 @@ def fail_call(call: EmbeddedCall, error: BaseException) -> None:
     else:
         failure = EngineError(f"the embedded engine failed: {type(error).__name__}: {error}")
         failure.__cause__ = error
-    _call_on(call.loop, lambda: call.put(failure))
+    _put_on(call.loop, [(call, failure)])
 
 
-def _put_all(pieces: list[tuple[EmbeddedCall, Generation | EngineError]]) -> None:
-    for call, piece in pieces:
-        call.put(piece)
+def _put_on(
+    loop: asyncio.AbstractEventLoop, pieces: list[tuple[EmbeddedCall, Generation | EngineError]]
+) -> None:
+    def put_all() -> None:
+        for call, piece in pieces:
+            call.put(piece)
+
+    try:
+        loop.call_soon_threadsafe(put_all)
+    except RuntimeError:
+        # The caller's loop is closed: nobody waits any more, and the engine must continue.
+        if not loop.is_closed():
+            raise

@@ -7,23 +7,28 @@ import itertools
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.engine.embedded.continuous_batching import (
+    EmbeddedCall,
     EmbeddedManager,
     fail_call,
 )
-from agentrl_cli.engine.embedded.token_sampling import EmbeddedCall, StopTextFinder
+from agentrl_cli.engine.embedded.token_sampling import StopTextFinder
 from agentrl_cli.engine.grammar import GrammarError, TokenGrammars, TokenMatcher, find_end_ids
 from agentrl_cli.engine.protocol import Generation, Probe, Replica, Sampling, check_request
-from agentrl_cli.errors import EngineError, EngineTimeoutError, MissingExtraError, format_nearest
+from agentrl_cli.errors import EngineError, EngineTimeoutError, MissingExtraError
 from agentrl_cli.log import get_logger
 
 _log = get_logger(__name__)
+
+T = TypeVar("T")
 
 #: A step of the engine that has begun cannot be interrupted; more than this is a hang.
 _CLOSE_SECONDS = 10.0
@@ -64,11 +69,11 @@ class EmbeddedEngine:
             config,
             num_threads=config.num_threads or max(1, (os.cpu_count() or 2) // 2),
             policy_version=policy_version,
-            on_stopped=_call_weakly(self._on_stopped),
+            on_stopped=self._on_stopped,
         )
         self._manager.start()
-        # When the interpreter exits, or when nobody holds the engine any more.
-        weakref.finalize(self, self._manager.shut_down, _CLOSE_SECONDS)
+        # Also when the interpreter exits.
+        self._end_thread = weakref.finalize(self, self._manager.shut_down, _CLOSE_SECONDS)
 
     @property
     def model_name(self) -> str:
@@ -80,16 +85,6 @@ class EmbeddedEngine:
         """Maximum number of tokens of prompt and completion together."""
         return self._config.max_model_len
 
-    @property
-    def num_in_flight(self) -> int:
-        """Calls that are being sampled or wait for a place in the batch."""
-        return self._manager.num_in_flight
-
-    @property
-    def cache_free_share(self) -> float:
-        """Share of the key-value cache that no call holds, from 0 to 1."""
-        return self._manager.cache_free_share
-
     async def generate(
         self,
         prompt_ids: Sequence[int],
@@ -99,12 +94,8 @@ class EmbeddedEngine:
     ) -> Generation:
         """Samples one completion; see :class:`InferenceEngine`."""
         self._check_request(prompt_ids, sampling)
-        matcher = await self._start_matcher(sampling)
-        call = self._open_call(prompt_ids, sampling, matcher, streaming=False)
-        try:
-            return await self._await_piece(call)
-        finally:
-            self._close_call(call)
+        async with aclosing(self._run_call(prompt_ids, sampling, streaming=False)) as pieces:
+            return await anext(pieces)
 
     def stream(
         self,
@@ -115,26 +106,31 @@ class EmbeddedEngine:
     ) -> AsyncIterator[Generation]:
         """Samples one completion token by token; an impossible request is refused at once."""
         self._check_request(prompt_ids, sampling)
-        return self._stream_call(prompt_ids, sampling)
+        return self._run_call(prompt_ids, sampling, streaming=True)
 
-    async def _stream_call(
-        self, prompt_ids: Sequence[int], sampling: Sampling
-    ) -> AsyncIterator[Generation]:
-        matcher = await self._start_matcher(sampling)
-        call = self._open_call(prompt_ids, sampling, matcher, streaming=True)
+    async def _run_call(
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, streaming: bool
+    ) -> AsyncGenerator[Generation]:
+        deadline = asyncio.get_running_loop().time() + self._config.generate_timeout_seconds
+        tag = sampling.structural_tag
+        matcher = None if tag is None else await self._within(deadline, self._start_matcher(tag))
+        call = self._open_call(prompt_ids, sampling, matcher, streaming=streaming)
         try:
             while True:
-                piece = await self._await_piece(call)
+                piece = await self._within(deadline, call.next_piece())
                 yield piece
                 if piece.finish_reason is not None:
                     return
         finally:
-            self._close_call(call)
+            with self._lock:
+                self._calls.pop(call.request_id, None)
+            if not call.finished:
+                self._manager.cancel_request(call.request_id)
 
-    async def _await_piece(self, call: EmbeddedCall) -> Generation:
+    async def _within(self, deadline: float, awaited: Awaitable[T]) -> T:
         try:
-            async with asyncio.timeout_at(call.opened + self._config.generate_timeout_seconds):
-                return await call.next_piece()
+            async with asyncio.timeout_at(deadline):
+                return await awaited
         except TimeoutError:
             raise EngineTimeoutError(
                 f"the completion was not finished after "
@@ -197,10 +193,9 @@ class EmbeddedEngine:
     def _check_request(self, prompt_ids: Sequence[int], sampling: Sampling) -> None:
         self._check_alive()
         check_request(prompt_ids, sampling, self.max_model_len)
-        if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocabulary_size:
-            found = next(i for i in prompt_ids if not 0 <= i < self._vocabulary_size)
+        if unknown := [i for i in prompt_ids if not 0 <= i < self._vocabulary_size]:
             raise EngineError(
-                f"token id {found} is outside of the model's vocabulary: "
+                f"token id {unknown[0]} is outside of the model's vocabulary: "
                 f"allowed are 0 to {self._vocabulary_size - 1}"
             )
 
@@ -209,20 +204,10 @@ class EmbeddedEngine:
             # A fresh error each time: a traceback grows with every raise of the same one.
             raise type(self._ended)(*self._ended.args) from self._ended.__cause__
 
-    async def _start_matcher(self, sampling: Sampling) -> TokenMatcher | None:
-        """What constrains a call to its structural tag, if it has one."""
-        tag = sampling.structural_tag
-        if tag is None:
-            return None
-        limit = self._config.generate_timeout_seconds
+    async def _start_matcher(self, tag: str) -> TokenMatcher:
+        """What constrains a call to its structural tag."""
         try:
-            async with asyncio.timeout(limit):
-                return await asyncio.to_thread(self._grammars.start, tag)
-        except TimeoutError:
-            raise EngineTimeoutError(
-                f"no grammar was made of the structural tag after {limit:g} s "
-                "(engine.generate_timeout_seconds)"
-            ) from None
+            return await asyncio.to_thread(self._grammars.start, tag)
         except (GrammarError, MissingExtraError) as error:
             raise EngineError(f"structural_tag: {error}") from None
 
@@ -249,15 +234,9 @@ class EmbeddedEngine:
         with self._lock:
             # Under the lock that _on_stopped takes: no call is added to an engine that has ended.
             self._check_alive()
-            self._calls[call.id] = call
+            self._calls[call.request_id] = call
         self._manager.submit(call)
         return call
-
-    def _close_call(self, call: EmbeddedCall) -> None:
-        with self._lock:
-            self._calls.pop(call.id, None)
-        if not call.finished:
-            self._manager.cancel_request(call.id)
 
     async def _run_between_steps(self, run: Callable[[], None], what: str) -> None:
         with self._lock:
@@ -291,66 +270,39 @@ class EmbeddedEngine:
         with self._lock:
             if self._ended is None:
                 self._ended = EngineError(_CLOSED)
-        self._manager.shut_down(_CLOSE_SECONDS)
-
-
-def _call_weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """``method``, without keeping its object alive, so that an unused engine can be freed."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: object) -> None:
-        bound = reference()
-        if bound is not None:
-            bound(*args)
-
-    return call
+        self._end_thread()
 
 
 @torch.no_grad()
 def copy_weights(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> None:
     """Replaces every parameter of ``model``; nothing is changed if anything does not fit.
 
-    Parameters that share a tensor (tied embeddings) may be given under any of their
-    names, or under several if the values agree.
+    Parameters that share a tensor (tied embeddings) may be given under any of their names.
 
     Raises:
-        EngineError: naming what is unknown, missing, of another shape, or contradictory.
+        EngineError: naming what is unknown, missing, or of another shape.
     """
     targets: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    problems = [
-        f"{name}: unknown; {format_nearest(name, targets, max_listed=4)}"
-        for name in weights
-        if name not in targets
+    given = {id(targets[name]) for name in weights if name in targets}
+    problems = [f"{name}: unknown" for name in weights if name not in targets]
+    problems += [
+        f"{name}: missing" for name, one in model.named_parameters() if id(one) not in given
     ]
     problems += [
         f"{name}: shape {tuple(weights[name].shape)}, the model has {tuple(target.shape)}"
         for name, target in targets.items()
         if name in weights and weights[name].shape != target.shape
     ]
-    chosen: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, target in targets.items():
-        if name not in weights:
-            continue
-        first_name, first = chosen.setdefault(id(target), (name, weights[name]))
-        if first is not weights[name] and not torch.equal(first, weights[name]):
-            problems.append(f"{name}: tied to {first_name} in the model, but their values differ")
-    problems += [
-        f"{name}: missing"
-        for name, parameter in model.named_parameters()
-        if id(parameter) not in chosen
-    ]
     if problems:
-        shown = "\n  ".join(problems[:8])
-        more = f"\n  ... and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise EngineError(
-            f"the published weights do not fit the engine's model:\n  {shown}{more}\n"
-            "Nothing was replaced. Publish every parameter under its Hugging Face name."
+            f"the published weights do not fit the engine's model ({len(problems)} problems):\n  "
+            + "\n  ".join(problems[:8])
+            + "\nNothing was replaced. Publish every parameter under its Hugging Face name."
         )
     # Tensors may come from another stream of the same device, and may not be computed yet.
     _synchronize(model)
-    for target in targets.values():
-        if id(target) in chosen:
-            target.copy_(chosen[id(target)][1])
+    for name, tensor in weights.items():
+        targets[name].copy_(tensor)
     _synchronize(model)
 
 

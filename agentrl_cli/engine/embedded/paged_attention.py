@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -19,17 +19,15 @@ from transformers import AttentionInterface
 PAGED_ATTENTION = "agentrl_paged"
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillSpan:
+class PrefillSpan(NamedTuple):
     """One request with several new tokens."""
 
-    query_start: int
-    query_end: int
+    queries: slice
     num_keys: int
-    pages: torch.Tensor | None
-    """Cache pages that hold its keys; None: its new keys are all it has."""
+    pages: torch.Tensor
+    """Cache pages that hold its keys."""
     mask: torch.Tensor | None
-    """bool, [queries, keys], True = attends; None: plainly causal."""
+    """bool, [queries, keys], True = attends; None: plainly causal, for its new keys are all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +65,12 @@ def build_layout(
             lengths.append(num_keys)
             row_pages.append(used)
         else:
-            is_fresh = num_queries == num_keys
-            prefills.append(
-                PrefillSpan(
-                    start,
-                    start + num_queries,
-                    num_keys,
-                    None if is_fresh else torch.tensor(used, device=device),
-                    None if is_fresh else _causal_mask(num_queries, num_keys, device),
-                )
-            )
+            mask = None
+            if num_queries < num_keys:
+                full = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+                mask = full.tril(diagonal=num_keys - num_queries)
+            queries = slice(start, start + num_queries)
+            prefills.append(PrefillSpan(queries, num_keys, torch.tensor(used, device=device), mask))
         start += num_queries
     longest = max(map(len, row_pages), default=0)
     # Page 0 is the library's read trash: zeros, never written.
@@ -89,11 +83,6 @@ def build_layout(
         decode_mask=mask.view(len(rows), 1, 1, longest * page_size),
         prefills=tuple(prefills),
     )
-
-
-def _causal_mask(num_queries: int, num_keys: int, device: torch.device) -> torch.Tensor:
-    full = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
-    return full.tril(diagonal=num_keys - num_queries)
 
 
 def paged_attention(
@@ -133,22 +122,18 @@ def paged_attention(
             queries[step_layout.decode_rows], key_pages, value_pages, step_layout, scaling
         )
         output.index_copy_(0, step_layout.decode_rows, decoded)
-    for span in step_layout.prefills:
-        new = slice(span.query_start, span.query_end)
-        if span.pages is None:
-            all_keys, all_values = keys[new], values[new]
-        else:
-            all_keys, all_values = (
-                part.index_select(0, span.pages).flatten(0, 1)[: span.num_keys]
-                for part in (key_pages, value_pages)
-            )
+    for new, num_keys, span_pages, mask in step_layout.prefills:
+        all_keys, all_values = (
+            part.index_select(0, span_pages).flatten(0, 1)[:num_keys]
+            for part in (key_pages, value_pages)
+        )
         output[new] = (
             functional.scaled_dot_product_attention(
                 queries[new].transpose(0, 1).unsqueeze(0),
                 all_keys.transpose(0, 1).unsqueeze(0),
                 all_values.transpose(0, 1).unsqueeze(0),
-                attn_mask=span.mask,
-                is_causal=span.mask is None,
+                attn_mask=mask,
+                is_causal=mask is None,
                 scale=scaling,
                 enable_gqa=queries.shape[1] != keys.shape[1],
             )

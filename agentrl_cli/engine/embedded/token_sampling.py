@@ -1,13 +1,11 @@
-"""Logits to tokens, and tokens to the completion of a call.
+"""Logits to tokens, and stop texts in them.
 
 Each row of a step's logits has its own mask, temperature, top_p and random number.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from random import Random
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +13,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from agentrl_cli.engine.grammar import TokenMatcher
-from agentrl_cli.engine.protocol import FinishReason, Generation, Sampling
-from agentrl_cli.errors import EngineError
 
 _WORD_BITS = 32
 
@@ -155,99 +151,3 @@ class StopTextFinder:
     def _decode(self, ids: list[int]) -> str:
         # Special tokens are text here: "<|im_end|>" can be a stop text too.
         return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)) if ids else ""
-
-
-class EmbeddedCall:
-    """One completion while it is being sampled.
-
-    The engine's thread appends tokens and the caller's event loop waits. The only thing between
-    them is one ``call_soon_threadsafe`` per step and loop, never one per token.
-    """
-
-    def __init__(
-        self,
-        call_id: str,
-        prompt_ids: list[int],
-        sampling: Sampling,
-        *,
-        max_tokens: int,
-        end_ids: frozenset[int],
-        stop_finder: StopTextFinder | None,
-        matcher: TokenMatcher | None,
-        streaming: bool,
-    ) -> None:
-        self.id = call_id
-        self.prompt_ids = prompt_ids
-        self.sampling = sampling
-        self.streaming = streaming
-        self.loop = asyncio.get_running_loop()
-        self.opened = self.loop.time()
-        self.random = Random(sampling.seed)
-        self.completion_ids: list[int] = []
-        self.matcher = matcher
-        self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
-        """One for each sampled token, if any were asked for; that of the next comes before it."""
-        self.finished = False
-        self._max_tokens = max_tokens
-        self._end_ids = end_ids
-        self._stop_finder = stop_finder
-        self._logprobs: list[float] = []
-        self._versions: list[int] = []
-        self._finish_reason: FinishReason | None = None
-        self._stop_text: str | None = None
-        self._error: EngineError | None = None
-        self._num_taken = 0
-        self._pieces: asyncio.Queue[Generation | EngineError] = asyncio.Queue()
-
-    def accept(self, token: int, logprob: float, version: int) -> bool:
-        """Takes a sampled token; True: the completion is finished. On the engine's thread."""
-        if not -float("inf") < logprob <= 1e-3:
-            self._error = EngineError(
-                f"the model's output is not a number (policy version {version}): its weights "
-                "hold NaN or infinity. Lower the learning rate or max_grad_norm, and resume "
-                "from the last good checkpoint."
-            )
-            return True
-        if self.matcher is not None and not self.matcher.accept(token):
-            self._error = EngineError(
-                f"after {len(self.completion_ids)} tokens no token of this vocabulary can follow "
-                "as the structural tag requires"
-            )
-            return True
-        self.completion_ids.append(token)
-        self._logprobs.append(min(logprob, 0.0))
-        self._versions.append(version)
-        if token in self._end_ids:
-            self._finish_reason = "stop"
-        elif self._stop_finder and (stop_text := self._stop_finder.find(token)) is not None:
-            self._finish_reason, self._stop_text = "stop", stop_text
-        elif len(self.completion_ids) >= self._max_tokens:
-            self._finish_reason = "length"
-        return self._finish_reason is not None
-
-    def take_piece(self) -> Generation | EngineError:
-        """What was sampled since the last piece, or the error. On the engine's thread."""
-        if self._error is not None:
-            return self._error
-        start, self._num_taken = self._num_taken, len(self.completion_ids)
-        return Generation(
-            completion_ids=tuple(self.completion_ids[start:]),
-            rollout_logprobs=tuple(self._logprobs[start:]),
-            versions=tuple(self._versions[start:]),
-            finish_reason=self._finish_reason,
-            stop_text=self._stop_text,
-            top_logprobs=tuple(self.top_logprobs[start:]),
-        )
-
-    def put(self, piece: Generation | EngineError) -> None:
-        """Delivers a piece to the waiting caller. On its event loop."""
-        if isinstance(piece, EngineError) or piece.finish_reason is not None:
-            self.finished = True
-        self._pieces.put_nowait(piece)
-
-    async def next_piece(self) -> Generation:
-        """The next piece (the whole completion, unless streaming)."""
-        piece = await self._pieces.get()
-        if isinstance(piece, EngineError):
-            raise piece
-        return piece

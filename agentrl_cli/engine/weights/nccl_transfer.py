@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from agentrl_cli.engine.engine_server import EngineServer
-from agentrl_cli.engine.protocol import BroadcastReceiver, WeightUpdate
-from agentrl_cli.engine.weights.weight_folders import FolderTransfer
+from agentrl_cli.engine.protocol import (
+    BroadcastReceiver,
+    WeightTransfer,
+    WeightUpdate,
+)
 from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerDownError
 from agentrl_cli.log import get_logger
 
@@ -34,7 +37,7 @@ class NcclTransfer:
 
     def __init__(
         self,
-        files: FolderTransfer,
+        files: WeightTransfer,
         *,
         num_gpus_per_server: int,
         timeout_seconds: float,
@@ -47,19 +50,19 @@ class NcclTransfer:
         self._world_size = 1 + num_gpus_per_server
         self._timeout_seconds = _DEADLINE_SHARE * timeout_seconds
         self._groups: dict[str, NcclGroup] = {}
-        self._written: tuple[NcclUpdate, WeightUpdate] | None = None
+        self._written: WeightUpdate | None = None
         # Broadcasts in several groups of one GPU at the same time may wait for each other.
         self._lock = asyncio.Lock()
 
     async def prepare(self, version: int, weights: Mapping[str, torch.Tensor]) -> WeightUpdate:
-        """Copies the weights on their GPU; raises as :meth:`FolderTransfer.prepare`."""
+        """Copies the weights on their GPU; raises as :meth:`WeightTransfer.prepare`."""
+        self._written = None
         if self.failure is None:
             try:
                 snapshot = await asyncio.to_thread(_copy_on_gpu, weights)
-                return NcclUpdate(version, snapshot, self)
+                return WeightUpdate(version, partial(self._apply, version, snapshot))
             except (EngineError, RuntimeError) as error:
-                self.give_up(error)
-        self._written = None
+                self._give_up(error)
         return await self._files.prepare(version, weights)
 
     async def close(self) -> None:
@@ -68,7 +71,7 @@ class NcclTransfer:
             self._drop_group(name)
         await self._files.close()
 
-    def give_up(self, error: Exception) -> None:
+    def _give_up(self, error: Exception) -> None:
         """Uses files from now on, and reports it once."""
         if self.failure is None:
             self.failure = f"{type(error).__name__}: {error}"
@@ -79,35 +82,39 @@ class NcclTransfer:
             _log.warning("%s", text)
             self._on_message(text)
 
-    async def write(self, update: NcclUpdate) -> WeightUpdate:
-        """The same weights as files, written once however many servers need them."""
-        async with self._lock:
-            if self._written is None or self._written[0] is not update:
-                written = await self._files.prepare(update.version, update.weights)
-                self._written = (update, written)
-            return self._written[1]
-
-    async def broadcast(
-        self, server: EngineServer, receiver: BroadcastReceiver, weights: Mapping[str, torch.Tensor]
+    async def _apply(
+        self, version: int, weights: Mapping[str, torch.Tensor], server: EngineServer
     ) -> None:
-        """Sends ``weights`` to one server.
-
-        Raises:
-            ServerDownError: the server died.
-            EngineError: NCCL or the server failed, twice if their group was an old one.
-        """
-        name = server.endpoint.name
+        """Sends the weights, or has the server read a file of them if NCCL fails."""
         async with self._lock:
-            was_open = name in self._groups
-            try:
-                await self._send(name, receiver, weights)
-            except (ServerDownError, EngineTimeoutError):
-                raise
-            except EngineError:
-                # A server that was restarted knows nothing of the group it was in before.
-                if not was_open:
+            if self.failure is None:
+                try:
+                    await self._broadcast(server, weights)
+                    return
+                except ServerDownError:
                     raise
-                await self._send(name, receiver, weights)
+                except EngineError as error:
+                    self._give_up(error)
+            written = self._written
+            # One file, however many servers need it.
+            if written is None or written.version != version:
+                written = self._written = await self._files.prepare(version, weights)
+        await written.apply(server)
+
+    async def _broadcast(self, server: EngineServer, weights: Mapping[str, torch.Tensor]) -> None:
+        name = server.endpoint.name
+        if not isinstance(server, BroadcastReceiver):
+            raise EngineError(f"{name} takes no weights over NCCL")
+        was_open = name in self._groups
+        try:
+            await self._send(name, server, weights)
+        except (ServerDownError, EngineTimeoutError):
+            raise
+        except EngineError:
+            # A server that was restarted knows nothing of the group it was in before.
+            if not was_open:
+                raise
+            await self._send(name, server, weights)
 
     async def _send(
         self, name: str, receiver: BroadcastReceiver, weights: Mapping[str, torch.Tensor]
@@ -117,67 +124,39 @@ class NcclTransfer:
             if name not in self._groups:
                 group = self._groups[name] = NcclGroup()
                 await self._join(
-                    asyncio.create_task(receiver.join_broadcast(group.unique_id, self._world_size)),
+                    receiver.join_broadcast(group.unique_id, self._world_size),
                     lambda: group.enter(self._world_size, tensors[0].device),
                 )
             group = self._groups[name]
-            receiving = asyncio.create_task(
-                receiver.receive_broadcast(
-                    list(weights),
-                    [str(t.dtype).removeprefix("torch.") for t in tensors],
-                    [list(t.shape) for t in tensors],
-                )
+            receiving = receiver.receive_broadcast(
+                list(weights),
+                [str(t.dtype).removeprefix("torch.") for t in tensors],
+                [list(t.shape) for t in tensors],
             )
             await self._join(receiving, lambda: group.send(tensors))
         except BaseException:
             self._drop_group(name)
             raise
 
-    async def _join(self, remote: asyncio.Task[None], local: Callable[[], None]) -> None:
+    async def _join(self, theirs: Awaitable[None], local: Callable[[], None]) -> None:
         """Both sides of a collective call, until both are done or one fails."""
-        ours = _run_on_daemon_thread(local)
+        both = (asyncio.ensure_future(theirs), _run_on_daemon_thread(local))
         try:
             async with asyncio.timeout(self._timeout_seconds):
-                done, _ = await asyncio.wait({remote, ours}, return_when=asyncio.FIRST_EXCEPTION)
-                for one in done:
-                    one.result()
+                await asyncio.gather(*both)
         except TimeoutError:
             raise EngineTimeoutError(
                 f"NCCL did not finish within {self._timeout_seconds:g} s (half of "
                 "engine.publish_timeout_seconds)"
             ) from None
         finally:
-            remote.cancel()
-            ours.cancel()
+            for one in both:
+                one.cancel()
 
     def _drop_group(self, name: str) -> None:
         group = self._groups.pop(name, None)
         if group is not None:
             group.abort()
-
-
-@dataclass(frozen=True, slots=True)
-class NcclUpdate:
-    """A version's weights as tensors on the trainer's GPU."""
-
-    version: int
-    weights: Mapping[str, torch.Tensor]
-    transfer: NcclTransfer
-
-    async def apply(self, server: EngineServer) -> None:
-        """Sends them, or writes a file of them if NCCL fails."""
-        if self.transfer.failure is None:
-            try:
-                if not isinstance(server, BroadcastReceiver):
-                    raise EngineError(f"{server.endpoint.name} takes no weights over NCCL")
-                await self.transfer.broadcast(server, server, self.weights)
-                return
-            except ServerDownError:
-                raise
-            except EngineError as error:
-                self.transfer.give_up(error)
-        update = await self.transfer.write(self)
-        await update.apply(server)
 
 
 def _copy_on_gpu(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -215,7 +194,6 @@ def _run_on_daemon_thread(function: Callable[[], None]) -> asyncio.Future[None]:
 _UNIQUE_ID_BYTES = 128
 #: ncclDataType_t.
 _DTYPES = {"torch.float16": 6, "torch.float32": 7, "torch.float64": 8, "torch.bfloat16": 9}
-_SUM = 0
 
 
 class _UniqueId(ctypes.Structure):
@@ -227,24 +205,20 @@ class NcclGroup:
 
     Bound by ctypes: torch's own groups need torch.distributed on both sides, which sends pickles
     through a socket; here the group's id travels over the server's HTTP endpoint. The methods
-    block; only :meth:`abort` may be called from another thread meanwhile.
+    block and raise EngineError where NCCL fails; only :meth:`abort` may be called from another
+    thread meanwhile.
     """
 
     def __init__(self) -> None:
-        """Makes the id of a new group, which nobody has entered yet.
-
-        Raises:
-            EngineError: there is no NCCL library.
-        """
+        """Makes the id of a new group, which nobody has entered yet."""
         self._communicator = ctypes.c_void_p()
-        self._stream: torch.cuda.Stream | None = None
         try:
             self._library = ctypes.CDLL("libnccl.so.2")
         except OSError as error:
             raise EngineError(f"the NCCL library cannot be loaded: {error}") from error
         self._library.ncclGetErrorString.restype = ctypes.c_char_p
         self._id = _UniqueId()
-        self._check(self._library.ncclGetUniqueId(ctypes.byref(self._id)))
+        self._call("ncclGetUniqueId", ctypes.byref(self._id))
 
     @property
     def unique_id(self) -> bytes:
@@ -252,53 +226,34 @@ class NcclGroup:
         return bytes(self._id)
 
     def enter(self, world_size: int, device: torch.device) -> None:
-        """Enters on ``device``; waits for all other ranks.
-
-        Raises:
-            EngineError: NCCL refused.
-        """
+        """Enters on ``device``; waits for all other ranks."""
         import torch
 
         with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            self._check(
-                self._library.ncclCommInitRank(
-                    ctypes.byref(self._communicator), world_size, self._id, 0
-                )
-            )
+            communicator = ctypes.byref(self._communicator)
+            self._call("ncclCommInitRank", communicator, world_size, self._id, 0)
             # vLLM's ranks sum one number as soon as they have entered, and wait for ours.
-            number = torch.zeros(1, device=device)
-            torch.cuda.synchronize()
-            self._check(
-                self._library.ncclAllReduce(
-                    *(_pointer(number), _pointer(number), ctypes.c_size_t(1)),
-                    *(_DTYPES[str(number.dtype)], _SUM, self._communicator),
-                    ctypes.c_void_p(self._stream.cuda_stream),
-                )
-            )
-            self._stream.synchronize()
+            self._run_collective("ncclAllReduce", [torch.zeros(1, device=device)])
 
     def send(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Broadcasts each tensor (contiguous, on the group's device); returns when all are sent.
+        """Broadcasts each tensor (contiguous, on the group's device); returns when all are sent."""
+        self._run_collective("ncclBroadcast", tensors)
 
-        Raises:
-            EngineError: NCCL failed, or the group was aborted.
-        """
+    def _run_collective(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         import torch
 
-        if self._stream is None:
-            raise EngineError("the NCCL group was not entered")
-        with torch.cuda.device(self._stream.device):
+        with torch.cuda.device(tensors[0].device):
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             torch.cuda.current_stream().synchronize()
             for tensor in tensors:
-                self._check(
-                    self._library.ncclBroadcast(
-                        *(_pointer(tensor), _pointer(tensor), ctypes.c_size_t(tensor.numel())),
-                        *(_DTYPES[str(tensor.dtype)], 0, self._communicator),
-                        ctypes.c_void_p(self._stream.cuda_stream),
-                    )
+                place = ctypes.c_void_p(tensor.data_ptr())
+                self._call(
+                    name,
+                    *(place, place, ctypes.c_size_t(tensor.numel()), _DTYPES[str(tensor.dtype)]),
+                    0,  # of a sum the operation, of a broadcast the rank that sends
+                    *(self._communicator, ctypes.c_void_p(stream.cuda_stream)),
                 )
-            self._stream.synchronize()
+            stream.synchronize()
 
     def abort(self) -> None:
         """Ends the group at once, also under a broadcast that waits for a dead server."""
@@ -306,11 +261,8 @@ class NcclGroup:
         if communicator:
             self._library.ncclCommAbort(communicator)
 
-    def _check(self, result: int) -> None:
+    def _call(self, name: str, *arguments: Any) -> None:
+        result = getattr(self._library, name)(*arguments)
         if result != 0:
             text = self._library.ncclGetErrorString(result).decode(errors="replace")
             raise EngineError(f"NCCL: {text} (code {result})")
-
-
-def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())

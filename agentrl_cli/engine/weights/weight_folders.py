@@ -1,4 +1,4 @@
-"""Weights to servers through files, in RAM where there is room; those of dead runs are removed."""
+"""Versions of the weights in files, in RAM where there is room; those of dead runs are removed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,12 @@ import os
 import shutil
 import tempfile
 import threading
-import time
-import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
-from safetensors import SafetensorError
 
-from agentrl_cli.engine.engine_server import EngineServer
 from agentrl_cli.errors import EngineError, EngineTimeoutError, UserInputError
 from agentrl_cli.log import get_logger
 
@@ -30,23 +25,15 @@ _log = get_logger(__name__)
 
 _PREFIX = "agentrl-weights-"
 _LOCK_NAME = "lock"
-_PARTIAL_NAME = "partial"
 _MEMORY_FOLDER = Path("/dev/shm")
-#: A folder without a lock is being made; after so long its maker must be dead.
-_UNLOCKED_SECONDS = 3600.0
-#: What a thread may take longer than its deadline before nobody waits for it.
-_GRACE_SECONDS = 5.0
 _GIB = 2**30
-
-
-@dataclass(slots=True)
-class _VersionFolder:
-    """A version's folder. Its file is reused for a later version."""
-
-    path: Path
-    views: dict[str, torch.Tensor] | None = None
-    """The tensors in the file as a mapping of the file itself: copying into them replaces its
-    content. None: the file is on a disk, or there is none yet."""
+_DTYPE_NAMES = {
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.float32": "F32",
+    "torch.float64": "F64",
+    "torch.int64": "I64",
+}
 
 
 class VersionFolders:
@@ -73,9 +60,9 @@ class VersionFolders:
         self._file_name = file_name
         self._timeout_seconds = timeout_seconds
         self._num_kept = num_kept
-        self._root: Path | None = None
-        self._finalizer: Callable[[], object] | None = None
-        self._kept: list[_VersionFolder] = []
+        self._root: tempfile.TemporaryDirectory[str] | None = None
+        self._lock_file: TextIO | None = None
+        self._kept: list[Path] = []
         self._num_written = 0
         self._lock = threading.Lock()
 
@@ -85,127 +72,75 @@ class VersionFolders:
         tensors: Mapping[str, torch.Tensor],
         texts: Mapping[str, str] | None = None,
     ) -> Path:
-        """A new folder with ``tensors`` (and text files by name), complete when it appears.
+        """A new folder with ``tensors`` (and text files by name).
 
         Raises:
             EngineError: there is no room, or the folder cannot be written.
             EngineTimeoutError: it was not finished in time.
         """
-        deadline = time.monotonic() + self._timeout_seconds
         try:
-            async with asyncio.timeout(self._timeout_seconds + _GRACE_SECONDS):
-                return await asyncio.to_thread(
-                    self._write, version, dict(tensors), dict(texts or {}), deadline
-                )
+            async with asyncio.timeout(self._timeout_seconds):
+                return await asyncio.to_thread(self._write, version, dict(tensors), texts or {})
         except TimeoutError:
             raise EngineTimeoutError(
-                f"the weights of version {version} were not written to "
-                f"{self._root or self._directory or 'a folder'} after {self._timeout_seconds:g} s "
-                "(engine.publish_timeout_seconds). Type "
+                f"the weights of version {version} were not written to {self._where()} after "
+                f"{self._timeout_seconds:g} s (engine.publish_timeout_seconds). Type "
                 f"engine.publish_timeout_seconds={2 * self._timeout_seconds:g} or more, or "
                 "engine.weight_transfer.dir=FOLDER with a faster folder"
             ) from None
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             size = _count_bytes(tensors) / _GIB
             raise EngineError(
                 f"the weights of version {version} ({size:.2f} GiB) cannot be written to "
-                f"{self._root or self._directory}: {error}. Free some space there, or type "
+                f"{self._where()}: {error}. Free some space there, or type "
                 "engine.weight_transfer.dir=FOLDER with one that has more"
             ) from error
+
+    def _where(self) -> str:
+        return self._root.name if self._root else self._directory or "a folder"
 
     def close(self) -> None:
         """Deletes everything."""
         with self._lock:
             self._kept.clear()
-            if self._finalizer is not None:
-                self._finalizer()
-            self._root = self._finalizer = None
+            if self._root is not None and self._lock_file is not None:
+                self._root.cleanup()
+                self._lock_file.close()
+            self._root = self._lock_file = None
 
     def _write(
-        self,
-        version: int,
-        tensors: Mapping[str, torch.Tensor],
-        texts: Mapping[str, str],
-        deadline: float,
+        self, version: int, tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]
     ) -> Path:
         with self._lock:
             root = self._open(_count_bytes(tensors))
-            # Nobody looks for a folder under this name.
-            partial = root / _PARTIAL_NAME
+            # A version that is written again, as after a resume, gets a folder of its own.
+            self._num_written += 1
+            folder = root / f"{self._num_written:06d}-version-{version}"
             if len(self._kept) == self._num_kept:
-                folder = self._kept.pop(0)
-                folder.path.rename(partial)
+                self._kept.pop(0).rename(folder)
             else:
-                folder = _VersionFolder(partial)
-                partial.mkdir(mode=0o700)
+                folder.mkdir(mode=0o700)
             try:
-                file = partial / self._file_name
-                folder.views = _write_tensors(file, tensors, folder.views)
+                _write_tensors(folder / self._file_name, tensors)
                 for name, text in texts.items():
-                    (partial / name).write_text(text, encoding="utf-8")
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-                self._num_written += 1
-                folder.path = partial.rename(root / f"{self._num_written:06d}-version-{version}")
+                    (folder / name).write_text(text, encoding="utf-8")
             except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
                 raise
             self._kept.append(folder)
-            return folder.path
+            return folder
 
     def _open(self, num_bytes: int) -> Path:
         """The private folder, made on first use: only then is it known how much must fit."""
         if self._root is None:
             parent = _choose_parent(self._directory, self._num_kept * num_bytes)
-            self._root, descriptor = _make_locked_folder(parent)
-            # Also when the interpreter exits, should nobody close this.
-            self._finalizer = weakref.finalize(self, _remove_folder, self._root, descriptor)
-        return self._root
-
-
-@dataclass(frozen=True, slots=True)
-class FolderUpdate:
-    """A version's weights as a folder with a safetensors file."""
-
-    version: int
-    folder: Path
-
-    async def apply(self, server: EngineServer) -> None:
-        """Makes ``server`` read the folder."""
-        await server.load_weights(self.folder)
-
-
-class FolderTransfer:
-    """All weights as a safetensors file that each server reads for itself.
-
-    The file is also the snapshot: the learner may change its tensors as soon as
-    :meth:`prepare` returns, and a server that comes back later still finds them.
-    """
-
-    def __init__(self, folders: VersionFolders, *, tied_names: Mapping[str, str]) -> None:
-        """Writes nothing yet.
-
-        Args:
-            folders: where versions are written.
-            tied_names: further name of a tensor -> the name it is published under; both are
-                written, for servers that keep the two apart.
-        """
-        self._folders = folders
-        self._tied_names = dict(tied_names)
-
-    async def prepare(self, version: int, weights: Mapping[str, torch.Tensor]) -> FolderUpdate:
-        """Writes the weights; raises as :meth:`VersionFolders.write`."""
-        # safetensors refuses to write one tensor under two names.
-        copies = {
-            alias: weights[name].clone()
-            for alias, name in self._tied_names.items()
-            if alias not in weights
-        }
-        return FolderUpdate(version, await self._folders.write(version, {**weights, **copies}))
-
-    async def close(self) -> None:
-        """Deletes the files."""
-        self._folders.close()
+            self._root = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent)
+            folder = Path(self._root.name)
+            # Held before it has its name: a folder without a lock is left alone by other runs.
+            self._lock_file = (folder / "unlocked").open("w")
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX)
+            (folder / "unlocked").rename(folder / _LOCK_NAME)
+        return Path(self._root.name)
 
 
 def check_writable(directory: str | None) -> None:
@@ -243,27 +178,16 @@ def remove_folders_of_dead_runs(directory: str | None) -> None:
         if directory is None
         else [Path(directory).expanduser()]
     )
-    for folder in (folder for parent in parents for folder in parent.glob(f"{_PREFIX}*")):
+    for lock in (lock for parent in parents for lock in parent.glob(f"{_PREFIX}*/{_LOCK_NAME}")):
         try:
-            if folder.stat().st_uid == os.getuid() and _is_dead(folder):
-                shutil.rmtree(folder)
-                _log.info("removed %s, which a run that died had left behind", folder)
+            with lock.open("r+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent)
+            _log.info("removed %s, which a run that died had left behind", lock.parent)
+        except (BlockingIOError, FileNotFoundError, PermissionError):
+            continue  # It is in use, gone, or another user's.
         except OSError as error:
-            _log.warning("%s, left behind by a dead run, cannot be removed: %s", folder, error)
-
-
-def _is_dead(folder: Path) -> bool:
-    try:
-        descriptor = os.open(folder / _LOCK_NAME, os.O_RDWR)
-    except FileNotFoundError:
-        return time.time() - folder.stat().st_mtime > _UNLOCKED_SECONDS
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+            _log.warning("%s, left by a dead run, cannot be removed: %s", lock.parent, error)
 
 
 def _choose_parent(directory: str | None, num_bytes: int) -> Path:
@@ -280,69 +204,30 @@ def _choose_parent(directory: str | None, num_bytes: int) -> Path:
     return Path(tempfile.gettempdir())
 
 
-def _write_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], views: dict[str, torch.Tensor] | None
-) -> dict[str, torch.Tensor] | None:
-    """Writes a safetensors file, into the ``views`` of one that is there already if they fit.
+def _write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Writes a safetensors file over the one that is there, if any.
 
     In RAM the pages of a new file cost six times as much as copying the weights into the old one
-    (200 MB: 120 ms against 20 ms), and a file that is written beside the old one twice the memory.
-
-    Returns:
-        The new file's tensors as views of it, where it is in RAM. A disk may be full when a page
-        is written, which would end the process without a message.
+    (200 MB: 120 ms against 20 ms).
     """
-    if views is not None and views.keys() == tensors.keys():
-        pairs = [(views[name], tensor) for name, tensor in tensors.items()]
-        if all(v.dtype == t.dtype and v.shape == t.shape for v, t in pairs):
-            for view, tensor in pairs:
-                view.copy_(tensor)
-            return views
-    from safetensors.torch import save_file
-
-    path.unlink(missing_ok=True)
-    save_file({n: t.contiguous() for n, t in tensors.items()}, path, metadata={"format": "pt"})
-    return _map_tensors(path, tensors) if _is_in_memory(path.parent) else None
-
-
-def _map_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     import torch
 
-    with path.open("rb") as file:
-        num_header_bytes = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(num_header_bytes))
-    content = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)[
-        8 + num_header_bytes :
-    ]
-    views = {}
-    for name, tensor in tensors.items():
-        start, end = header[name]["data_offsets"]
-        views[name] = content[start:end].view(tensor.dtype).view(tensor.shape)
-    return views
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    # The widest numbers first, so that all of them are aligned.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    for name, tensor in ordered:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        places = {"shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": _DTYPE_NAMES[str(tensor.dtype)], **places}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("r+b" if path.exists() else "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            file.write(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        file.truncate()
 
 
 def _count_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-
-
-def _is_in_memory(folder: Path) -> bool:
-    return _MEMORY_FOLDER.is_dir() and folder.stat().st_dev == _MEMORY_FOLDER.stat().st_dev
-
-
-def _make_locked_folder(parent: Path) -> tuple[Path, int]:
-    """A new folder that only this user can open, and the descriptor that holds its lock."""
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        descriptor = os.open(folder / _LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if (folder / _LOCK_NAME).exists():
-                return folder, descriptor
-        except BlockingIOError:
-            _log.info("another run removed %s, taking it for a dead run's: making another", folder)
-        os.close(descriptor)
-
-
-def _remove_folder(folder: Path, descriptor: int) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    os.close(descriptor)

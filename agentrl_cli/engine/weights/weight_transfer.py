@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
-from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.config.experiment import ExperimentConfig, LoraConfig
 from agentrl_cli.config.resolved_run import TransferKind
-from agentrl_cli.engine.protocol import WeightTransfer
-from agentrl_cli.engine.weights.lora_transfer import (
-    ADAPTER_FILE_NAME,
-    NUM_KEPT_ADAPTERS,
-    LoraTransfer,
-)
+from agentrl_cli.engine.protocol import WeightTransfer, WeightUpdate
 from agentrl_cli.engine.weights.nccl_transfer import NcclTransfer
-from agentrl_cli.engine.weights.weight_folders import FolderTransfer, VersionFolders
+from agentrl_cli.engine.weights.weight_folders import VersionFolders
 from agentrl_cli.log import SilentObserver
 
-_MODEL_FILE_NAME = "model.safetensors"
+if TYPE_CHECKING:
+    import torch
+
+#: A call continues with the adapter that it began with, which vLLM may have to read again.
+_NUM_KEPT_ADAPTERS = 16
+#: What peft puts after the name of a layer.
+_LAYER_END = ".lora_A.weight"
 
 
 def build_weight_transfer(
@@ -37,28 +40,104 @@ def build_weight_transfer(
         kind: the way that was chosen for this run.
         on_message: gets what a person should know, a line each.
     """
-    engine, lora = config.engine, config.model.lora
+    engine = config.engine
+    directory, timeout_seconds = engine.weight_transfer.dir, engine.publish_timeout_seconds
     if kind == "lora":
-        if lora is None:
+        if config.model.lora is None:
             raise ValueError("engine.weight_transfer.kind lora needs model.lora")
-        adapter_folders = VersionFolders(
-            engine.weight_transfer.dir,
-            ADAPTER_FILE_NAME,
-            timeout_seconds=engine.publish_timeout_seconds,
-            num_kept=NUM_KEPT_ADAPTERS,
+        folders = VersionFolders(
+            directory,
+            "adapter_model.safetensors",
+            timeout_seconds=timeout_seconds,
+            num_kept=_NUM_KEPT_ADAPTERS,
         )
-        return LoraTransfer(adapter_folders, lora, base_model=model_folder)
-    folders = VersionFolders(
-        engine.weight_transfer.dir,
-        _MODEL_FILE_NAME,
-        timeout_seconds=engine.publish_timeout_seconds,
-    )
+        return LoraTransfer(folders, config.model.lora, base_model=model_folder)
+    folders = VersionFolders(directory, "model.safetensors", timeout_seconds=timeout_seconds)
     files = FolderTransfer(folders, tied_names=tied_names)
     if kind == "disk":
         return files
     return NcclTransfer(
         files,
         num_gpus_per_server=engine.tensor_parallel_size,
-        timeout_seconds=engine.publish_timeout_seconds,
+        timeout_seconds=timeout_seconds,
         on_message=on_message or SilentObserver().on_message,
+    )
+
+
+class FolderTransfer:
+    """All weights as a safetensors file that each server reads for itself.
+
+    The file is also the snapshot: the learner may change its tensors as soon as
+    :meth:`prepare` returns, and a server that comes back later still finds them.
+    """
+
+    def __init__(self, folders: VersionFolders, *, tied_names: Mapping[str, str]) -> None:
+        """``tied_names``: further name of a tensor -> the name it is published under; both are
+        written, for servers that keep the two apart."""
+        self._folders = folders
+        self._tied_names = dict(tied_names)
+
+    async def prepare(self, version: int, weights: Mapping[str, torch.Tensor]) -> WeightUpdate:
+        """Writes the weights; raises as :meth:`VersionFolders.write`."""
+        # safetensors refuses to write one tensor under two names.
+        copies = {
+            alias: weights[name].clone()
+            for alias, name in self._tied_names.items()
+            if alias not in weights
+        }
+        folder = await self._folders.write(version, {**weights, **copies})
+        return WeightUpdate(version, lambda server: server.load_weights(folder))
+
+    async def close(self) -> None:
+        """Deletes the files."""
+        self._folders.close()
+
+
+class LoraTransfer:
+    """The adapter alone, as a folder in peft's format that servers load beside the base model."""
+
+    def __init__(self, folders: VersionFolders, lora: LoraConfig, *, base_model: str) -> None:
+        self._folders = folders
+        self._lora = lora
+        self._base_model = base_model
+
+    async def prepare(self, version: int, weights: Mapping[str, torch.Tensor]) -> WeightUpdate:
+        """Writes the adapter; raises as :meth:`VersionFolders.write`.
+
+        Raises:
+            ValueError: ``weights`` are not those of an adapter.
+        """
+        text = build_adapter_config(self._lora, weights, base_model=self._base_model)
+        folder = await self._folders.write(version, weights, {"adapter_config.json": text})
+        return WeightUpdate(version, lambda server: server.load_adapter(folder, version))
+
+    async def close(self) -> None:
+        """Deletes the files."""
+        self._folders.close()
+
+
+def build_adapter_config(
+    lora: LoraConfig, weights: Mapping[str, torch.Tensor], *, base_model: str
+) -> str:
+    """peft's ``adapter_config.json`` for adapter tensors under peft's names."""
+    layers = {
+        name.removesuffix(_LAYER_END).rpartition(".")[2]
+        for name in weights
+        if name.endswith(_LAYER_END)
+    }
+    if not layers:
+        raise ValueError("a LoRA transfer publishes the adapter's tensors: there are none")
+    return json.dumps(
+        {
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "base_model_name_or_path": base_model,
+            "r": lora.rank,
+            "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+            "target_modules": sorted(layers),
+            "lora_dropout": 0.0,
+            "bias": "none",
+            "inference_mode": True,
+        },
+        indent=2,
     )

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from agentrl_cli.config.algorithm_config import CriticConfig
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import ModelError, StoreError
-from agentrl_cli.models.frozen_weights import freeze_weights
 from agentrl_cli.models.lora import add_adapter
+from agentrl_cli.models.pretrained import freeze_weights
 from agentrl_cli.train.checkpoint import describe_damage, load_optimizer_state
 from agentrl_cli.train.data.packing import MicroBatch
 from agentrl_cli.train.data.samples import Sample

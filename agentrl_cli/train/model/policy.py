@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.grammar import TokenGrammars, find_end_ids
 from agentrl_cli.errors import StoreError
-from agentrl_cli.models.frozen_weights import freeze_weights
 from agentrl_cli.models.lora import add_adapter
-from agentrl_cli.models.pretrained import without_progress_bars
+from agentrl_cli.models.pretrained import freeze_weights, without_progress_bars
 from agentrl_cli.store.atomic_files import store_errors
 from agentrl_cli.train.checkpoint import STATE_DIR, load_optimizer_state, load_weights
 from agentrl_cli.train.data.packing import MicroBatch

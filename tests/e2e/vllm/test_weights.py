@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import Machine, resolve_run
+from agentrl_cli.engine.engine_server import EngineServer
 from agentrl_cli.engine.protocol import (
     Generation,
     Sampling,
@@ -262,9 +264,16 @@ class Meddling:
 
     async def prepare(self, version: int, weights: Mapping[str, torch.Tensor]) -> WeightUpdate:
         update = await self.transfer.prepare(version, weights)
-        if self.meddle is not None:
-            self.meddle(update.folder)
-        return update
+
+        async def apply(server: EngineServer) -> None:
+            async def load_weights(folder: Path) -> None:
+                if self.meddle is not None:
+                    self.meddle(folder)
+                await server.load_weights(folder)
+
+            await update.apply(SimpleNamespace(load_weights=load_weights))  # type: ignore[arg-type]
+
+        return WeightUpdate(version, apply)
 
     async def close(self) -> None:
         await self.transfer.close()
@@ -275,7 +284,6 @@ NAME = "model.layers.1.mlp.down_proj.weight"
 
 def write_tensor(folder: Path, tensor: torch.Tensor) -> None:
     (path,) = folder.glob("*.safetensors")
-    # Into the same file, which the transfer writes again for the next version.
     path.write_bytes(save(load_file(path) | {NAME: tensor}, metadata={"format": "pt"}))
 
 

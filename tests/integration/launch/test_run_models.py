@@ -59,7 +59,7 @@ def test_what_a_critic_cannot_start_from_is_named_by_its_own_key(
     wrong = {
         "./nowhere": "there is no folder './nowhere'",
         "builtin:other": "'builtin:other' is not a built-in model",
-        str(tmp_path / "empty"): "without config.json.* Type train.critic.path= with a folder",
+        str(tmp_path / "empty"): "config.json.* Type train.critic.path= with a folder",
         str(narrow): f"knows {len(chat_tokenizer) - 7} tokens.* Type train.critic.path=null",
     }
     for path, message in wrong.items():

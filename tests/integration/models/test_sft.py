@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from agentrl_cli.config.config_file import load_config_as
-from agentrl_cli.config.sft_config import NewModelConfig, SftConfig
-from agentrl_cli.errors import (
-    ConfigError,
-    DatasetError,
-    ModelError,
-    RunError,
-    StoppedError,
-    UserInputError,
-)
+from agentrl_cli.config.sft_config import SftConfig
+from agentrl_cli.errors import ConfigError, DatasetError, ModelError, RunError, StoppedError
 from agentrl_cli.log import Observer, SilentObserver
 from agentrl_cli.models import sft_training
-from agentrl_cli.models.builtin_models import resolve_model_folder
 from agentrl_cli.models.pretrained import load_model, load_tokenizer
 from agentrl_cli.models.sft_rows import EncodedRow
 from agentrl_cli.models.sft_training import (
@@ -33,19 +24,18 @@ from agentrl_cli.models.sft_training import (
 TINY = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "num_heads": 2}
 
 
-def row(number: int) -> dict[str, Any]:
-    return {
-        "messages": [
-            {"role": "user", "content": f"What comes after {number}?"},
-            {"role": "assistant", "content": str(number + 1)},
-        ]
-    }
+def write_rows(path: Path, pairs: list[tuple[str, str]]) -> None:
+    rows = [
+        [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        for asked, said in pairs
+    ]
+    path.write_text("\n".join(json.dumps({"messages": row}) for row in rows))
 
 
 @pytest.fixture
-def build(tmp_path: Path) -> Callable[..., SftConfig]:
+def build(tmp_path: Path) -> Any:
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row(number)) for number in range(40)))
+    write_rows(path, [(f"What comes after {n}?", str(n + 1)) for n in range(40)])
 
     def build_config(name: str = "out", **changes: Any) -> SftConfig:
         data = {
@@ -61,11 +51,8 @@ def build(tmp_path: Path) -> Callable[..., SftConfig]:
     return build_config
 
 
-def run_sft(config: SftConfig, observer: Observer) -> Path:
-    """As the command does."""
-    start = config.model.path
-    start = resolve_model_folder(start, observer) if start is not None else None
-    return train_and_save(config, start, observer)
+def run_sft(config: SftConfig, observer: Observer | None = None) -> Path:
+    return train_and_save(config, config.model.path, observer or SilentObserver())
 
 
 def read_all(folder: Path) -> dict[str, bytes]:
@@ -84,28 +71,21 @@ class Recorder(SilentObserver):
         self.progress.append((num_done, note))
 
 
-def test_same_seed_gives_the_same_bits(build: Callable[..., SftConfig]) -> None:
-    once = run_sft(build("a"), SilentObserver())
-    torch.manual_seed(99)
-    again = run_sft(build("b"), SilentObserver())
-    other = run_sft(build("c", seed=2), SilentObserver())
+def test_same_seed_gives_the_same_bits_and_the_callers_randomness_is_left_alone(build):
+    threads = torch.get_num_threads()
+    once = run_sft(build("a"))
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    again = run_sft(build("b"))
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.get_num_threads() == threads
+    other = run_sft(build("c", seed=2))
     assert read_all(once) == read_all(again)
     assert read_all(once)["model.safetensors"] != read_all(other)["model.safetensors"]
 
 
-def test_the_callers_randomness_and_threads_are_left_alone(
-    build: Callable[..., SftConfig],
-) -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    threads = torch.get_num_threads()
-    torch.manual_seed(5)
-    run_sft(build(), SilentObserver())
-    assert torch.equal(torch.rand(3), expected)
-    assert torch.get_num_threads() == threads
-
-
-def test_it_learns_loads_and_reports(build: Callable[..., SftConfig]) -> None:
+def test_it_learns_loads_and_reports(build):
     recorder = Recorder()
     folder = run_sft(build(train={"num_epochs": 8, "batch_tokens": 100}), recorder)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(str(folder))
@@ -119,19 +99,17 @@ def test_it_learns_loads_and_reports(build: Callable[..., SftConfig]) -> None:
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
 
 
-def test_going_on_from_a_model_keeps_its_tokenizer(build: Callable[..., SftConfig]) -> None:
-    first = run_sft(build("first"), SilentObserver())
+def test_going_on_from_a_model_keeps_its_tokenizer(build):
+    first = run_sft(build("first"))
     changes = {"model": {"path": str(first), "new": None, "dtype": "bfloat16"}}
-    second = run_sft(build("second", **changes), SilentObserver())
+    second = run_sft(build("second", **changes))
     assert read_all(first)["tokenizer.json"] == read_all(second)["tokenizer.json"]
     assert load_model(str(second), "float32", "cpu").config.hidden_size == 16
     assert AutoModelForCausalLM.from_pretrained(second).dtype == torch.bfloat16
 
 
-def test_loss_is_summed_over_trained_tokens_whatever_the_padding(
-    build: Callable[..., SftConfig],
-) -> None:
-    model = load_model(str(run_sft(build(), SilentObserver())), "float32", "cpu")
+def test_loss_is_summed_over_trained_tokens_whatever_the_padding(build):
+    model = load_model(str(run_sft(build())), "float32", "cpu")
     long = EncodedRow((5, 6, 7, 8, 9, 10), (False, False, True, False, True, True))
     short = EncodedRow((11, 12, 13), (True, False, True))
     with torch.no_grad():
@@ -146,31 +124,25 @@ def test_loss_is_summed_over_trained_tokens_whatever_the_padding(
         assert compute_summed_loss(model, [long, short]).item() == pytest.approx(total, rel=1e-5)
 
 
-def test_short_answers_are_as_frequent_as_in_the_rows(
-    build: Callable[..., SftConfig], tmp_path: Path
-) -> None:
+def test_short_answers_are_as_frequent_as_in_the_rows(build, tmp_path):
     """Rows of one length share batches: weighed by the batch, short answers would win."""
-    asked = {"role": "user", "content": "Q"}
     answers = ["n"] * 3 + ["y" + " y" * 30] * 7
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "\n".join(
-            json.dumps({"messages": [asked, {"role": "assistant", "content": answer}]})
-            for answer in answers * 20
-        )
-    )
+    write_rows(tmp_path / "rows.jsonl", [("Q", answer) for answer in answers * 20])
     train = {"num_epochs": 6, "batch_tokens": 200, "min_learning_rate": 1e-4}
-    folder = str(run_sft(build(train=train), SilentObserver()))
+    folder = str(run_sft(build(train=train)))
     tokenizer, model = load_tokenizer(folder), load_model(folder, "float32", "cpu")
     prompt = tokenizer.apply_chat_template(
-        [asked], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": "Q"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
     with torch.no_grad():
         chances = model(input_ids=prompt["input_ids"]).logits[0, -1].softmax(-1)
     assert chances[tokenizer.convert_tokens_to_ids("n")].item() == pytest.approx(0.3, abs=0.12)
 
 
-def test_learning_rate_rises_and_falls(build: Callable[..., SftConfig]) -> None:
+def test_learning_rate_rises_and_falls(build):
     train = build(train={"learning_rate": 1.0, "min_learning_rate": 0.2, "warmup_steps": 4}).train
     rates = [compute_learning_rate(train, index, 24) for index in range(24)]
     assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
@@ -179,59 +151,40 @@ def test_learning_rate_rises_and_falls(build: Callable[..., SftConfig]) -> None:
     assert rates[-1] > 0.2
 
 
-def test_nothing_is_written_over(build: Callable[..., SftConfig], tmp_path: Path) -> None:
+def test_nothing_is_written_over_and_an_empty_folder_may_be_filled(build, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious").write_text("x")
     with pytest.raises(ModelError, match="output_path=NEW_FOLDER"):
-        run_sft(build(), SilentObserver())
+        run_sft(build())
     assert read_all(tmp_path / "out") == {"precious": b"x"}
+    (tmp_path / "out" / "precious").unlink()
+    assert (run_sft(build()) / "config.json").is_file()
 
 
-def test_an_empty_folder_may_be_filled(build: Callable[..., SftConfig], tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    assert (run_sft(build(), SilentObserver()) / "config.json").is_file()
-
-
-def test_divergence_is_named_and_leaves_nothing(
-    build: Callable[..., SftConfig], tmp_path: Path
-) -> None:
-    changes = {"learning_rate": 1e30, "max_grad_norm": 1e30, "num_epochs": 3}
-    with pytest.raises(RunError, match=r"diverged\. Type train\.learning_rate=1e\+29"):
-        run_sft(build(train=changes), SilentObserver())
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
-
-
-def test_a_failed_write_leaves_nothing(
-    build: Callable[..., SftConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(self: object, folder: Path) -> None:
-        folder.mkdir()
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(sft_training.Qwen2ForCausalLM, "save_pretrained", fail)
-    with pytest.raises(RunError, match="No space left"):
-        run_sft(build(), SilentObserver())
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+def fail_to_write(self: object, folder: Path) -> None:
+    folder.mkdir()
+    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("train", "error", "message"),
     [
-        ({"train": {"max_row_tokens": 5}}, DatasetError, r"row 1: \d+ tokens.*max_row_tokens=\d+"),
-        ({"model": {"path": "./none", "new": None}}, ModelError, "no folder './none'"),
-        ({"dataset": {"path": "none.jsonl"}}, DatasetError, "none.jsonl cannot be read"),
+        (
+            {"learning_rate": 1e30, "max_grad_norm": 1e30, "num_epochs": 3},
+            RunError,
+            r"diverged\. Type train\.learning_rate=1e\+29",
+        ),
+        ({}, RunError, "No space left"),
+        ({"max_row_tokens": 5}, DatasetError, r"row 1: \d+ tokens.*max_row_tokens=\d+"),
     ],
 )
-def test_bad_input(
-    build: Callable[..., SftConfig],
-    tmp_path: Path,
-    changes: dict[str, Any],
-    error: type[UserInputError],
-    message: str,
-) -> None:
+def test_what_fails_says_why_and_leaves_nothing(
+    build, tmp_path, monkeypatch, train, error, message
+):
+    monkeypatch.setattr(sft_training.Qwen2ForCausalLM, "save_pretrained", fail_to_write)
     with pytest.raises(error, match=message):
-        run_sft(build(**changes), SilentObserver())
-    assert not (tmp_path / "out").exists()
+        run_sft(build(train=train))
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -243,21 +196,15 @@ def test_bad_input(
         ("{new: {hidden_size: 100, num_heads: 3}}", "multiple of 6"),
     ],
 )
-def test_bad_config(tmp_path: Path, model: str, message: str) -> None:
+def test_bad_config(tmp_path, model, message):
     path = tmp_path / "sft.yaml"
     path.write_text(f"output_path: out\ndataset: {{path: x.jsonl}}\nmodel: {model}\n")
     with pytest.raises(ConfigError, match=message):
         load_config_as(SftConfig, path)
 
 
-def test_new_model_defaults_are_consistent() -> None:
-    assert NewModelConfig().hidden_size % (2 * NewModelConfig().num_heads) == 0
-
-
 @pytest.mark.parametrize("num_checks", [3, 45])
-def test_it_stops_between_rows_and_between_updates(
-    build: Callable[..., SftConfig], tmp_path: Path, num_checks: int
-) -> None:
+def test_it_stops_between_rows_and_between_updates(build, tmp_path, num_checks):
     """Of 40 rows and then more than five updates."""
     calls = 0
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import pytest
 
 from agentrl_cli.agents.agent_building import AgentSource
 from agentrl_cli.config.experiment import EngineConfig, GenerationConfig, RolloutConfig
 from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
-from agentrl_cli.errors import RolloutFailedError
-from agentrl_cli.records import Boundary, InteractionStatus
 from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow
 from agentrl_cli.rollout.dataset import TaskStream, build_eval_tasks
 from agentrl_cli.rollout.scheduler import RolloutScheduler, run_tasks
@@ -61,19 +58,25 @@ async def make_workflow(engine, tiny_tokenizer):
     await gateway.close()
 
 
-async def test_versions_stay_within_the_allowed_staleness(engine, make_workflow, build_tiny_model):
-    """Weights are published after every step, while the next steps are being sampled."""
-    staleness, last_step = 1, 5
-    scheduler = RolloutScheduler(
-        make_workflow(),
+def schedule(workflow, engine, *, max_staleness=2, batch_size, last_step):
+    return RolloutScheduler(
+        workflow,
         engine,
-        TaskStream(ROWS, batch_size=2, shuffle=True, seed=1),
+        TaskStream(ROWS, batch_size=batch_size, shuffle=True, seed=1),
         # Room for two batches: were it for one, and its trajectories equally long, none of the
         # next would begin before the publication.
-        rollout=RolloutConfig(max_concurrent=8, max_staleness=staleness),
+        rollout=RolloutConfig(max_concurrent=8, max_staleness=max_staleness),
         n_samples=2,
         first_step=1,
         last_step=last_step,
+    )
+
+
+async def test_versions_stay_within_the_allowed_staleness(engine, make_workflow, build_tiny_model):
+    """Weights are published after every step, while the next steps are being sampled."""
+    staleness, last_step = 1, 5
+    scheduler = schedule(
+        make_workflow(), engine, max_staleness=staleness, batch_size=2, last_step=last_step
     )
     seen = set()
     try:
@@ -106,44 +109,9 @@ async def test_a_seeded_trajectory_is_the_same_whatever_runs_beside_it(engine, m
     assert first != second
 
 
-async def test_a_budget_of_tokens_is_kept_to_the_token(engine, make_workflow):
-    workflow = make_workflow(max_tokens=8, max_tokens_per_trajectory=11)
-    finished = []
-    with contextlib.suppress(RolloutFailedError):  # Where all of them run out of it.
-        await run_tasks(
-            workflow, engine, build_eval_tasks(ROWS),
-            n_samples=1, max_concurrent=4, on_finished=finished.append,
-        )  # fmt: skip
-    assert len(finished) == len(ROWS)
-    exhausted = [t for t in finished if t.failure is not None]
-    assert exhausted
-    assert {t.failure.boundary for t in exhausted} == {Boundary.BUDGET}
-    assert {t.num_completion_tokens for t in exhausted} == {11}
-    assert all(t.num_completion_tokens <= 11 for t in finished)
-
-
-async def test_prompts_beyond_the_engine_are_engine_failures(engine, make_workflow):
-    workflow = make_workflow()
-    rows = [ROWS[0], {"question": "word " * 600}]
-    short, long = await run_tasks(
-        workflow, engine, build_eval_tasks(rows), n_samples=1, max_concurrent=2
-    )
-    assert short.failure is None
-    assert (long.failure.boundary, long.failure.kind) == (Boundary.ENGINE, "ContextLengthError")
-    assert long.interactions[0].status is InteractionStatus.FAILED
-
-
 async def test_cancelled_rollouts_free_the_engine(engine, make_workflow):
     workflow = make_workflow(max_tokens=400)
-    scheduler = RolloutScheduler(
-        workflow,
-        engine,
-        TaskStream(ROWS, batch_size=4, shuffle=False, seed=1),
-        rollout=RolloutConfig(max_concurrent=8),
-        n_samples=2,
-        first_step=1,
-        last_step=3,
-    )
+    scheduler = schedule(workflow, engine, batch_size=4, last_step=3)
     waiting = asyncio.create_task(scheduler.next_batch(1))
     await asyncio.sleep(0.5)
     before = scheduler.num_running

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from agentrl_cli.config.experiment import LoraConfig
-from agentrl_cli.engine.weights.lora_transfer import build_adapter_config
+from agentrl_cli.engine.weights.weight_transfer import build_adapter_config
 from agentrl_cli.errors import ModelError, RunFolderError, StoreError
 from agentrl_cli.models.pretrained import load_merged_model, load_model, open_whole_model
 from agentrl_cli.train.learner import Learner

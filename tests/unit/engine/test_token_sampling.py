@@ -26,16 +26,23 @@ def _sample(uniform: float, temperature: float = 1.0, top_p: float = 1.0) -> tup
 
 
 @pytest.mark.parametrize(
-    ("uniform", "token", "probability"),
-    [(0.0, 0, 0.15), (0.149, 0, 0.15), (0.151, 1, 0.5), (0.66, 2, 0.05), (0.9999999, 3, 0.3)],
+    ("uniform", "temperature", "token", "probability"),
+    [
+        (0.0, 1.0, 0, 0.15),
+        (0.149, 1.0, 0, 0.15),
+        (0.151, 1.0, 1, 0.5),
+        (0.66, 1.0, 2, 0.05),
+        (0.9999999, 1.0, 3, 0.3),
+        # Squared: 0.0225, 0.25, 0.0025, 0.09; sum 0.365.
+        (0.5, 0.5, 1, 0.25 / 0.365),
+        # Greedy: certain.
+        (0.0, 0.0, 1, 1.0),
+        (0.999, 0.0, 1, 1.0),
+    ],
 )
-def test_the_chance_inverts_the_cumulative_distribution(uniform, token, probability):
-    assert _sample(uniform) == (token, pytest.approx(math.log(probability), abs=1e-6))
-
-
-def test_temperature_reshapes_the_distribution_and_its_logprobs():
-    # At temperature 0.5 probabilities are squared: 0.0225, 0.25, 0.0025, 0.09; sum 0.365.
-    assert _sample(0.5, temperature=0.5) == (1, pytest.approx(math.log(0.25 / 0.365), abs=1e-6))
+def test_the_chance_inverts_the_cumulative_distribution(uniform, temperature, token, probability):
+    logprob = pytest.approx(math.log(probability), abs=1e-6)
+    assert _sample(uniform, temperature) == (token, logprob)
 
 
 @pytest.mark.parametrize(
@@ -55,11 +62,6 @@ def test_top_p_keeps_the_smallest_sufficient_set(top_p, kept):
     mass = sum(math.exp(ROW[token]) for token in kept)
     for token, logprob in seen:
         assert logprob == pytest.approx(ROW[token] - math.log(mass), abs=1e-5)
-
-
-@pytest.mark.parametrize("uniform", [0.0, 0.5, 0.999])
-def test_zero_temperature_takes_the_likeliest_with_certainty(uniform):
-    assert _sample(uniform, temperature=0.0) == (1, 0.0)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2**-53])
@@ -119,14 +121,13 @@ class _FakeMatcher:
 
 @pytest.mark.parametrize("vocabulary_size", [33, 64, 95, 1000])
 def test_masks_are_unpacked_bit_by_bit(vocabulary_size):
-    allowed = {0, 31, 32, vocabulary_size - 1}
+    allowed = [0, 31, 32, vocabulary_size - 1]
     masks = np.empty((2, -(-vocabulary_size // 32)), np.int32)
-    _FakeMatcher(sorted(allowed)).fill(masks, 0)
-    _FakeMatcher([]).fill(masks, 1)
+    for row, tokens in enumerate((allowed, [])):
+        _FakeMatcher(tokens).fill(masks, row)
     found = unpack_masks(torch.from_numpy(masks), vocabulary_size)
     assert found.shape == (2, vocabulary_size)
-    assert set(found[0].nonzero().squeeze(1).tolist()) == allowed
-    assert not found[1].any()
+    assert found.nonzero().tolist() == [[0, token] for token in sorted(set(allowed))]
 
 
 def test_a_mask_touches_its_own_row_alone_and_an_empty_one_none():

@@ -26,20 +26,36 @@ def assistant(content: Any, *calls: dict[str, Any]) -> dict[str, Any]:
     return {"role": "assistant", "content": content, "tool_calls": list(calls)}
 
 
-def test_plain_conversation(render) -> None:
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello"},
-    ]
-    assert render(messages, add_generation_prompt=True) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>assistant\n"
-    )
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
 
 
-def test_no_system_part_without_instructions_or_tools(render) -> None:
-    assert render([{"role": "user", "content": "Hi"}]) == "<|im_start|>user\nHi<|im_end|>\n"
+def write_turn(role: str, text: str) -> str:
+    return f"<|im_start|>{role}\n{text}<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("messages", "turns"),
+    [
+        ([user("Hi")], [("user", "Hi")]),
+        (
+            [{"role": "system", "content": "A"}, user("B"), {"role": "assistant", "content": "C"}],
+            [("system", "A"), ("user", "B"), ("assistant", "C")],
+        ),
+        (
+            [{"role": "developer", "content": "A"}, user("B"), {"role": "system", "content": "C"}],
+            [("system", "A"), ("user", "B"), ("system", "C")],
+        ),
+        (
+            [user([{"type": "text", "text": "one "}, {"type": "text", "text": "two"}])],
+            [("user", "one two")],
+        ),
+    ],
+)
+def test_plain_conversations(render, messages, turns) -> None:
+    text = "".join(write_turn(*turn) for turn in turns)
+    assert render(messages) == text
+    assert render(messages, add_generation_prompt=True) == text + "<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("system", ["Be brief.", None])
@@ -54,40 +70,19 @@ def test_tools_stand_in_the_system_part(render, system: str | None) -> None:
     )
 
 
-def test_developer_and_later_system_messages(render) -> None:
-    messages = [
-        {"role": "developer", "content": "A"},
-        {"role": "user", "content": "B"},
-        {"role": "system", "content": "C"},
-    ]
-    assert render(messages) == (
-        "<|im_start|>system\nA<|im_end|>\n<|im_start|>user\nB<|im_end|>\n"
-        "<|im_start|>system\nC<|im_end|>\n"
-    )
-
-
 @pytest.mark.parametrize("content", [None, ""])
-@pytest.mark.parametrize("arguments", [{"a": 1, "b": "é"}, '{"a": 1, "b": "é"}'])
-def test_tool_call_is_rendered_as_it_is_sampled(
-    render, content: str | None, arguments: Any
-) -> None:
-    text = render([assistant(content, call(arguments))])
-    assert text == (
-        '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n'
-        "</tool_call><|im_end|>\n"
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [('{"b":2,  "a":1}', '{"b":2,  "a":1}'), ("", "{}"), (None, "{}"), ({}, "{}")],
+    [
+        ({"a": 1, "b": "é"}, '{"a": 1, "b": "é"}'),
+        ('{"b":2,  "a":"é"}', '{"b":2,  "a":"é"}'),  # to the letter
+        ("", "{}"),
+        (None, "{}"),
+    ],
 )
-def test_arguments_are_kept_to_the_letter_and_missing_ones_are_an_empty_object(
-    render, arguments: Any, expected: str
-) -> None:
-    assert f'{{"name": "add", "arguments": {expected}}}' in render(
-        [assistant(None, call(arguments))]
-    )
+def test_tool_call_is_rendered_as_it_is_sampled(render, content, arguments, expected) -> None:
+    called = f'<tool_call>\n{{"name": "add", "arguments": {expected}}}\n</tool_call>'
+    assert render([assistant(content, call(arguments))]) == write_turn("assistant", called)
 
 
 @pytest.mark.parametrize("content", ["Let me see.", "Let me see.\n"])
@@ -100,25 +95,12 @@ def test_text_goes_before_parallel_calls(render, content: str) -> None:
 
 
 def test_neighbouring_tool_results_share_a_user_turn(render) -> None:
-    messages = [
-        assistant(None, call({}), call({})),
-        {"role": "tool", "tool_call_id": "c", "content": "1"},
-        {"role": "tool", "tool_call_id": "c", "content": "2"},
-        assistant("3"),
-        {"role": "tool", "tool_call_id": "c", "content": None},
-    ]
-    text = render(messages)
-    assert text.partition("</tool_call><|im_end|>\n")[2] == (
-        "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n"
-        "</tool_response><|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n"
-        "<|im_start|>user\n<tool_response>\n\n</tool_response><|im_end|>\n"
-    ).replace("</tool_call><|im_end|>\n", "")
-
-
-def test_content_in_parts(render) -> None:
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    text = render([{"role": "system", "content": parts}, {"role": "user", "content": parts}])
-    assert text == ("<|im_start|>system\none two<|im_end|>\n<|im_start|>user\none two<|im_end|>\n")
+    results = [{"role": "tool", "tool_call_id": "c", "content": one} for one in ("1", "2", None)]
+    answer = {"role": "assistant", "content": "3"}
+    first, second, empty = (f"<tool_response>\n{one}\n</tool_response>" for one in ("1", "2", ""))
+    text = render([user("Hi"), *results[:2], answer, results[2]])
+    turns = [("user", f"{first}\n{second}"), ("assistant", "3"), ("user", empty)]
+    assert text == write_turn("user", "Hi") + "".join(write_turn(*turn) for turn in turns)
 
 
 def test_each_turn_extends_the_one_before(render) -> None:

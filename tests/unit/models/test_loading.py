@@ -1,33 +1,29 @@
 from __future__ import annotations
 
+import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentrl_cli.errors import ModelError
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.models.builtin_models import resolve_model_folder
-from agentrl_cli.models.pretrained import load_model, load_tokenizer
-from agentrl_cli.models.tokenizer_training import train_tokenizer
+from agentrl_cli.models.pretrained import (
+    check_tokenizer,
+    load_model,
+    load_tokenizer,
+    load_tokenizer_of,
+)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    tokenizer = train_tokenizer(["some text"], vocab_size=300)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+def folder(tmp_path, chat_tokenizer, build_qwen2) -> Path:
+    build_qwen2(chat_tokenizer, hidden_size=16).save_pretrained(tmp_path)
+    chat_tokenizer.save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -62,7 +58,7 @@ def test_a_whole_folder_loads(folder: Path) -> None:
     [
         (remove("tokenizer.json", "tokenizer_config.json"), "without tokenizer.json.*tokenizer_p"),
         (remove("chat_template.jinja"), "no chat template.*tokenizer_path="),
-        (name_no_end_token, "names no end token"),
+        (name_no_end_token, "names no end token.*tokenizer_path="),
         (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer cannot be loaded"),
     ],
 )
@@ -77,8 +73,8 @@ def test_damaged_tokenizers(folder: Path, damage: Callable[[Path], None], messag
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (remove("model.safetensors"), r"no weights\. Copy"),
-        (remove("config.json"), r"without config\.json.*model\.path="),
+        (remove("model.safetensors"), "no file named model.safetensors.*Type model.path="),
+        (remove("config.json"), "model cannot be loaded"),
         (lambda folder: (folder / "config.json").write_text("{"), "model cannot be loaded"),
         (
             lambda folder: (folder / "model.safetensors").write_bytes(b"\x00" * 9),
@@ -93,22 +89,70 @@ def test_damaged_models(folder: Path, damage: Callable[[Path], None], message: s
 
 
 @pytest.mark.parametrize("path", ["./nothing", "/nothing", "runs/demo/t0/checkpoints", "~/nothing"])
-def test_folder_that_does_not_exist(path: str) -> None:
+def test_folder_that_does_not_exist(path):
     with pytest.raises(ModelError, match=r"no folder.*Type model\.path=builtin:calculator"):
         resolve_model_folder(path, SilentObserver())
 
 
-def test_hub_id_goes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_ids_go_through_and_unknown_ones_say_what_is_allowed():
     assert resolve_model_folder("Qwen/Qwen2.5-1.5B", SilentObserver()) == "Qwen/Qwen2.5-1.5B"
-
-
-def test_unknown_hub_id_says_what_is_allowed() -> None:
     with pytest.raises(ModelError, match=r"no tokenizer came from the hub.*builtin:calculator"):
         load_tokenizer("nobody-x1/nothing-x1")
     with pytest.raises(ModelError, match=r"no model came from the hub.*builtin:calculator"):
         load_model("nobody-x1/nothing-x1", "float32", "cpu")
-
-
-def test_unknown_builtin() -> None:
     with pytest.raises(ModelError, match=r"did you mean 'builtin:calculator'"):
         resolve_model_folder("builtin:calulator", SilentObserver())
+
+
+def write_model(folder: Path, vocab_size: int) -> str:
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "vocab_size": vocab_size})
+    )
+    return str(folder)
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused_with_both_numbers(
+    chat_tokenizer, tmp_path
+):
+    for enough in (len(chat_tokenizer), len(chat_tokenizer) + 64):
+        check_tokenizer(chat_tokenizer, write_model(tmp_path, enough))
+    with pytest.raises(ModelError) as error_info:
+        check_tokenizer(chat_tokenizer, write_model(tmp_path, 100))
+    text = str(error_info.value)
+    assert 100 <= int(re.search(r"makes ids up to (\d+), and", text)[1]) < len(chat_tokenizer)
+    assert "a vocabulary of 100 (largest id 99)" in text
+    assert "Type tokenizer_path=null" in text
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"its config\.json cannot be loaded"):
+        check_tokenizer(chat_tokenizer, str(tmp_path))
+
+
+@pytest.mark.parametrize("use", ["nothing", "end of a turn", "template"])
+def test_an_added_token_may_lie_beyond_if_nothing_makes_it(chat_tokenizer, tmp_path, use):
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<image>"], special_tokens=True)
+    folder = write_model(tmp_path, size)
+    if use == "nothing":
+        check_tokenizer(tokenizer, folder)
+        return
+    if use == "template":
+        tokenizer.chat_template = "<image>" + tokenizer.chat_template
+    else:
+        tokenizer.eos_token = "<image>"
+    with pytest.raises(ModelError, match=f"makes ids up to {size}, and"):
+        check_tokenizer(tokenizer, folder)
+
+
+def test_the_models_own_tokenizer_is_the_default(chat_tokenizer, tmp_path):
+    model, other = tmp_path / "model", tmp_path / "other"
+    for folder in (model, other):
+        folder.mkdir()
+        chat_tokenizer.save_pretrained(folder)
+    write_model(model, len(chat_tokenizer))
+    assert len(load_tokenizer_of(str(model))) == len(chat_tokenizer)
+    assert load_tokenizer_of(str(model), str(other)).name_or_path == str(other)
+    write_model(model, 100)
+    for tokenizer_path in (None, str(other)):
+        with pytest.raises(ModelError, match="do not belong together"):
+            load_tokenizer_of(str(model), tokenizer_path)

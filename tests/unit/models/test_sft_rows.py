@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from agentrl_cli.config.sft_config import SftDatasetConfig
 from agentrl_cli.errors import DatasetError, ImportPathError, ModelError
@@ -16,9 +16,8 @@ from agentrl_cli.models.sft_rows import (
     build_batches,
     encode_conversation,
     load_rows,
-    render_conversation,
 )
-from agentrl_cli.models.tokenizer_training import build_untrained_tokenizer, train_tokenizer
+from agentrl_cli.models.tokenizer_training import TAG_TOKENS, train_tokenizer
 
 CONVERSATION: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
@@ -43,7 +42,7 @@ def split_by_mask(tokenizer: PreTrainedTokenizerFast, row: EncodedRow) -> list[t
     return [(trained, tokenizer.decode(ids)) for trained, ids in runs]
 
 
-def test_exactly_the_assistants_turns_are_trained(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_exactly_the_assistants_turns_are_trained(tokenizer):
     row = encode_conversation(tokenizer, CONVERSATION, None, "row 1")
     assert split_by_mask(tokenizer, row) == [
         (
@@ -56,18 +55,14 @@ def test_exactly_the_assistants_turns_are_trained(tokenizer: PreTrainedTokenizer
         (True, "Bye<|im_end|>"),
         (False, "\n"),
     ]
-
-
-def test_prompts_have_the_ids_that_a_server_gives_them(tokenizer: PreTrainedTokenizerFast) -> None:
-    """The reply begins with a line break, which would merge with the prompt's last one."""
-    row = encode_conversation(tokenizer, CONVERSATION, None, "row 1")
+    # The reply begins with a line break, which would merge with the last one of the prompt that
+    # a server tokenizes.
     prompt = tokenizer.apply_chat_template(CONVERSATION[:2], add_generation_prompt=True)
     ids = tuple(prompt["input_ids"])
     assert row.input_ids[: len(ids)] == ids
-    assert row.loss_mask.index(True) == len(ids)
 
 
-def test_tool_calls_are_trained_and_results_are_not(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tool_calls_are_trained_and_results_are_not(tokenizer):
     demo = build_demonstrations(num_bare_rows=0, num_tool_rows=1, num_mixed_rows=0)[0]
     row = encode_conversation(tokenizer, demo["messages"], demo["tools"], "row 1")
     trained = [text for is_trained, text in split_by_mask(tokenizer, row) if is_trained]
@@ -86,56 +81,36 @@ RENDERED = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 @pytest.mark.parametrize(
     ("template", "messages", "problem"),
     [
-        pytest.param(
+        (
             "{{ messages | length }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}",
             CONVERSATION,
             r"row 7, message 3: .*differently",
-            id="rewrites earlier turns",
         ),
-        pytest.param(
+        (
             "{% for m in messages %}<|im_start|>{{ m.role }}\n"
             "{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
             [CONVERSATION[1], {"role": "assistant", "content": "<think>Hm</think>Hello"}],
             r"row 7, message 2: .*does not render this turn as it is",
-            id="strips reasoning",
         ),
-        pytest.param(RENDERED, CONVERSATION[1:3], r"end token '<\|im_end\|>'", id="ends no turn"),
-        pytest.param(
+        (RENDERED, CONVERSATION[1:3], r"end token '<\|im_end\|>'"),
+        (
             RENDERED + "{% if not add_generation_prompt %}<|im_end|>{% endif %}",
             CONVERSATION,
             "row 7, message 5: ",
-            id="ends only the last turn",
         ),
-        pytest.param(
-            None,
-            [{"role": "assistant", "content": "a<|im_end|>b"}],
-            "message 1",
-            id="end token in a message",
-        ),
-        pytest.param(
+        (None, [{"role": "assistant", "content": "a<|im_end|>b"}], "message 1"),
+        (
             "{{ raise_exception('roles must alternate') }}",
             CONVERSATION,
             r"row 7: .*roles must alternate",
-            id="refuses the conversation",
         ),
     ],
 )
-def test_what_cannot_be_rendered_turn_by_turn_is_refused(
-    tokenizer: PreTrainedTokenizerFast, template: str | None, messages: Any, problem: str
-) -> None:
+def test_what_cannot_be_rendered_turn_by_turn_is_refused(tokenizer, template, messages, problem):
     tokenizer.chat_template = template or tokenizer.chat_template
     with pytest.raises(ModelError, match=problem):
         encode_conversation(tokenizer, messages, None, "row 7")
-
-
-def test_untrained_tokenizer_renders_like_the_trained_one(
-    tokenizer: PreTrainedTokenizerFast,
-) -> None:
-    blank = build_untrained_tokenizer()
-    assert render_conversation(blank, CONVERSATION, None, "") == render_conversation(
-        tokenizer, CONVERSATION, None, ""
-    )
 
 
 def rows_of(lengths: list[int]) -> list[EncodedRow]:
@@ -159,17 +134,12 @@ def test_a_row_longer_than_the_budget_goes_alone() -> None:
     assert sorted(len(batch) for batch in batches) == [1, 2]
 
 
-def test_without_shuffling_the_curriculum_is_kept() -> None:
-    batches = list(build_batches(rows_of([10] * 1000), 50, None))
-    firsts = [batch[0].input_ids[0] for batch in batches]
+def test_the_order_is_kept_or_shuffled_by_the_seed_alone() -> None:
+    rows = rows_of([10] * 1000)
+    firsts = [batch[0].input_ids[0] for batch in build_batches(rows, 50, None)]
     assert firsts == sorted(firsts)
-
-
-def test_shuffling_depends_on_the_seed_alone() -> None:
-    rows = rows_of([10] * 100)
-    once = list(build_batches(rows, 50, random.Random(1)))
-    assert once == list(build_batches(rows, 50, random.Random(1)))
-    assert once != list(build_batches(rows, 50, random.Random(2)))
+    once, again, other = (list(build_batches(rows, 50, random.Random(n))) for n in (1, 1, 2))
+    assert once == again != other
 
 
 def write_lines(path: Path, *lines: str) -> SftDatasetConfig:
@@ -188,14 +158,11 @@ def test_rows_from_a_file(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", r"rows.jsonl:2: not a line of JSON"),
-        ('{"prompt": "x"}', r"row 2: found the keys \['prompt'\]"),
-        ('{"messages": []}', r"row 2: found the keys"),
-        ("[1]", r"row 2: found list"),
-        ('{"messages": [{"content": "x"}]}', r'row 2, message 1: .* a message has a "role"'),
-        (
-            '{"messages": [{"role": "assistant", "content": "x"}], "tools": "add"}',
-            r"row 2: tools are 'add'; allowed is a list",
-        ),
+        ('{"prompt": "x"}', r"row 2: found {'prompt': 'x'}; a row is"),
+        ('{"messages": []}', "row 2: found"),
+        ("[1]", r"row 2: found \[1\]"),
+        ('{"messages": [{"content": "x"}]}', "row 2: found"),
+        ('{"messages": [{"role": "assistant", "content": "x"}], "tools": "add"}', "row 2: found"),
         ('{"messages": [{"role": "user", "content": "x"}]}', r"row 2: no message has the role"),
     ],
 )
@@ -214,11 +181,56 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
 
 def test_functions_that_cannot_be_used() -> None:
     function = "agentrl_cli.models.calculator_tasks:build_demonstrations"
-    with pytest.raises(DatasetError, match=r"dataset.kwargs: .*unexpected keyword argument 'rows'"):
-        load_rows(SftDatasetConfig(path=function, kwargs={"rows": 1}))
+    for path, kwargs, problem in (
+        (function, {"rows": 1}, "unexpected keyword argument 'rows'"),
+        (function, {"num_bare_rows": "many"}, "TypeError"),
+        ("agentrl_cli.models.calculator_tasks:SYSTEM_PROMPT", {}, "not callable"),
+    ):
+        with pytest.raises(DatasetError, match=f"gave no list of rows: .*{problem}"):
+            load_rows(SftDatasetConfig(path=path, kwargs=kwargs))
     with pytest.raises(ImportPathError, match="build_demonstrations"):
         load_rows(SftDatasetConfig(path=function + "s"))
-    with pytest.raises(DatasetError, match=r"gave no list of rows: TypeError"):
-        load_rows(SftDatasetConfig(path=function, kwargs={"num_bare_rows": "many"}))
-    with pytest.raises(DatasetError, match="not a function"):
-        load_rows(SftDatasetConfig(path="agentrl_cli.models.calculator_tasks:SYSTEM_PROMPT"))
+
+
+TEXTS = ["A baker has 47 rolls and bakes 38 more.", "How many rolls are there?"] * 20
+
+
+@pytest.fixture(scope="module")
+def learned() -> PreTrainedTokenizerFast:
+    return train_tokenizer(TEXTS, vocab_size=400)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "A baker has 4738 rolls",
+        "  two  spaces\n\n\nand lines\t",
+        "héllo 日本語 🙂 unseen",
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><|im_end|>\n',
+        "it's 3.14",
+    ],
+)
+def test_round_trip_also_after_saving(learned, tmp_path, text):
+    learned.save_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    ids = learned(text)["input_ids"]
+    assert loaded(text)["input_ids"] == ids
+    assert loaded.decode(ids) == text
+    assert loaded.chat_template == learned.chat_template
+    assert loaded.eos_token == "<|im_end|>"
+    assert loaded.eos_token_id == learned.eos_token_id != loaded.pad_token_id
+
+
+def test_digits_and_tags_are_one_token_and_survive_skipping_special_ones(learned):
+    assert learned.tokenize("1234") == ["1", "2", "3", "4"]
+    for tag in TAG_TOKENS:
+        assert len(learned(tag)["input_ids"]) == 1
+    ids = learned("<|im_start|>x<tool_call>y<|im_end|>")["input_ids"]
+    assert learned.decode(ids, skip_special_tokens=True) == "x<tool_call>y"
+
+
+def test_the_vocabulary_is_limited_learned_and_the_same_again(learned):
+    assert len(learned) <= 400
+    assert len(learned(" rolls")["input_ids"]) == 1
+    again = train_tokenizer(TEXTS, vocab_size=400)
+    assert again.backend_tokenizer.to_str() == learned.backend_tokenizer.to_str()
