@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import httpx2
 from openai import AsyncOpenAI, OpenAI
@@ -136,9 +136,9 @@ class TrackingClient(SessionClient, SharedPlatform, AsyncOpenAI):
             gateway = get_gateway(
                 engine,
                 _load_tokenizer(tokenizer),
-                tool_call_parser,
-                reasoning_parser,
-                keep_reasoning,
+                tool_call_parser=tool_call_parser,
+                reasoning_parser=reasoning_parser,
+                keep_reasoning=keep_reasoning,
             )
         self.gateway = gateway
         self.session = session or gateway.open_session(sampling=sampling, budget=budget)
@@ -226,19 +226,12 @@ class BlockingTrackingClient(SessionClient, OpenAI):
             ) from None
 
 
-@runtime_checkable
-class HasBlockingForm(Protocol):
-    """A client that knows its own form for code that blocks."""
-
-    def build_blocking_client(self) -> OpenAI:
-        """That form."""
-        ...
-
-
 def build_blocking_client(client: AsyncOpenAI) -> OpenAI:
     """An ``OpenAI`` that reaches what ``client`` reaches, with the same key."""
-    if isinstance(client, HasBlockingForm):
-        return client.build_blocking_client()
+    # Clients of this package know their own form for code that blocks.
+    build = getattr(client, "build_blocking_client", None)
+    if build is not None:
+        return build()
     return OpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=client.max_retries)
 
 

@@ -144,12 +144,12 @@ async def _pass_on(
             async for chunk in stream:
                 state.handle_chunk(chunk)
                 data = chunk.model_dump_json(exclude_unset=True)
-                await reply.add(f"data: {data}\n\n".encode())
+                reply.add(f"data: {data}\n\n".encode())
         _record(session, call, state.get_final_completion())
     except Exception as error:  # the SDK asserts what it expects of a stream
         cause = _hide(f"{type(error).__name__}: {error}", api_key)
         raise EngineError(f"the endpoint's stream broke off: {cause}") from error
-    await reply.add(b"data: [DONE]\n\n")
+    reply.add(b"data: [DONE]\n\n")
 
 
 def _record(session: Session, call: OpenCall, completion: ChatCompletion) -> None:

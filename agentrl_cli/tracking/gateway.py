@@ -1,12 +1,12 @@
 """The gateway: samples, records every call, and replies like the API that was asked.
 
-One gateway serves agents in this process (:mod:`agentrl_cli.tracking.transport`) and agents
-that speak through a loopback socket (:mod:`agentrl_cli.tracking.gateway_socket`).
+One gateway serves agents in this process and, through a loopback socket, those in others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import uuid
@@ -38,12 +38,17 @@ from agentrl_cli.tracking.protocols.model_request import (
 )
 from agentrl_cli.tracking.protocols.request_fields import parse_json
 from agentrl_cli.tracking.protocols.responses_output import ResponsesProtocol
-from agentrl_cli.tracking.replay import CallKey, Reply, ReplyBook, ReplyStream, wait_cancelled
-from agentrl_cli.tracking.reply_text import PROMPT_END_TOKENS
+from agentrl_cli.tracking.replay import (
+    CallKey,
+    Reply,
+    ReplyBook,
+    ReplyStream,
+    SharedClient,
+    wait_cancelled,
+)
 from agentrl_cli.tracking.session import Budget, Session
 from agentrl_cli.tracking.structured_output import constrain
 from agentrl_cli.tracking.template import ChatTemplate
-from agentrl_cli.tracking.transport import SharedClient
 from agentrl_cli.tracking.tree import ConversationTree
 
 _log = get_logger(__name__)
@@ -131,7 +136,7 @@ class BaseGateway(ABC):
     ) -> None:
         self.model_name = model_name
         self.limits = limits or Limits()
-        self.http_client = SharedClient(self)
+        self.http_client = SharedClient(self.respond)
         self._protocols = {protocol.path: protocol for protocol in protocols}
         self._replies = ReplyBook()
         self._sessions: dict[bytes, Session] = {}
@@ -172,18 +177,19 @@ class BaseGateway(ABC):
         self._sessions[_digest(session.key)] = session
         return session
 
-    def close_session(self, session: Session) -> None:
-        """Forgets the session's key and cancels its calls; records stay with whoever holds it."""
+    def close_session(self, session: Session) -> list[Reply]:
+        """Forgets the session's key and cancels its calls, which are returned; records stay with
+        whoever holds it."""
         session.is_closed = True
         self._sessions.pop(_digest(session.key), None)
-        for reply in self._replies.drop_session(session.id):
+        running = self._replies.drop_session(session.id)
+        for reply in running:
             reply.cancel()
+        return running
 
     async def end_session(self, session: Session) -> None:
         """As :meth:`close_session`; returns when the calls are on record as cancelled."""
-        running = self._replies.list_running(session.id)
-        self.close_session(session)
-        await wait_cancelled(running)
+        await wait_cancelled(self.close_session(session))
 
     @property
     def num_open_sessions(self) -> int:
@@ -230,11 +236,8 @@ class BaseGateway(ABC):
         """Ends all sessions, the socket and the in-process client."""
         for notify in self._on_close:
             notify()
-        sessions = list(self._sessions.values())
-        running = [reply for s in sessions for reply in self._replies.list_running(s.id)]
-        for session in sessions:
-            self.close_session(session)
-        await wait_cancelled(running)
+        sessions = tuple(self._sessions.values())
+        await wait_cancelled([reply for s in sessions for reply in self.close_session(s)])
         await self._socket.stop()
         await self.http_client.end()
 
@@ -249,13 +252,11 @@ class BaseGateway(ABC):
 
     async def _serve_call(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        try:
+        with contextlib.suppress(ClientDisconnect):
             reply = await self.respond(
                 request.method, scope["path"], request.headers, request.stream()
             )
-        except ClientDisconnect:
-            return
-        await ReplyStream(reply).send(receive, send)
+            await ReplyStream(reply).send(receive, send)
 
     async def respond(
         self, method: str, path: str, headers: Mapping[str, str], body: AsyncIterable[bytes]
@@ -275,7 +276,7 @@ class BaseGateway(ABC):
             data = await read_body(body, self.limits)
             if session.is_closed:
                 return refuse(protocol, unknown_key_problem())
-            key = CallKey(session.id, path, hashlib.sha256(data).digest())
+            key = (session.id, path, hashlib.sha256(data).digest())
             repeated = self._replies.find(key) if _is_retry(headers) else None
             if repeated is not None:
                 return repeated
@@ -325,26 +326,25 @@ class BaseGateway(ABC):
             is_complete = reply.status < 400
         except asyncio.CancelledError:
             if session.is_closed:
-                await _fail(reply, protocol, unknown_key_problem())
+                _fail(reply, protocol, unknown_key_problem())
             raise
         except Exception as error:
             cause = session.end_for_time() if scope.expired() else error
-            await _fail(reply, protocol, describe_error(cause))
+            _fail(reply, protocol, describe_error(cause))
         finally:
-            await self._replies.end(reply, is_complete=is_complete)
+            self._replies.end(reply, is_complete=is_complete)
 
     def _check_load(self, session: Session, key: CallKey) -> None:
         """Raises BusyError when so many calls are in flight that one more is too many."""
         limits = self.limits
         if len(self._replies.list_running(session.id)) >= limits.max_session_calls:
-            self._replies.refuse(key)
-            raise BusyError(
-                f"this session has {limits.max_session_calls} calls in flight, and may have no "
-                "more: wait for one of them"
-            )
-        if self._replies.num_running >= limits.max_calls:
-            self._replies.refuse(key)
-            raise BusyError(f"{limits.max_calls} calls are in flight: ask again in a moment")
+            problem = f"this session has {limits.max_session_calls} calls in flight: wait for one"
+        elif self._replies.num_running >= limits.max_calls:
+            problem = f"{limits.max_calls} calls are in flight: ask again in a moment"
+        else:
+            return
+        self._replies.refuse(key)
+        raise BusyError(problem)
 
     def _find_session(self, headers: Mapping[str, str]) -> Session | None:
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
@@ -400,19 +400,11 @@ class Gateway(BaseGateway):
             return
         sampling = await self._hold_to_rules(request, session)
         await session.wait_for_tokens(sampling, request.num_choices)
-        calls = ModelCalls(
-            self.engine,
-            self.template,
-            session,
-            request,
-            session.begin_calls(
-                f"{protocol.id_prefix}{uuid.uuid4().hex}",
-                request.messages,
-                request.inputs,
-                sampling,
-                request.num_choices,
-            ),
+        call_id = f"{protocol.id_prefix}{uuid.uuid4().hex}"
+        begun = session.begin_calls(
+            call_id, request.messages, request.inputs, sampling, request.num_choices
         )
+        calls = ModelCalls(self.engine, self.template, session, request, begun)
         if request.stream:
             writer = protocol.open_writer(calls)
             reply.begin_stream(writer.fail)
@@ -426,32 +418,22 @@ class Gateway(BaseGateway):
             return request.sampling
         # Whether the prompt ends inside its reasoning decides what may come first.
         prompt_ids = session.plan_prompt(request.messages, request.inputs).prompt_ids
-        prompt_end = self.template.decode_all(prompt_ids[-PROMPT_END_TOKENS:])
+        prompt_end = self.template.decode_prompt_end(prompt_ids)
         return await constrain(request, self.template.formats, prompt_end)
 
 
 _GATEWAYS: weakref.WeakValueDictionary[tuple[Any, ...], Gateway] = weakref.WeakValueDictionary()
 
 
-def get_gateway(
-    engine: InferenceEngine,
-    tokenizer: Any,
-    tool_call_parser: str = "auto",
-    reasoning_parser: str = "auto",
-    keep_reasoning: bool = False,
-) -> Gateway:
-    """The gateway of an engine, shared by all who hold it: building one takes tens of ms."""
-    key = (id(engine), id(tokenizer), tool_call_parser, reasoning_parser, keep_reasoning)
+def get_gateway(engine: InferenceEngine, tokenizer: Any, **reading: Any) -> Gateway:
+    """The gateway of an engine, shared by all who hold it: building one takes tens of ms.
+
+    ``reading``: as :class:`Gateway` has it.
+    """
+    key = (id(engine), id(tokenizer), *sorted(reading.items()))
     gateway = _GATEWAYS.get(key)
     if gateway is None:
-        gateway = Gateway(
-            engine,
-            tokenizer,
-            tool_call_parser=tool_call_parser,
-            reasoning_parser=reasoning_parser,
-            keep_reasoning=keep_reasoning,
-        )
-        _GATEWAYS[key] = gateway
+        gateway = _GATEWAYS[key] = Gateway(engine, tokenizer, **reading)
     return gateway
 
 
@@ -494,10 +476,10 @@ def refuse(protocol: WireProtocol, problem: Problem) -> Reply:
     return _set_problem(Reply(has_ended=True), protocol, problem)
 
 
-async def _fail(reply: Reply, protocol: WireProtocol, problem: Problem) -> None:
+def _fail(reply: Reply, protocol: WireProtocol, problem: Problem) -> None:
     """Says what went wrong: as a whole reply, or as the last event of a stream that has begun."""
     if reply.pieces and reply.format_failure is not None:
-        await reply.add(reply.format_failure(problem))
+        reply.add(reply.format_failure(problem))
     else:
         _set_problem(reply, protocol, problem)
 

@@ -35,6 +35,7 @@ from agentrl_cli.tracking.matching import (
 PLACEHOLDER = "AGENTRL" + "".join(secrets.choice(string.ascii_uppercase) for _ in range(24))
 #: Under which a placeholder keeps the reply that it stands for.
 _SAMPLED_KEY = f"{PLACEHOLDER}REPLY"
+_PROMPT_END_TOKENS = 64
 
 
 class TemplateError(UserInputError):
@@ -157,6 +158,10 @@ class ChatTemplate:
         return self.tokenizer.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+
+    def decode_prompt_end(self, prompt_ids: Sequence[int]) -> str:
+        """Enough of a prompt's end to see whether reasoning begins there."""
+        return self.decode_all(prompt_ids[-_PROMPT_END_TOKENS:])
 
     def split_at_last_turn(
         self, skeleton: Sequence[Message], inputs: TemplateInputs

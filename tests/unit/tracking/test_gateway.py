@@ -14,7 +14,6 @@ from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.errors import EngineError, EngineTimeoutError
 from agentrl_cli.records import InteractionStatus
 from agentrl_cli.tracking.client import TrackingClient
-from agentrl_cli.tracking.gateway import get_gateway
 from agentrl_cli.tracking.session import Budget
 
 Open = Callable[..., TrackingClient]
@@ -226,6 +225,6 @@ async def test_one_engine_has_one_gateway(open_client: Open) -> None:
     tokenizer = gateway.template.tokenizer
     one = TrackingClient(engine=gateway.engine, tokenizer=tokenizer)
     two = TrackingClient(engine=gateway.engine, tokenizer=tokenizer)
-    assert one.gateway is two.gateway is get_gateway(gateway.engine, tokenizer)
+    assert one.gateway is two.gateway
     assert one.session_key != two.session_key
     await one.gateway.close()

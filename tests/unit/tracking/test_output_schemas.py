@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.engine.grammar import GrammarError, check_structural_tag
-from agentrl_cli.tracking.output_schemas import MAX_NESTING, SchemaError, prepare_schema
+from agentrl_cli.tracking.structured_output import MAX_NESTING, SchemaError, prepare_schema
 
 INTEGER = {"type": "integer"}
 NODE = {

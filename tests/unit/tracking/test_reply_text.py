@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agentrl_cli.tracking.formats.call_scanner import ParsedText
 from agentrl_cli.tracking.formats.format_choice import choose_formats
-from agentrl_cli.tracking.reply_text import ReplyReader
+from agentrl_cli.tracking.model_calls import ReplyReader
 from agentrl_cli.tracking.template import ChatTemplate
 
 TEMPLATE = (

@@ -21,11 +21,12 @@ from agentrl_cli.tracking import structured_output
 from agentrl_cli.tracking.formats.format_choice import find_reasoning_format, find_tool_call_format
 from agentrl_cli.tracking.formats.format_table import TOOL_CALL_FORMATS
 from agentrl_cli.tracking.formats.reply_formats import ReplyContext, ReplyFormats
-from agentrl_cli.tracking.output_schemas import SchemaError, prepare_schema
 from agentrl_cli.tracking.protocols.model_request import ModelRequest, ReplyRules, RequestError
 from agentrl_cli.tracking.structured_output import (
+    SchemaError,
     build_structural_tag,
     constrain,
+    prepare_schema,
 )
 from agentrl_cli.tracking.template import make_template_inputs
 
