@@ -42,19 +42,11 @@ class _NoTemplate(ChatTemplate):
     def render(self, messages: Any, inputs: TemplateInputs) -> str:
         return ""
 
-    def render_past(self, messages: Any, inputs: TemplateInputs) -> str:
-        return ""
-
     def encode(self, text: str) -> tuple[int, ...]:
         return ()
 
     def split_at_last_turn(self, skeleton: Any, inputs: TemplateInputs) -> None:
         return None
-
-    def join(
-        self, prompt_ids: Any, completion_ids: Any, text_after: str, finish_reason: str | None
-    ) -> tuple[int, ...]:
-        return ()
 
 
 class EndpointGateway(BaseGateway):

@@ -22,13 +22,6 @@ from agentrl_cli.records import Message
 from agentrl_cli.tracking.formats.call_scanner import make_encodable
 from agentrl_cli.tracking.formats.format_choice import choose_formats, collect_template_text
 from agentrl_cli.tracking.formats.reply_formats import ReplyFormats
-from agentrl_cli.tracking.matching import (
-    extract_answer,
-    extract_reasoning,
-    extract_text,
-    parse_arguments,
-    write_reasoning,
-)
 
 #: Stands for a sampled turn while rendering. Plain letters: no template escapes them. Another in
 #: every process: in no text that an agent sends, be it this file, may it be found.
@@ -36,6 +29,10 @@ PLACEHOLDER = "AGENTRL" + "".join(secrets.choice(string.ascii_uppercase) for _ i
 #: Under which a placeholder keeps the reply that it stands for.
 _SAMPLED_KEY = f"{PLACEHOLDER}REPLY"
 _PROMPT_END_TOKENS = 64
+#: Also where the opening tag was in the prompt.
+_REASONING = re.compile(r"<think>.*?</think>\s*|^.*?</think>\s*", re.DOTALL)
+#: Keys under which reasoning comes back; the first is the canonical one.
+_REASONING_KEYS = ("reasoning_content", "reasoning")
 
 
 class TemplateError(UserInputError):
@@ -339,3 +336,59 @@ def make_template_inputs(
 ) -> TemplateInputs:
     """Template inputs that can be compared with those of another request."""
     return TemplateInputs(tuple(tools), tuple(sorted(template_kwargs.items())))
+
+
+def extract_text(content: Any) -> str:
+    """The text of a message's ``content``: null, a string, or a list of text parts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content)
+
+
+def extract_reasoning(message: Message) -> str:
+    """The reasoning of an assistant message, from a key of its own or inside the content.
+
+    Empty: it has none, or came back without it.
+    """
+    for key in _REASONING_KEYS:
+        reasoning = message.get(key)
+        if isinstance(reasoning, str) and reasoning.strip():
+            return reasoning.strip()
+    head, found, _ = extract_text(message.get("content")).partition("</think>")
+    return head.strip().removeprefix("<think>").strip() if found else ""
+
+
+def holds_reasoning_in_content(message: Message) -> bool:
+    """Whether an assistant message has its reasoning between tags in its content."""
+    return "</think>" in extract_text(message.get("content"))
+
+
+def extract_answer(message: Message) -> str:
+    """The text of an assistant message without its reasoning."""
+    text = extract_text(message.get("content"))
+    if "</think>" in text and not any(message.get(key) for key in _REASONING_KEYS):
+        return _REASONING.sub("", text).lstrip()
+    return text.lstrip()
+
+
+def write_reasoning(message: Message, reasoning: str) -> Message:
+    """The assistant message with ``reasoning``, in the canonical form."""
+    bare = {key: value for key, value in message.items() if key not in _REASONING_KEYS}
+    bare["content"] = extract_answer(message)
+    return {**bare, _REASONING_KEYS[0]: reasoning} if reasoning else bare
+
+
+def parse_arguments(arguments: Any, **options: Any) -> Any:
+    """Tool arguments as JSON data; text that is not JSON stays text.
+
+    ``options``: as ``json.loads`` has them.
+    """
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments, **options)
+    except (ValueError, RecursionError):
+        # Brackets nested without end are no arguments either.
+        return arguments

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.records import MismatchCause
-from agentrl_cli.tracking.matching import diagnose_edit, fingerprint, replays_reasoning
+from agentrl_cli.tracking.tree import diagnose_edit, fingerprint, replays_reasoning
 
 
 def call(arguments: Any = '{"a": 1, "b": 2}', call_id: str = "c1", **extra: Any) -> dict[str, Any]:
