@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import httpx2
 from openai import AsyncOpenAI, OpenAI
@@ -94,10 +94,13 @@ class SessionClient:
     def _change_record(self, change: Callable[[], None]) -> None:
         change()
 
-    def _list_own_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options of a copy, which is on the same session."""
-        extra = {"gateway": self.gateway, "session": self.session}
-        return {**options, "_extra_kwargs": {**options.get("_extra_kwargs", {}), **extra}}
+    def copy(self, **options: Any) -> Self:
+        """A client with other options on the same session."""
+        own = {"gateway": self.gateway, "session": self.session}
+        options["_extra_kwargs"] = {**options.get("_extra_kwargs", {}), **own}
+        return super().copy(**options)  # type: ignore[misc]
+
+    with_options = copy
 
 
 class TrackingClient(SessionClient, SharedPlatform, AsyncOpenAI):
@@ -147,12 +150,6 @@ class TrackingClient(SessionClient, SharedPlatform, AsyncOpenAI):
         options |= {"api_key": self.session.key, "http_client": gateway.http_client}
         super().__init__(**options)
 
-    def copy(self, **options: Any) -> TrackingClient:
-        """A client with other options on the same session."""
-        return super().copy(**self._list_own_options(options))
-
-    with_options = copy
-
     def build_blocking_client(self) -> BlockingTrackingClient:
         """A client for code that blocks, on the same session."""
         return BlockingTrackingClient(
@@ -193,12 +190,6 @@ class BlockingTrackingClient(SessionClient, OpenAI):
             ),
         }
         super().__init__(**(options | openai_options | {"api_key": session.key}))
-
-    def copy(self, **options: Any) -> BlockingTrackingClient:
-        """A client with other options on the same session."""
-        return super().copy(**self._list_own_options(options))
-
-    with_options = copy
 
     def _change_record(self, change: Callable[[], None]) -> None:
         """Changes the record in the gateway's event loop, as only that may.

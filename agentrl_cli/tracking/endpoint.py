@@ -39,7 +39,7 @@ class _NoTemplate(ChatTemplate):
     def __init__(self) -> None:
         """Needs no tokenizer."""
 
-    def render(self, messages: Any, inputs: TemplateInputs) -> str:
+    def render(self, messages: Any, inputs: TemplateInputs, is_prompt: bool = True) -> str:
         return ""
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -106,7 +106,7 @@ class EndpointGateway(BaseGateway):
             _record(session, call, completion)
             reply.set_body(completion.model_dump(mode="json", exclude_unset=True))
         except BaseException as error:
-            _refuse(session, call, error, self._upstream.api_key, reply)
+            self._refuse(session, call, error, reply)
 
     async def _stream(
         self, session: Session, call: OpenCall, body: dict[str, Any], reply: Reply
@@ -119,29 +119,37 @@ class EndpointGateway(BaseGateway):
             stream_cls=AsyncStream[ChatCompletionChunk],
         )
         reply.begin_stream(lambda problem: format_event(_PROTOCOL.format_error(problem)))
-        await _pass_on(session, call, stream, self._upstream.api_key, reply)
+        state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
+        try:
+            async with stream:
+                async for chunk in stream:
+                    state.handle_chunk(chunk)
+                    data = chunk.model_dump_json(exclude_unset=True)
+                    reply.add(f"data: {data}\n\n".encode())
+            # Before the last event is written: clients hang up right after it.
+            _record(session, call, state.get_final_completion())
+        except Exception as error:  # the SDK asserts what it expects of a stream
+            cause = f"{type(error).__name__}: {error}"
+            raise EngineError(f"the endpoint's stream broke off: {cause}") from error
+        reply.add(b"data: [DONE]\n\n")
 
+    def _refuse(self, session: Session, call: OpenCall, error: BaseException, reply: Reply) -> None:
+        """The endpoint's refusal in its own words; raises where it gave no answer."""
+        error.args = tuple(self._hide(a) if isinstance(a, str) else a for a in error.args)
+        if isinstance(error, openai.APIStatusError):
+            session.fail_call(call, error)
+            text = self._hide(error.response.text).encode()
+            reply.set_body(text, error.status_code, {"x-should-retry": "false"})
+            return
+        if isinstance(error, openai.APIError):
+            error = EngineError(f"the endpoint did not answer: {error}")
+        session.fail_call(call, error)
+        raise error
 
-async def _pass_on(
-    session: Session,
-    call: OpenCall,
-    stream: AsyncStream[ChatCompletionChunk],
-    api_key: str,
-    reply: Reply,
-) -> None:
-    """Writes the endpoint's events; the reply is recorded before the last is written."""
-    state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
-    try:
-        async with stream:
-            async for chunk in stream:
-                state.handle_chunk(chunk)
-                data = chunk.model_dump_json(exclude_unset=True)
-                reply.add(f"data: {data}\n\n".encode())
-        _record(session, call, state.get_final_completion())
-    except Exception as error:  # the SDK asserts what it expects of a stream
-        cause = _hide(f"{type(error).__name__}: {error}", api_key)
-        raise EngineError(f"the endpoint's stream broke off: {cause}") from error
-    reply.add(b"data: [DONE]\n\n")
+    def _hide(self, text: str) -> str:
+        """The text without the endpoint's key: what it says is stored, and shown to the agent."""
+        key = self._upstream.api_key
+        return text if len(key) < _MIN_SECRET_LENGTH else text.replace(key, "***")
 
 
 def _record(session: Session, call: OpenCall, completion: ChatCompletion) -> None:
@@ -166,27 +174,6 @@ def _record(session: Session, call: OpenCall, completion: ChatCompletion) -> Non
     session.complete_call(
         call, generation, reply, choice.finish_reason or "stop", num_reported_tokens=num_tokens
     )
-
-
-def _refuse(
-    session: Session, call: OpenCall, error: BaseException, api_key: str, reply: Reply
-) -> None:
-    """The endpoint's refusal in its own words; raises where it gave no answer."""
-    error.args = tuple(_hide(a, api_key) if isinstance(a, str) else a for a in error.args)
-    if isinstance(error, openai.APIStatusError):
-        session.fail_call(call, error)
-        text = _hide(error.response.text, api_key).encode()
-        reply.set_body(text, error.status_code, {"x-should-retry": "false"})
-        return
-    if isinstance(error, openai.APIError):
-        error = EngineError(f"the endpoint did not answer: {error}")
-    session.fail_call(call, error)
-    raise error
-
-
-def _hide(text: str, api_key: str) -> str:
-    """The text without the endpoint's key: what it says is stored, and shown to the agent."""
-    return text if len(api_key) < _MIN_SECRET_LENGTH else text.replace(api_key, "***")
 
 
 def _list_defaults(sampling: Sampling) -> dict[str, Any]:

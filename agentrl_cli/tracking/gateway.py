@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.log import get_logger
 from agentrl_cli.tracking.formats.format_choice import choose_formats
-from agentrl_cli.tracking.gateway_socket import LOOPBACK, GatewaySocket
+from agentrl_cli.tracking.gateway_socket import GatewaySocket
 from agentrl_cli.tracking.model_calls import Choice, ModelCalls, StreamWriter
 from agentrl_cli.tracking.protocols.chat import ChatProtocol
 from agentrl_cli.tracking.protocols.messages_output import CountTokensProtocol, MessagesProtocol
@@ -46,7 +46,7 @@ from agentrl_cli.tracking.replay import (
     SharedClient,
     wait_cancelled,
 )
-from agentrl_cli.tracking.session import Budget, Session
+from agentrl_cli.tracking.session import Session
 from agentrl_cli.tracking.structured_output import constrain
 from agentrl_cli.tracking.template import ChatTemplate
 from agentrl_cli.tracking.tree import ConversationTree
@@ -63,15 +63,10 @@ _RETRY_HEADER = "x-stainless-retry-count"
 class WireProtocol(Protocol):
     """One API as agents speak it: how its requests are read and its replies written."""
 
-    @property
-    def path(self) -> str:
-        """Such as ``/v1/chat/completions``."""
-        ...
-
-    @property
-    def id_prefix(self) -> str:
-        """What ids of its replies begin with."""
-        ...
+    path: str
+    """Such as ``/v1/chat/completions``."""
+    id_prefix: str
+    """What ids of its replies begin with."""
 
     def parse(self, body: dict[str, Any], session: Session) -> ModelRequest:
         """The request in a JSON body; the session's sampling holds where it says nothing.
@@ -122,7 +117,7 @@ class Limits:
     """Calls of all sessions in flight: status 429."""
 
 
-class BaseGateway(ABC):
+class BaseGateway(GatewaySocket, ABC):
     """Sessions with their own keys, and the way to them: in process and by socket.
 
     Args:
@@ -134,6 +129,7 @@ class BaseGateway(ABC):
     def __init__(
         self, model_name: str, protocols: Sequence[WireProtocol], limits: Limits | None = None
     ) -> None:
+        super().__init__(self._serve)
         self.model_name = model_name
         self.limits = limits or Limits()
         self.http_client = SharedClient(self.respond)
@@ -142,7 +138,6 @@ class BaseGateway(ABC):
         self._sessions: dict[bytes, Session] = {}
         self._further_routes: Router | None = None
         self._on_close: list[Callable[[], None]] = []
-        self._socket = GatewaySocket(self._serve)
 
     @abstractmethod
     def build_tree(self) -> ConversationTree:
@@ -154,26 +149,9 @@ class BaseGateway(ABC):
     ) -> None:
         """Makes the reply to a call of the session; exceptions become errors."""
 
-    def open_session(
-        self,
-        *,
-        sampling: Sampling | None = None,
-        budget: Budget | None = None,
-        key: str | None = None,
-        max_kept: int | None = None,
-    ) -> Session:
-        """A new session; ``sampling`` holds where a request does not say otherwise.
-
-        ``key`` and ``max_kept``: see :class:`~agentrl_cli.tracking.session.Session`.
-        """
-        session = Session(
-            uuid.uuid4().hex,
-            self.build_tree(),
-            sampling or Sampling(),
-            budget or Budget(),
-            key=key,
-            max_kept=max_kept,
-        )
+    def open_session(self, **options: Any) -> Session:
+        """A new session, with the options of :class:`~agentrl_cli.tracking.session.Session`."""
+        session = Session(self.build_tree(), **options)
         self._sessions[_digest(session.key)] = session
         return session
 
@@ -201,44 +179,13 @@ class BaseGateway(ABC):
         self._further_routes = Router([*routes], default=self._serve_call)
         self._on_close += on_close
 
-    def open_socket(self, port: int = 0, host: str = LOOPBACK) -> str:
-        """The base_url of a socket, opened on first use: ``http://127.0.0.1:N/v1``.
-
-        For the gateway's event loop, which serves it as soon as it gets to run.
-
-        Args:
-            port: on first use, where to open it; 0: at a free port.
-            host: on first use, the address; others than this machine's own let others in.
-
-        Raises:
-            UserInputError: the port is not free.
-        """
-        return f"{self._socket.open(port, host)}/v1"
-
-    async def serve(self, port: int = 0, host: str = LOOPBACK) -> str:
-        """As :meth:`open_socket`; returns when requests are answered there."""
-        base_url = self.open_socket(port, host)
-        await self._socket.wait_started()
-        return base_url
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that the socket was opened in."""
-        assert self._socket.loop is not None, "the socket is not open"
-        return self._socket.loop
-
-    @property
-    def socket_urls(self) -> tuple[str, ...]:
-        """The base_url of the socket; empty: it was not opened."""
-        return (f"{self._socket.url}/v1",) if self._socket.url else ()
-
     async def close(self) -> None:
         """Ends all sessions, the socket and the in-process client."""
         for notify in self._on_close:
             notify()
         sessions = tuple(self._sessions.values())
         await wait_cancelled([reply for s in sessions for reply in self.close_session(s)])
-        await self._socket.stop()
+        await self.close_socket()
         await self.http_client.end()
 
     # -- requests -------------------------------------------------------------------------
@@ -395,7 +342,7 @@ class Gateway(BaseGateway):
         request = protocol.parse(body, session)
         _check_size(request, self.limits)
         if isinstance(protocol, CountTokensProtocol):
-            plan = session.plan_prompt(request.messages, request.inputs)
+            plan = session.tree.plan(request.messages, request.inputs)
             reply.set_body(protocol.format_count(len(plan.prompt_ids)))
             return
         sampling = await self._hold_to_rules(request, session)
@@ -417,7 +364,7 @@ class Gateway(BaseGateway):
         if request.rules == ReplyRules():
             return request.sampling
         # Whether the prompt ends inside its reasoning decides what may come first.
-        prompt_ids = session.plan_prompt(request.messages, request.inputs).prompt_ids
+        prompt_ids = session.tree.plan(request.messages, request.inputs).prompt_ids
         prompt_end = self.template.decode_prompt_end(prompt_ids)
         return await constrain(request, self.template.formats, prompt_end)
 

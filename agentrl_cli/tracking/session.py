@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import secrets
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -71,7 +72,6 @@ class Session:
     """Records the calls of one trajectory; every method is for the gateway's event loop.
 
     Args:
-        session_id: names it to engines.
         tree: an empty one.
         sampling: holds where a request does not say otherwise.
         budget: its limits.
@@ -82,18 +82,19 @@ class Session:
 
     def __init__(
         self,
-        session_id: str,
         tree: ConversationTree,
-        sampling: Sampling,
-        budget: Budget,
         *,
+        sampling: Sampling | None = None,
+        budget: Budget | None = None,
         key: str | None = None,
         max_kept: int | None = None,
     ) -> None:
-        self.id = session_id
+        self.id = uuid.uuid4().hex
+        """Names it to engines."""
         self.key = key or f"sk-agentrl-{secrets.token_urlsafe(24)}"
-        self.sampling = sampling
-        self.budget = budget
+        self.tree = tree
+        self.sampling = sampling or Sampling()
+        self.budget = budget or Budget()
         self.budget_exceeded: str | None = None
         """Which limit refused a call, in words; None: none did."""
         self.stop_reason: StopReason | None = None
@@ -102,7 +103,6 @@ class Session:
         """True: its key is no longer valid."""
         self.engine_error: EngineError | None = None
         """The last engine error that a call of this session crossed."""
-        self._tree = tree
         self._interactions: dict[str, Interaction] = {}
         self._num_calls = 0
         self._num_tokens = 0
@@ -119,14 +119,6 @@ class Session:
     def interactions(self) -> tuple[Interaction, ...]:
         """All recorded calls, failed ones too, in order of arrival."""
         return tuple(sorted(self._interactions.values(), key=lambda i: (i.started, i.id)))
-
-    def plan_prompt(self, messages: tuple[Message, ...], inputs: TemplateInputs) -> PromptPlan:
-        """The prompt that a call would have now; nothing is recorded.
-
-        Raises:
-            TemplateError: the chat template refuses the messages.
-        """
-        return self._tree.plan(messages, inputs)
 
     async def wait_for_tokens(self, sampling: Sampling, num_choices: int) -> None:
         """Returns when the budget has the tokens that a request may need, or no call is in flight.
@@ -161,19 +153,21 @@ class Session:
             TemplateError: the chat template refuses the messages.
         """
         sampling = self._apply_budget(sampling, num_choices)
-        plan = self._tree.plan(messages, inputs)
+        plan = self.tree.plan(messages, inputs)
         started, now = self._tick(), time.time()
         self._num_calls += num_choices
-        calls = []
-        for index in range(num_choices):
-            call_id = completion_id if index == 0 else f"{completion_id}-{index}"
-            seed = self._derive_seed(sampling.seed, started, index)
-            calls.append(
-                OpenCall(
-                    call_id, messages, plan, replace(sampling, seed=seed),
-                    started, now, time.perf_counter(),
-                )
-            )  # fmt: skip
+        calls = [
+            OpenCall(
+                id=completion_id if index == 0 else f"{completion_id}-{index}",
+                messages=messages,
+                plan=plan,
+                sampling=replace(sampling, seed=self._derive_seed(sampling.seed, started, index)),
+                started=started,
+                started_at=now,
+                clock=time.perf_counter(),
+            )
+            for index in range(num_choices)
+        ]
         self._open_calls.update((id(call), call) for call in calls)
         self.touch()
         return calls
@@ -200,7 +194,7 @@ class Session:
         )
         self._num_tokens += interaction.num_completion_tokens
         self._keep(call, interaction)
-        self._tree.add(call.plan, interaction)
+        self.tree.add(call.plan, interaction)
         return interaction
 
     def fail_call(self, call: OpenCall, error: BaseException) -> None:
@@ -222,12 +216,7 @@ class Session:
         self._keep(call, failed)
 
     def set_reward(self, interaction_id: str, reward: Any) -> None:
-        """Gives one interaction its own reward; None or NaN: unscored.
-
-        Raises:
-            KeyError: no completed interaction has this id.
-            TypeError, ValueError: the reward is no finite number.
-        """
+        """Gives one interaction its own reward; None or NaN: unscored."""
         interaction = self._interactions.get(interaction_id)
         if interaction is None or interaction.status is not InteractionStatus.COMPLETED:
             known = [i.id for i in self.interactions if i.status is InteractionStatus.COMPLETED]
@@ -239,11 +228,7 @@ class Session:
         self._set_returns({})
 
     def set_final_reward(self, reward: Any) -> None:
-        """Gives the reward to the interaction that ended last.
-
-        Raises:
-            ValueError: the session has no completed interaction.
-        """
+        """Gives the reward to the interaction that ended last."""
         completed = [i for i in self.interactions if i.status is InteractionStatus.COMPLETED]
         if not completed:
             raise ValueError("no model call was completed, so there is nothing to reward")
@@ -313,7 +298,7 @@ class Session:
         self._call_ended.clear()
         if self._max_kept is not None and len(self._interactions) >= self._max_kept:
             self._interactions.clear()
-            self._tree.clear()
+            self.tree.clear()
         self._interactions[call.id] = interaction
 
     def _describe(self, call: OpenCall) -> Interaction:

@@ -84,23 +84,14 @@ class ChatTemplate:
         self._wants_text = False
         self._reasoning_key = _find_reasoning_key(collect_template_text(tokenizer.chat_template))
 
-    def render(self, messages: Sequence[Message], inputs: TemplateInputs) -> str:
-        """The prompt text, ending where the assistant's turn begins.
+    def render(
+        self, messages: Sequence[Message], inputs: TemplateInputs, is_prompt: bool = True
+    ) -> str:
+        """The text of the messages; of a prompt, it ends where the assistant's turn begins.
 
         Raises:
             TemplateError: the template's own complaint.
         """
-        return self._render(messages, inputs, is_prompt=True)
-
-    def render_past(self, messages: Sequence[Message], inputs: TemplateInputs) -> str:
-        """The text of the messages alone, without what begins the assistant's turn.
-
-        Raises:
-            TemplateError: the template's own complaint.
-        """
-        return self._render(messages, inputs, is_prompt=False)
-
-    def _render(self, messages: Sequence[Message], inputs: TemplateInputs, is_prompt: bool) -> str:
         try:
             return self._apply(messages, inputs, is_prompt, wants_text=self._wants_text)
         except TemplateError as error:
@@ -183,7 +174,7 @@ class ChatTemplate:
         messages = [message.get(_SAMPLED_KEY, message) for message in skeleton]
         try:
             before = self.render(messages[:last], inputs)
-            closed = self.render_past(messages[: last + 1], inputs)
+            closed = self.render(messages[: last + 1], inputs, is_prompt=False)
             text = self.render(messages, inputs)
         except TemplateError:
             return None
@@ -229,7 +220,7 @@ class ChatTemplate:
         next message: that one says who speaks, also after another end than it."""
         turn = [{"role": "user", "content": "x"}, make_placeholder(None)]
         try:
-            end = self.render_past(turn, TemplateInputs()).rpartition(PLACEHOLDER)[2]
+            end = self.render(turn, TemplateInputs(), is_prompt=False).rpartition(PLACEHOLDER)[2]
         except TemplateError:
             return True
         return any(token in end for token in self._special_tokens.values())

@@ -288,7 +288,7 @@ class ConversationTree:
         past = plan.skeleton_text
         if past.startswith(before) or before.startswith(past):
             return True
-        return before.startswith(self._template.render_past(plan.skeleton, plan.inputs))
+        return before.startswith(self._template.render(plan.skeleton, plan.inputs, is_prompt=False))
 
 
 def _restore_reasoning(

@@ -47,7 +47,7 @@ async def run_session(gateway: Gateway, number: int, post: Post, watched: list[A
     assert all(i.extends_parent for i in session.interactions[1:])
     [exported] = session.export_interactions().values()
     assert sum(exported.loss_mask) == sum(i.num_completion_tokens for i in session.interactions)
-    watched += [weakref.ref(session), weakref.ref(session._tree)]
+    watched += [weakref.ref(session), weakref.ref(session.tree)]
     await gateway.end_session(session)
 
 
