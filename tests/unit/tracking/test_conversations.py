@@ -13,6 +13,7 @@ from agentrl_cli.errors import EngineError
 from agentrl_cli.records import Interaction, InteractionStatus, MismatchCause
 from agentrl_cli.tracking import template as template_module
 from agentrl_cli.tracking.client import TrackingClient
+from agentrl_cli.tracking.tree import fingerprint
 
 Open = Callable[..., TrackingClient]
 USER = {"role": "user", "content": "What is the weather in Paris?"}
@@ -280,3 +281,55 @@ async def test_greedy_turns_are_context_and_not_trained(open_client: Open) -> No
     await ask(client, [USER], temperature=0)
     [exported] = client.export_interactions().values()
     assert not any(exported.loss_mask)
+
+
+def call(arguments: Any = '{"a": 1, "b": 2}', call_id: str = "c1", **extra: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function, **extra}
+
+
+def assistant(**fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", **fields}
+
+
+SAME = [
+    (assistant(content=None), assistant(content="")),
+    (assistant(content=None), assistant()),
+    (assistant(content="x", refusal=None), assistant(content="x")),
+    (assistant(content="x"), assistant(content=[{"type": "text", "text": "x"}])),
+    (assistant(content="x", tool_calls=[]), assistant(content="x", tool_calls=None)),
+    (assistant(tool_calls=[call()]), assistant(tool_calls=[call('{"b":2,"a":1}')])),
+    (assistant(tool_calls=[call()]), assistant(content="", tool_calls=[call(index=0)])),
+    (assistant(content="x", reasoning_content="hm"), assistant(content="x")),
+    (assistant(content="x", reasoning="hm"), assistant(content="x", reasoning_content="hm")),
+    (assistant(content="x", reasoning="hm"), assistant(content="<think>\nhm\n</think>\n\nx")),
+    (assistant(content="hm\n</think>\n\nx"), assistant(content="x")),
+    (assistant(content="\n\nx"), assistant(content="x")),
+    ({"role": "developer", "content": "s"}, {"role": "system", "content": "s"}),
+    ({"content": "x", "role": "user"}, {"role": "user", "content": "x"}),
+]
+DIFFERENT = [
+    (assistant(content="x"), assistant(content="x ")),
+    (assistant(content="x"), {"role": "user", "content": "x"}),
+    (assistant(tool_calls=[call()]), assistant(tool_calls=[call(call_id="c2")])),
+    (assistant(tool_calls=[call()]), assistant(tool_calls=[call('{"a": 1, "b": 3}')])),
+    (assistant(tool_calls=[call()]), assistant(tool_calls=[call(), call(call_id="c2")])),
+    (assistant(content="x"), assistant(content="x", mood="good")),
+    ({"role": "tool", "tool_call_id": "1", "content": "x"}, {"role": "tool", "content": "x"}),
+    ({"role": "user", "content": "x", "reasoning": "a"}, {"role": "user", "content": "x"}),
+    ({"role": "user", "content": "<think>a</think>x"}, {"role": "user", "content": "x"}),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_same_meaning_is_the_same_turn(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert fingerprint(one) == fingerprint(other)
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_other_meaning_is_another_turn(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert fingerprint(one) != fingerprint(other)
+
+
+def test_text_with_lone_surrogates_has_a_fingerprint() -> None:
+    assert fingerprint(assistant(content="\ud800")) != fingerprint(assistant(content="x"))

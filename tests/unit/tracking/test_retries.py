@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from agentrl_cli.records import InteractionStatus
+from agentrl_cli.tracking import gateway as gateway_module
 from agentrl_cli.tracking.client import TrackingClient
 
 Open = Callable[..., TrackingClient]
@@ -406,3 +407,9 @@ async def test_whenever_a_client_leaves_nothing_runs_on_and_nothing_half_is_trai
         seen |= statuses
         seen.add("before" if not statuses else "after")
     assert seen == {"before", "after", InteractionStatus.CANCELLED, InteractionStatus.COMPLETED}
+
+
+@pytest.mark.parametrize("count", ["1", "00", "9" * 5000, "-1", "²"])
+def test_no_retry_count_breaks_the_gateway(count: str) -> None:
+    is_retry = count in ("1", "9" * 5000)
+    assert gateway_module._is_retry({"x-stainless-retry-count": count}) is is_retry
