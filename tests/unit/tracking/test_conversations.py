@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.errors import EngineError
-from agentrl_cli.records import Interaction, InteractionStatus, MismatchCause
+from agentrl_cli.records import Interaction, InteractionStatus
 from agentrl_cli.tracking import template as template_module
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.tree import fingerprint
@@ -101,46 +101,6 @@ async def test_turn_stopped_for_length_is_closed_by_the_splice(open_client: Open
     at = len(one.prompt_ids) + len(one.completion_ids)
     assert exported.input_ids[at] == end
     assert not exported.loss_mask[at], "the end that was added was not sampled"
-
-
-async def test_edited_history_forks_with_its_cause(open_client: Open) -> None:
-    client = open_client("The answer", "is forty two", "again")
-    first = await ask(client, [USER])
-    second = await ask(client, [USER, dump(first), USER])
-    edited = [USER, dump(first), USER, dump(second, content="is Paris"), USER]
-    await ask(client, edited)
-    one, two, three = client.interactions
-    assert three.mismatch_cause is MismatchCause.HISTORY_EDITED
-    assert_continues(three, one)
-    assert three.prompt_ids == rendered(client, edited)
-    # What was sampled and then edited away is still trained, in a sequence of its own.
-    ends = {e.id for e in client.export_interactions().values()}
-    assert ends == {two.id, three.id}
-
-
-async def test_changed_tools_keep_the_tree_and_cut_the_sample(open_client: Open) -> None:
-    client = open_client("The answer", "done")
-    first = await ask(client, [USER], tools=[TOOL])
-    messages = [USER, dump(first), USER]
-    await ask(client, messages)
-    one, two = client.interactions
-    assert two.parent_id == one.id
-    assert (two.extends_parent, two.mismatch_cause) == (False, MismatchCause.TEMPLATE_CHANGED)
-    assert two.prompt_ids == rendered(client, messages)
-    assert len(client.export_interactions()) == 2
-
-
-async def test_two_unrelated_conversations_stay_apart(open_client: Open) -> None:
-    client = open_client("a1", "b1", "a2", "b2")
-    other = {"role": "user", "content": "Who?"}
-    a1 = await ask(client, [USER])
-    b1 = await ask(client, [other])
-    await ask(client, [USER, dump(a1), USER])
-    await ask(client, [other, dump(b1), USER])
-    one, two, three, four = client.interactions
-    assert_continues(three, one)
-    assert_continues(four, two)
-    assert len(client.export_interactions()) == 2
 
 
 async def test_branches_share_a_turn_that_is_trained_once(open_client: Open) -> None:

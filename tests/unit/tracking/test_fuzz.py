@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -236,18 +237,17 @@ def check_chat_events(text: str) -> dict[str, Any] | None:
         assert isinstance(events[-1]["error"]["message"], str)
         return None
     assert text.endswith("data: [DONE]\n\n")
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    state: ChatCompletionStreamState[Any] = ChatCompletionStreamState()
     for event in events:
-        ChatCompletionChunk.model_validate(event, strict=True)
-        for choice in event["choices"]:
-            if choice["index"] == 0:
-                delta = choice["delta"]
-                message["content"] += delta.get("content") or ""
-                message.setdefault("tool_calls", []).extend(delta.get("tool_calls") or ())
+        state.handle_chunk(ChatCompletionChunk.model_validate(event, strict=True))
+    completion = state.get_final_completion().model_dump(mode="json", exclude={"parsed"})
     ended = [c["index"] for e in events for c in e["choices"] if c["finish_reason"]]
-    assert sorted(ended) == list(range(len(ended)))
-    if not message.get("tool_calls"):
-        message.pop("tool_calls", None)
+    assert sorted(ended) == list(range(len(completion["choices"])))
+    message = completion["choices"][0]["message"]
+    message.pop("parsed", None)
+    for call in message.get("tool_calls") or ():
+        call["function"].pop("parsed_arguments", None)
+        call.pop("index", None)
     return {"choices": [{"message": message}]}
 
 

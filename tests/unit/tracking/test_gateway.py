@@ -166,6 +166,11 @@ async def test_a_key_opens_its_own_session_alone(open_client: Open) -> None:
         await create(client)
     assert gateway.num_open_sessions == 1
     assert len(client.interactions) == 1, "records stay readable"
+    key = other.session_key
+    for wrong in ("sk-wrong", key[:-1], key + "x", "Ω"):
+        headers = [(b"authorization", f"Bearer {wrong}".encode())]
+        reply = await gateway.http_client.post("http://x.invalid/v1/responses", headers=headers)
+        assert reply.status_code == 401
 
 
 async def test_socket_serves_the_same_sessions(open_client: Open) -> None:

@@ -189,22 +189,6 @@ async def test_no_body_breaks_the_gateway(
     assert (reply.status_code, message in read_message(reply)) == (400, True), reply.text
 
 
-@EVERY_PATH
-async def test_a_session_answers_to_its_own_key_alone(open_client: Open, path: str) -> None:
-    client = open_client("a", "b")
-    other = TrackingClient(gateway=client.gateway)
-    assert (await post(client, path, BODIES[path])).status_code == 200
-    for key in ("sk-wrong", client.session_key[:-1], client.session_key + "x", "Ω"):
-        reply = await client.gateway.http_client.post(
-            f"http://x.invalid{path}",
-            content=json.dumps(BODIES[path]),
-            headers={"Authorization": f"Bearer {key}".encode()},
-        )
-        assert reply.status_code == 401
-    assert (len(client.interactions), len(other.interactions)) == (1, 0)
-    await other.close()
-
-
 @pytest.mark.parametrize(
     ("host", "key", "message"),
     [
