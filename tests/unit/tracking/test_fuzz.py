@@ -240,7 +240,7 @@ def check_chat_events(text: str) -> dict[str, Any] | None:
     state: ChatCompletionStreamState[Any] = ChatCompletionStreamState()
     for event in events:
         state.handle_chunk(ChatCompletionChunk.model_validate(event, strict=True))
-    completion = state.get_final_completion().model_dump(mode="json", exclude={"parsed"})
+    completion = state.current_completion_snapshot.model_dump(mode="json")
     ended = [c["index"] for e in events for c in e["choices"] if c["finish_reason"]]
     assert sorted(ended) == list(range(len(completion["choices"])))
     message = completion["choices"][0]["message"]
