@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -169,7 +170,7 @@ def _record(session: Session, call: OpenCall, completion: ChatCompletion) -> Non
     generation = Generation(completion_ids=(), rollout_logprobs=(), versions=(), finish_reason=None)
     # Some endpoints give every reply the same id, or none.
     if completion.id and all(i.id != completion.id for i in session.interactions):
-        call.id = completion.id
+        call.asked = replace(call.asked, id=completion.id)
     num_tokens = completion.usage.completion_tokens if completion.usage is not None else 0
     session.complete_call(
         call, generation, reply, choice.finish_reason or "stop", num_reported_tokens=num_tokens

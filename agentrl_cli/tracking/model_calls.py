@@ -80,12 +80,12 @@ class ModelCalls:
     @property
     def id(self) -> str:
         """What the reply is called on the wire."""
-        return self.calls[0].id
+        return self.calls[0].asked.id
 
     @property
     def created(self) -> int:
         """Unix time of arrival, in whole seconds."""
-        return int(self.calls[0].started_at)
+        return int(self.calls[0].asked.started_at)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -133,14 +133,7 @@ class ModelCalls:
 
     def open_reader(self, call: OpenCall) -> ReplyReader:
         """A reader of what the call samples."""
-        return ReplyReader(
-            self.template,
-            # Not those of the call's own sampling: the end of a single call is part of it.
-            self.request.sampling.stop,
-            self.request.parse_tools,
-            tools=self.request.inputs.tools,
-            prompt_ids=call.plan.prompt_ids,
-        )
+        return ReplyReader(self.template, self.request, call.plan.prompt_ids)
 
     async def _stream(self, index: int, writer: StreamWriter, reply: Reply) -> None:
         call = self.calls[index]
@@ -191,28 +184,17 @@ class ReplyReader:
 
     Args:
         template: whose tokenizer decodes, and whose formats are read.
-        stop: texts that end the reply and are not part of it.
-        parse_tools: False leaves text that looks like a tool call in the content.
-        tools: those that were offered.
+        request: whose stop texts end the reply; not those of the sampling under its rules: the end
+            of a single call is part of it.
         prompt_ids: what the reply continues: it may end inside reasoning.
     """
 
     def __init__(
-        self,
-        template: ChatTemplate,
-        stop: Sequence[str],
-        parse_tools: bool,
-        *,
-        tools: Sequence[dict[str, Any]] = (),
-        prompt_ids: Sequence[int] = (),
+        self, template: ChatTemplate, request: ModelRequest, prompt_ids: Sequence[int]
     ) -> None:
         self._template = template
-        self._stop = tuple(stop)
-        # Formats without reasoning need no end of the prompt.
-        reads_reasoning = template.formats.reads_reasoning
-        prompt_end = template.decode_prompt_end(prompt_ids) if reads_reasoning else ""
-        context = ReplyContext(tools=tools if parse_tools else (), prompt_end=prompt_end)
-        self._parser = _build_parser(template, context, parse_tools)
+        self._stop = request.sampling.stop
+        self._parser = _build_parser(template, request, prompt_ids)
         self._decoder: DecodeStream | None = DecodeStream(skip_special_tokens=False)
         self._ids: list[int] = []
         self._num_decoded = 0
@@ -279,16 +261,20 @@ class ReplyReader:
 
 
 def _build_parser(
-    template: ChatTemplate, context: ReplyContext, parse_tools: bool
+    template: ChatTemplate, request: ModelRequest, prompt_ids: Sequence[int]
 ) -> TextParser | None:
     formats = template.formats
+    # Formats without reasoning need no end of the prompt.
+    prompt_end = template.decode_prompt_end(prompt_ids) if formats.reads_reasoning else ""
     calls = formats.tool_calls
     parser = None
-    if calls is not None and (parse_tools or calls.reads_reasoning):
-        parser = calls.build_parser(context)
+    # Without tools, text that looks like a call is text.
+    if calls is not None and (request.parse_tools or calls.reads_reasoning):
+        tools = request.inputs.tools if request.parse_tools else ()
+        parser = calls.build_parser(ReplyContext(tools=tools, prompt_end=prompt_end))
     if formats.reasoning is None:
         return parser
-    is_inside = formats.reasoning.is_inside(context.prompt_end)
+    is_inside = formats.reasoning.is_inside(prompt_end)
     return ReasoningParser(formats.reasoning, is_inside=is_inside, answer=parser)
 
 

@@ -227,7 +227,7 @@ class ReplyBook:
             self._forget(refused)
             return None
         usable = [r for r in replies if r.is_complete or not r.is_cancelled]
-        return min(reversed(usable), key=_rank, default=None)
+        return min(reversed(usable), key=lambda r: (r.num_deliveries, r.num_readers), default=None)
 
     def begin(self, key: CallKey) -> Reply:
         """A new reply, in flight until :meth:`end`."""
@@ -276,13 +276,6 @@ async def wait_cancelled(replies: Iterable[Reply]) -> None:
     tasks = {task for reply in replies if (task := reply.cancel()) is not None}
     if tasks:
         await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
-
-
-def _rank(reply: Reply) -> tuple[int, int]:
-    """Smaller: more likely the call whose reply got lost."""
-    if reply.has_ended:
-        return (0 if reply.num_deliveries == 0 else 2), reply.num_deliveries
-    return 1, reply.num_readers
 
 
 class SharedClient(httpx2.AsyncClient):

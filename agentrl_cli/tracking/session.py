@@ -7,7 +7,7 @@ import hashlib
 import secrets
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -59,12 +59,10 @@ class BudgetExceededError(Exception):
 class OpenCall:
     """A model call in progress: one choice of one request."""
 
-    id: str
-    messages: tuple[Message, ...]
+    asked: Interaction
+    """What is known before the reply."""
     plan: PromptPlan
     sampling: Sampling
-    started: int
-    started_at: float
     clock: float
 
 
@@ -72,7 +70,7 @@ class Session:
     """Records the calls of one trajectory; every method is for the gateway's event loop.
 
     Args:
-        tree: an empty one.
+        build_tree: makes an empty one.
         sampling: holds where a request does not say otherwise.
         budget: its limits.
         key: its secret; None: a random one.
@@ -82,7 +80,7 @@ class Session:
 
     def __init__(
         self,
-        tree: ConversationTree,
+        build_tree: Callable[[], ConversationTree],
         *,
         sampling: Sampling | None = None,
         budget: Budget | None = None,
@@ -92,7 +90,8 @@ class Session:
         self.id = uuid.uuid4().hex
         """Names it to engines."""
         self.key = key or f"sk-agentrl-{secrets.token_urlsafe(24)}"
-        self.tree = tree
+        self._build_tree = build_tree
+        self.tree = build_tree()
         self.sampling = sampling or Sampling()
         self.budget = budget or Budget()
         self.budget_exceeded: str | None = None
@@ -154,20 +153,26 @@ class Session:
         """
         sampling = self._apply_budget(sampling, num_choices)
         plan = self.tree.plan(messages, inputs)
-        started, now = self._tick(), time.time()
+        started, now, clock = self._tick(), time.time(), time.perf_counter()
         self._num_calls += num_choices
-        calls = [
-            OpenCall(
+        calls = []
+        for index in range(num_choices):
+            asked = Interaction(
                 id=completion_id if index == 0 else f"{completion_id}-{index}",
+                parent_id=plan.parent_id,
+                extends_parent=plan.extends_parent,
+                mismatch_cause=plan.mismatch_cause,
                 messages=messages,
-                plan=plan,
-                sampling=replace(sampling, seed=self._derive_seed(sampling.seed, started, index)),
+                tools=inputs.tools,
+                prompt_ids=plan.prompt_ids,
+                structural_tag=sampling.structural_tag,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
                 started=started,
                 started_at=now,
-                clock=time.perf_counter(),
             )
-            for index in range(num_choices)
-        ]
+            seed = self._derive_seed(sampling.seed, started, index)
+            calls.append(OpenCall(asked, plan, replace(sampling, seed=seed), clock))
         self._open_calls.update((id(call), call) for call in calls)
         self.touch()
         return calls
@@ -183,7 +188,8 @@ class Session:
     ) -> Interaction:
         """Records a reply; from now on it can be continued."""
         interaction = replace(
-            self._describe(call),
+            call.asked,
+            seconds=time.perf_counter() - call.clock,
             reply=reply,
             completion_ids=generation.completion_ids,
             rollout_logprobs=generation.rollout_logprobs,
@@ -208,7 +214,8 @@ class Session:
         if isinstance(error, EngineError):
             self.engine_error = error
         failed = replace(
-            self._describe(call),
+            call.asked,
+            seconds=time.perf_counter() - call.clock,
             status=InteractionStatus.CANCELLED if cancelled else InteractionStatus.FAILED,
             error=f"{type(error).__name__}: {error}".removesuffix(": "),
             ended=self._tick(),
@@ -298,25 +305,8 @@ class Session:
         self._call_ended.clear()
         if self._max_kept is not None and len(self._interactions) >= self._max_kept:
             self._interactions.clear()
-            self.tree.clear()
-        self._interactions[call.id] = interaction
-
-    def _describe(self, call: OpenCall) -> Interaction:
-        return Interaction(
-            id=call.id,
-            parent_id=call.plan.parent_id,
-            extends_parent=call.plan.extends_parent,
-            mismatch_cause=call.plan.mismatch_cause,
-            messages=call.messages,
-            tools=call.plan.inputs.tools,
-            prompt_ids=call.plan.prompt_ids,
-            structural_tag=call.sampling.structural_tag,
-            temperature=call.sampling.temperature,
-            top_p=call.sampling.top_p,
-            started=call.started,
-            started_at=call.started_at,
-            seconds=time.perf_counter() - call.clock,
-        )
+            self.tree = self._build_tree()
+        self._interactions[interaction.id] = interaction
 
     def _derive_seed(self, asked: int | None, started: int, choice: int) -> int | None:
         """The seed of one choice of a call.

@@ -17,7 +17,7 @@ import asyncio
 import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -113,7 +113,7 @@ async def constrain(request: ModelRequest, formats: ReplyFormats, prompt_end: st
         # No text ends a call, so the grammar has to: naming the tools makes one.
         names = tuple(tool["function"]["name"] for tool in tools)
         rules = replace(rules, callable_tools=names)
-    if rules.tool_choice == "required" or rules.callable_tools or not _is_text(rules):
+    if rules.tool_choice == "required" or rules.callable_tools or rules.response_format:
         tag = await _build_checked_tag(rules, tools, formats, prompt_end)
         if tag is not None:
             return replace(request.sampling, structural_tag=tag)
@@ -127,16 +127,18 @@ async def constrain(request: ModelRequest, formats: ReplyFormats, prompt_end: st
 async def _build_checked_tag(
     rules: ReplyRules, tools: Sequence[dict[str, Any]], formats: ReplyFormats, prompt_end: str
 ) -> str | None:
+    def build() -> str | None:
+        tag = build_structural_tag(rules, tools, formats, prompt_end=prompt_end)
+        if tag is not None:
+            _check_tag(tag)
+        return tag
+
     param = "tool_choice" if rules.response_format is None else "response_format"
     try:
         # Its import alone takes seconds.
         await asyncio.to_thread(require_xgrammar)
-        tag = await asyncio.to_thread(
-            build_structural_tag, rules, tools, formats, prompt_end=prompt_end
-        )
-        if tag is not None:
-            async with asyncio.timeout(_CHECK_SECONDS):
-                await asyncio.to_thread(_check_tag, tag)
+        async with asyncio.timeout(_CHECK_SECONDS):
+            return await asyncio.to_thread(build)
     except (GrammarError, MissingExtraError) as error:
         raise RequestError(f"{param}: {error}", param) from None
     except TimeoutError:
@@ -145,7 +147,6 @@ async def _build_checked_tag(
             "patterns in them, are too large",
             param,
         ) from None
-    return tag
 
 
 #: A run has a few tags.
@@ -176,7 +177,7 @@ def build_structural_tag(
         MissingExtraError: xgrammar or jsonschema is not installed.
     """
     tools = _select_tools(rules, tools)
-    answer = _build_answer(rules)
+    answer = _build_answer(rules.response_format)
     if answer is not None and formats.tool_calls is not None and formats.tool_calls.reads_reasoning:
         raise RequestError(
             "a response_format cannot be asked of a model that writes its replies in the format "
@@ -212,30 +213,16 @@ def _select_tools(rules: ReplyRules, tools: Sequence[dict[str, Any]]) -> list[di
     return [tool for tool, name in zip(tools, names, strict=True) if name in wanted]
 
 
-def _build_answer(rules: ReplyRules) -> Format | None:
-    response_format = rules.response_format
-    if response_format is None or _is_text(rules):
+def _build_answer(response_format: Mapping[str, Any] | None) -> Format | None:
+    if response_format is None:
         return None
-    kind = response_format.get("type")
-    if kind == "json_object":
+    if response_format["type"] == "json_object":
         return _format_json(_ANY_OBJECT)
-    if kind != "json_schema":
-        raise RequestError(
-            f"response_format.type {kind!r} is not known; allowed: text, json_object, json_schema",
-            "response_format",
-        )
-    where = "response_format.json_schema"
-    described = response_format.get("json_schema")
-    if not isinstance(described, dict) or "schema" not in described:
-        raise RequestError(f"{where} must be an object with a 'schema'", where)
+    where = "response_format.json_schema.schema"
     try:
-        return _format_json(prepare_schema(described["schema"]))
+        return _format_json(prepare_schema(response_format["json_schema"]["schema"]))
     except SchemaError as error:
-        raise RequestError(f"{where}.schema {error}", f"{where}.schema") from None
-
-
-def _is_text(rules: ReplyRules) -> bool:
-    return rules.response_format is None or rules.response_format.get("type") == "text"
+        raise RequestError(f"{where} {error}", where) from None
 
 
 def _format_json(schema: Any, style: str = "json") -> Format:
@@ -253,9 +240,8 @@ def _build_calls(
     """One call, or several, and nothing else."""
     grammar = _find_grammar(tool_format)
     if isinstance(grammar, CallSyntax):
-        calls = _list_calls(
-            rules, [_build_call(tool, grammar) for tool in tools], grammar.separator
-        )
+        tags = [_build_call(tool, grammar) for tool in tools]
+        calls = _list_calls(rules, tags, grammar.separator)
         return _join(_text(grammar.section_begin), calls, _text(grammar.section_end))
     calls = _ask_xgrammar(grammar, "required", rules, tools)
     if calls["type"] != "triggered_tags":

@@ -75,7 +75,6 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self.formats = formats if formats is not None else choose_formats(tokenizer)
-        self._backend = _find_backend(tokenizer)
         self._end_ids = frozenset(tokenizer.all_special_ids)
         self._special_tokens = _list_special_tokens(tokenizer)
         self._hidden_ids = _find_hidden_ids(self._special_tokens, self.formats)
@@ -125,10 +124,6 @@ class ChatTemplate:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of template text; special tokens in it become special ids."""
-        backend = self._backend
-        # Whoever else used the tokenizer may have left it padding or cutting.
-        if backend is not None and backend.padding is None and backend.truncation is None:
-            return tuple(backend.encode(text, add_special_tokens=False).ids)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def select_shown(self, completion_ids: Sequence[int]) -> list[int]:
@@ -141,8 +136,6 @@ class ChatTemplate:
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
-        if self._backend is not None:
-            return self._backend.decode(token_ids, skip_special_tokens=False)
         return self.tokenizer.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -248,24 +241,6 @@ def _find_hidden_ids(special: dict[int, str], formats: ReplyFormats) -> frozense
     if formats.reasoning is not None:
         shown.update((formats.reasoning.begin, formats.reasoning.end))
     return frozenset(i for i, text in special.items() if text not in shown)
-
-
-def _find_backend(tokenizer: Any) -> Any:
-    """The Rust tokenizer under one that adds nothing to it; None: it adds something.
-
-    Asked directly, it takes two thirds of the time for a whole prompt, and a third for the few
-    tokens of a tool's result.
-    """
-    from transformers.tokenization_utils_tokenizers import TokenizersBackend
-
-    kind = type(tokenizer)
-    plain = all(
-        getattr(kind, name, None) is getattr(TokenizersBackend, name)
-        for name in ("encode", "_encode_plus", "decode", "_decode")
-    )
-    if not plain or tokenizer.split_special_tokens:
-        return None
-    return tokenizer.backend_tokenizer
 
 
 def make_placeholder(reply: Message | None) -> Message:

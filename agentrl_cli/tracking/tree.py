@@ -37,13 +37,13 @@ _KNOWN_REPLY_KEYS = _KNOWN_KEYS | {"reasoning_content", "reasoning"}
 _KNOWN_CALL_KEYS = frozenset({"id", "type", "function", "index"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPlan:
     """How a request becomes token ids, and where it hangs in the tree."""
 
     prompt_ids: tuple[int, ...]
-    parent_id: str | None
-    extends_parent: bool
+    parent_id: str | None = None
+    extends_parent: bool = False
     """True: ``prompt_ids`` begins with the parent's prompt and completion ids."""
     mismatch_cause: MismatchCause | None
     inputs: TemplateInputs
@@ -105,14 +105,6 @@ class ConversationTree:
         #: Conversations up to an assistant's turn that an agent gave unasked: examples.
         self._given: set[bytes] = set()
 
-    def clear(self) -> None:
-        """Forgets every turn: what continues one of them is tokenized again."""
-        self._by_conversation.clear()
-        self._by_request.clear()
-        self._by_id.clear()
-        self._replies.clear()
-        self._given.clear()
-
     def plan(self, messages: Sequence[Message], inputs: TemplateInputs) -> PromptPlan:
         """The prompt of a request, spliced to the turn that it continues, if it does.
 
@@ -122,20 +114,17 @@ class ConversationTree:
         digests = fingerprint_prefixes(messages)
         parent, num_known = self._find_parent(messages, digests)
         edit = self._find_edit(messages, digests, num_known)
-        if parent is None:
-            text = self._template.render(messages, inputs)
-            ids = self._template.encode(text)
-            return PromptPlan(
-                prompt_ids=ids,
-                parent_id=None,
-                extends_parent=False,
-                mismatch_cause=edit,
-                inputs=inputs,
-                skeleton=tuple(messages),
-                skeleton_text=text,
-                prefix_digests=digests,
-            )
-        return self._continue(parent, messages, num_known, inputs, edit, digests)
+        if parent is not None:
+            return self._continue(parent, messages, num_known, inputs, edit, digests)
+        text = self._template.render(messages, inputs)
+        return PromptPlan(
+            prompt_ids=self._template.encode(text),
+            mismatch_cause=edit,
+            inputs=inputs,
+            skeleton=tuple(messages),
+            skeleton_text=text,
+            prefix_digests=digests,
+        )
 
     def add(self, plan: PromptPlan, interaction: Interaction) -> None:
         """Makes a completed interaction available as a parent."""

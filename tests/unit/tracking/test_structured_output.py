@@ -166,9 +166,7 @@ def test_a_model_may_reason_before_a_call(prompt_end: str, good: list[str], bad:
     check_grammar(tag, good, bad)
 
 
-@pytest.mark.parametrize(
-    "rules", [{}, {"response_format": {"type": "text"}}, {"callable_tools": ()}, ONE]
-)
+@pytest.mark.parametrize("rules", [{}, {"callable_tools": ()}, ONE])
 def test_a_free_reply_has_no_grammar(rules: dict[str, Any]) -> None:
     assert build_structural_tag(ReplyRules(**rules), TOOLS, HERMES) is None
 
@@ -229,10 +227,6 @@ def refusal(problem: str, *, parser: str = "hermes", function: Any = None, **rul
         refusal(
             "'not' cannot be expressed",
             function={"parameters": {"type": "object", "not": {}}, "strict": True},
-        ),
-        refusal(
-            "response_format.json_schema must be an object with a 'schema'",
-            response_format={"type": "json_schema"},
         ),
         refusal(
             "response_format.json_schema.schema at #: 'not' cannot be expressed",
@@ -305,7 +299,7 @@ async def test_without_xgrammar_it_is_said_what_to_type(monkeypatch: pytest.Monk
     grammar._build_byte_compiler.cache_clear()
     with pytest.raises(RequestError, match=r"pip install 'agentrl-cli\[constrained\]'"):
         await constrain(make_request(tool_choice="required"), HERMES, "")
-    free = await constrain(make_request(response_format={"type": "text"}), HERMES, "")
+    free = await constrain(make_request(), HERMES, "")
     assert free.structural_tag is None
     with pytest.raises(MissingExtraError):
         TokenGrammars(None, 10, [0]).compile("{}")
