@@ -156,12 +156,9 @@ def _summarize(interactions: Sequence[Interaction]) -> MismatchSummary:
             num_reprefilled_tokens=one.num_reprefilled_tokens,
             num_dropped_tokens=one.num_dropped_tokens,
         )
-    num_replaying_turns = sum(
-        i.status is InteractionStatus.COMPLETED
-        and (i.parent_id is not None or i.mismatch_cause is not None)
-        for i in interactions
-    )
-    return MismatchSummary(num_replaying_turns=num_replaying_turns, by_cause=by_cause)
+    completed = (i for i in interactions if i.status is InteractionStatus.COMPLETED)
+    replaying = [i for i in completed if i.parent_id is not None or i.mismatch_cause is not None]
+    return MismatchSummary(num_replaying_turns=len(replaying), by_cause=by_cause)
 
 
 def _measure(interaction: Interaction, completed: Mapping[str, Interaction]) -> PrefixMismatch:

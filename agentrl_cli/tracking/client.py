@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import httpx2
 from openai import AsyncOpenAI, OpenAI
+from openai._base_client import get_platform
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.records import ExportStyle, Interaction
+from agentrl_cli.tracking.credit import TokenSequence
 from agentrl_cli.tracking.gateway import BaseGateway, get_gateway
-from agentrl_cli.tracking.sequences import TokenSequence
 from agentrl_cli.tracking.session import Budget, Session
 
 #: Parsed once, and with the slash that the SDK would add to it for every client.
@@ -27,27 +28,6 @@ _MAX_CALL_SECONDS = 3600.0
 
 class BlockingCallError(Exception):
     """A call that blocks where none can be answered, or a client used in the wrong form."""
-
-
-class SharedPlatform:
-    """A base of SDK clients that share what they find out about the platform, to send it along.
-
-    Otherwise each client of OpenAI's or Anthropic's SDK finds it out at its first call, in another
-    thread: for an agent of three turns with a client of its own, a good part of its cost.
-    Stands before the SDK's class among the bases.
-    """
-
-    _found: ClassVar[Any] = None
-
-    @property
-    def _platform(self) -> Any:
-        return SharedPlatform._found
-
-    @_platform.setter
-    def _platform(self, platform: Any) -> None:
-        # Every new client begins with None.
-        if platform is not None:
-            SharedPlatform._found = platform
 
 
 class SessionClient:
@@ -103,7 +83,7 @@ class SessionClient:
     with_options = copy
 
 
-class TrackingClient(SessionClient, SharedPlatform, AsyncOpenAI):
+class TrackingClient(SessionClient, AsyncOpenAI):
     """Works wherever an ``AsyncOpenAI`` does; make one per trajectory.
 
     Args:
@@ -136,9 +116,13 @@ class TrackingClient(SessionClient, SharedPlatform, AsyncOpenAI):
         if gateway is None:
             if engine is None or tokenizer is None:
                 raise TypeError("TrackingClient needs engine and tokenizer (or a gateway)")
+            if isinstance(tokenizer, str):
+                from agentrl_cli.models.pretrained import load_tokenizer
+
+                tokenizer = load_tokenizer(tokenizer)
             gateway = get_gateway(
                 engine,
-                _load_tokenizer(tokenizer),
+                tokenizer,
                 tool_call_parser=tool_call_parser,
                 reasoning_parser=reasoning_parser,
                 keep_reasoning=keep_reasoning,
@@ -149,6 +133,8 @@ class TrackingClient(SessionClient, SharedPlatform, AsyncOpenAI):
         options |= openai_options
         options |= {"api_key": self.session.key, "http_client": gateway.http_client}
         super().__init__(**options)
+        # The SDK would find it out at the first call, in another thread: a good part of its cost.
+        self._platform = get_platform()
 
     def build_blocking_client(self) -> BlockingTrackingClient:
         """A client for code that blocks, on the same session."""
@@ -167,15 +153,8 @@ class TrackingClient(SessionClient, SharedPlatform, AsyncOpenAI):
 class BlockingTrackingClient(SessionClient, OpenAI):
     """A stock ``OpenAI`` on the gateway's socket, for code that blocks, in a thread of its own.
 
-    It ends with its session: calls in flight are refused then, and later ones too.
-
-    Args:
-        gateway: whose socket is used; opened on first use, in the gateway's event loop.
-        session: records the calls.
-        openai_options: what ``OpenAI`` takes besides.
-
-    Raises:
-        RuntimeError: the socket is not open, and this is not the gateway's event loop.
+    It ends with its session, which records the calls; later ones are refused. The gateway's socket
+    is opened on first use, in the gateway's event loop.
     """
 
     def __init__(self, *, gateway: BaseGateway, session: Session, **openai_options: Any) -> None:
@@ -266,11 +245,3 @@ def build_loopback_http(timeout_seconds: float = _MAX_CALL_SECONDS) -> httpx2.Cl
     )
     timeout = httpx2.Timeout(timeout_seconds)
     return httpx2.Client(transport=transport, timeout=timeout, trust_env=False)
-
-
-def _load_tokenizer(tokenizer: Any) -> Any:
-    if not isinstance(tokenizer, str):
-        return tokenizer
-    from agentrl_cli.models.pretrained import load_tokenizer
-
-    return load_tokenizer(tokenizer)

@@ -179,12 +179,8 @@ def _record(session: Session, call: OpenCall, completion: ChatCompletion) -> Non
 
 def _list_defaults(sampling: Sampling) -> dict[str, Any]:
     """gconfig's sampling where the agent does not say; neutral values are left to the endpoint."""
-    defaults: dict[str, Any] = {}
-    if sampling.temperature != 1.0:
-        defaults["temperature"] = sampling.temperature
-    if sampling.top_p != 1.0:
-        defaults["top_p"] = sampling.top_p
-    return defaults
+    values = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    return {key: value for key, value in values.items() if value != 1.0}
 
 
 def _limit_length(body: Mapping[str, Any], max_tokens: int | None) -> dict[str, Any]:

@@ -73,19 +73,15 @@ class WireProtocol(Protocol):
         Raises:
             RequestError: naming the key, what was found and what is allowed.
         """
-        ...
 
     def format_reply(self, calls: ModelCalls, choices: Sequence[Choice]) -> dict[str, Any]:
         """The body of a reply that is not streamed."""
-        ...
 
     def open_writer(self, calls: ModelCalls) -> StreamWriter:
         """Writes the events of a reply that is streamed."""
-        ...
 
     def format_error(self, problem: Problem) -> dict[str, Any]:
         """The body of an error."""
-        ...
 
 
 #: Every API that agents may speak; what is recorded is the same.
@@ -272,11 +268,11 @@ class BaseGateway(GatewaySocket, ABC):
             is_complete = reply.status < 400
         except asyncio.CancelledError:
             if session.is_closed:
-                _fail(reply, protocol, unknown_key_problem())
+                refuse(protocol, unknown_key_problem(), reply)
             raise
         except Exception as error:
             cause = session.end_for_time() if scope.expired() else error
-            _fail(reply, protocol, describe_error(cause))
+            refuse(protocol, describe_error(cause), reply)
         finally:
             self._replies.end(reply, is_complete=is_complete)
 
@@ -418,20 +414,12 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def refuse(protocol: WireProtocol, problem: Problem) -> Reply:
-    """The reply that says what went wrong, in the protocol's shape."""
-    return _set_problem(Reply(has_ended=True), protocol, problem)
-
-
-def _fail(reply: Reply, protocol: WireProtocol, problem: Problem) -> None:
-    """Says what went wrong: as a whole reply, or as the last event of a stream that has begun."""
+def refuse(protocol: WireProtocol, problem: Problem, reply: Reply | None = None) -> Reply:
+    """The reply that says what went wrong, in the protocol's shape; a stream says it at its end."""
+    reply = reply or Reply(has_ended=True)
     if reply.pieces and reply.format_failure is not None:
         reply.add(reply.format_failure(problem))
     else:
-        _set_problem(reply, protocol, problem)
-
-
-def _set_problem(reply: Reply, protocol: WireProtocol, problem: Problem) -> Reply:
-    headers = {"retry-after": str(_BUSY_SECONDS)} if problem.status == 429 else _NO_RETRY
-    reply.set_body(protocol.format_error(problem), problem.status, headers)
+        headers = {"retry-after": str(_BUSY_SECONDS)} if problem.status == 429 else _NO_RETRY
+        reply.set_body(protocol.format_error(problem), problem.status, headers)
     return reply

@@ -48,23 +48,18 @@ class StreamWriter(Protocol):
 
     def begin_choice(self, index: int) -> bytes:
         """The first tokens of a choice came."""
-        ...
 
     def write(self, index: int, parsed: ParsedText, generation: Generation | None) -> bytes:
         """What a choice got, with the tokens; None: text held back until no more could come."""
-        ...
 
     def end_choice(self, choice: Choice) -> bytes:
         """A choice is on record."""
-        ...
 
     def end(self) -> bytes:
         """All choices have ended."""
-        ...
 
     def fail(self, problem: Problem) -> bytes:
         """The stream breaks off."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,12 @@ from typing import Any
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.errors import EngineError
 from agentrl_cli.records import ExportStyle, Interaction, InteractionStatus, Message, StopReason
-from agentrl_cli.tracking.credit import compute_turn_returns, parse_reward
-from agentrl_cli.tracking.sequences import TokenSequence, build_sequences
+from agentrl_cli.tracking.credit import (
+    TokenSequence,
+    build_sequences,
+    compute_turn_returns,
+    parse_reward,
+)
 from agentrl_cli.tracking.template import TemplateInputs
 from agentrl_cli.tracking.tree import ConversationTree, PromptPlan
 
@@ -118,6 +122,9 @@ class Session:
     def interactions(self) -> tuple[Interaction, ...]:
         """All recorded calls, failed ones too, in order of arrival."""
         return tuple(sorted(self._interactions.values(), key=lambda i: (i.started, i.id)))
+
+    def _list_completed(self) -> list[Interaction]:
+        return [i for i in self.interactions if i.status is InteractionStatus.COMPLETED]
 
     async def wait_for_tokens(self, sampling: Sampling, num_choices: int) -> None:
         """Returns when the budget has the tokens that a request may need, or no call is in flight.
@@ -224,19 +231,20 @@ class Session:
 
     def set_reward(self, interaction_id: str, reward: Any) -> None:
         """Gives one interaction its own reward; None or NaN: unscored."""
-        interaction = self._interactions.get(interaction_id)
-        if interaction is None or interaction.status is not InteractionStatus.COMPLETED:
-            known = [i.id for i in self.interactions if i.status is InteractionStatus.COMPLETED]
+        completed = {i.id: i for i in self._list_completed()}
+        if interaction_id not in completed:
             raise KeyError(
-                f"no completed interaction {interaction_id!r} in this session; it has {known}"
+                f"no completed interaction {interaction_id!r} in this session; it has "
+                f"{list(completed)}"
             )
-        self._interactions[interaction_id] = replace(interaction, reward=parse_reward(reward))
+        changed = replace(completed[interaction_id], reward=parse_reward(reward))
+        self._interactions[interaction_id] = changed
         # What was handed out before knew nothing of it.
         self._set_returns({})
 
     def set_final_reward(self, reward: Any) -> None:
         """Gives the reward to the interaction that ended last."""
-        completed = [i for i in self.interactions if i.status is InteractionStatus.COMPLETED]
+        completed = self._list_completed()
         if not completed:
             raise ValueError("no model call was completed, so there is nothing to reward")
         self.set_reward(max(completed, key=lambda i: i.ended or 0).id, reward)
@@ -266,25 +274,26 @@ class Session:
 
     def end_for_time(self) -> BudgetExceededError:
         """The error of a call that came, or was in flight, when the time was over."""
-        limit = f"rollout.timeout_seconds = {self.budget.max_seconds:g}"
-        return self._exceed(StopReason.MAX_SECONDS, limit)
+        return self._exceed(
+            StopReason.MAX_SECONDS, "timeout_seconds", f"{self.budget.max_seconds:g}"
+        )
 
-    def _exceed(self, reason: StopReason, limit: str) -> BudgetExceededError:
-        self.stop_reason, self.budget_exceeded = reason, limit
-        return BudgetExceededError(limit)
+    def _exceed(self, reason: StopReason, key: str, limit: int | str) -> BudgetExceededError:
+        self.stop_reason, self.budget_exceeded = reason, f"rollout.{key} = {limit}"
+        return BudgetExceededError(self.budget_exceeded)
 
     def _apply_budget(self, sampling: Sampling, num_choices: int) -> Sampling:
         budget = self.budget
         if self.seconds_left == 0.0:
             raise self.end_for_time()
         if budget.max_turns is not None and self._num_calls + num_choices > budget.max_turns:
-            raise self._exceed(StopReason.MAX_TURNS, f"rollout.max_turns = {budget.max_turns}")
+            raise self._exceed(StopReason.MAX_TURNS, "max_turns", budget.max_turns)
         if budget.max_tokens is None:
             return sampling
         left = (budget.max_tokens - self._num_tokens) // num_choices
         if left < 1:
-            limit = f"rollout.max_tokens_per_trajectory = {budget.max_tokens}"
-            raise self._exceed(StopReason.MAX_TOKENS, limit)
+            key = "max_tokens_per_trajectory"
+            raise self._exceed(StopReason.MAX_TOKENS, key, budget.max_tokens)
         wanted = left if sampling.max_tokens is None else min(sampling.max_tokens, left)
         return replace(sampling, max_tokens=wanted)
 

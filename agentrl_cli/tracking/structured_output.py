@@ -385,13 +385,14 @@ def prepare_schema(schema: Any) -> Any:
         SchemaError: it is no JSON schema, or says what no grammar does; names the place in it.
         MissingExtraError: jsonschema is not installed.
     """
-    level = [schema]
-    for _ in range(MAX_NESTING):
-        nodes = (list(one.values()) if isinstance(one, dict) else one for one in level)
-        level = [part for node in nodes for part in node if isinstance(part, dict | list)]
-        if not level:
-            return _prepare(json.dumps(schema))
-    raise SchemaError("#", f"objects and lists are nested deeper than {MAX_NESTING} levels")
+    if _count_levels(schema) > MAX_NESTING:
+        raise SchemaError("#", f"objects and lists are nested deeper than {MAX_NESTING} levels")
+    return _prepare(json.dumps(schema))
+
+
+def _count_levels(value: Any) -> int:
+    parts = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_count_levels, parts), default=0) if isinstance(value, dict | list) else 0
 
 
 @functools.lru_cache(maxsize=1024)

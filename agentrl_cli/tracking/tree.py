@@ -298,12 +298,8 @@ def _restore_reasoning(
 
 def _find_system_digest(messages: Sequence[Message], digests: Sequence[bytes]) -> bytes:
     """The digest of the leading system messages: another system prompt, another conversation."""
-    num_leading = sum(1 for _ in takewhile(_is_system, messages))
-    return digests[num_leading]
-
-
-def _is_system(message: Message) -> bool:
-    return message["role"] in ("system", "developer")
+    leading = takewhile(lambda m: m["role"] in ("system", "developer"), messages)
+    return digests[len(list(leading))]
 
 
 def replays_reasoning(message: Message, reasoning: str) -> bool:

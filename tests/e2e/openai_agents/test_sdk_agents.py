@@ -27,7 +27,7 @@ from agentrl_cli.rollout.dataset import Task, build_eval_tasks
 from agentrl_cli.rollout.rewards import AsyncRewardWrapper
 from agentrl_cli.rollout.scheduler import run_tasks
 from agentrl_cli.rollout.workflow import Attempt
-from agentrl_cli.tracking.sequences import build_sequences
+from agentrl_cli.tracking.credit import build_sequences
 from builders.math_agent import build_math_agent, build_math_team
 from rewards.gsm8k import gsm8k_reward_fn
 

@@ -203,14 +203,6 @@ async def test_other_paths_are_404_and_the_served_ones_named(open_client: Open) 
     assert (reply.status_code, "POST /v1/chat/completions" in reply.text) == (404, True)
 
 
-async def test_copies_of_the_client_share_its_session(open_client: Open) -> None:
-    client = open_client("a")
-    copied = client.with_options(timeout=3.0)
-    assert isinstance(copied, TrackingClient)
-    await create(copied)
-    assert len(client.interactions) == 1
-
-
 async def test_one_engine_has_one_gateway(open_client: Open) -> None:
     gateway = open_client().gateway
     tokenizer = gateway.template.tokenizer

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from agentrl_cli.prefix_mismatches import find_prefix_mismatches
 from agentrl_cli.records import Interaction, InteractionStatus, MismatchCause
-from agentrl_cli.tracking.sequences import build_sequences
+from agentrl_cli.tracking.credit import build_sequences
 from agentrl_cli.tracking.template import ChatTemplate, TemplateInputs
 from agentrl_cli.tracking.tree import ConversationTree
 

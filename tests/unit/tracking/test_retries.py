@@ -151,23 +151,6 @@ async def test_a_retry_joins_the_call_in_flight_and_keeps_it_alive(open_client: 
     assert engine.num_aborted == 0
 
 
-async def test_the_last_reader_that_leaves_cancels_the_call(open_client: Open) -> None:
-    client = open_client("forty two")
-    engine: Any = client.gateway.engine
-    engine.gate = asyncio.Event()
-    calls = [post(client, BODY)]
-    await wait_until(lambda: bool(engine.prompts))
-    calls.append(post(client, BODY, **RETRY))
-    await asyncio.sleep(0.02)
-    for call in calls:
-        assert client.interactions == ()
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-    [interaction] = client.interactions
-    assert interaction.status is InteractionStatus.CANCELLED
-    assert client.gateway._replies.num_running == 0
-
-
 async def test_only_what_says_that_it_is_a_retry_is_one(open_client: Open) -> None:
     client = open_client("a", "b", "c", "d")
     other = TrackingClient(gateway=client.gateway)
