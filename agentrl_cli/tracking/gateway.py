@@ -101,11 +101,9 @@ class Limits:
     """What a gateway takes at once; more is refused in the words of the protocol."""
 
     max_body_bytes: int = 64 * 2**20
-    """Of one request: status 413."""
+    """Of one request, as the next two: status 413."""
     max_messages: int = 20_000
-    """Of one request: status 413."""
     max_tools: int = 2_000
-    """Of one request: status 413."""
     max_session_calls: int = 256
     """Calls of one session in flight: status 429."""
     max_calls: int = 8192

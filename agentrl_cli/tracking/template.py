@@ -79,7 +79,8 @@ class ChatTemplate:
         self._special_tokens = _list_special_tokens(tokenizer)
         self._hidden_ids = _find_hidden_ids(self._special_tokens, self.formats)
         # A run of bytes is decoded as one: what its first ones are depends on the last.
-        self.decodes_in_runs = b"ByteFallback" in _dump_decoder(tokenizer)
+        decoder = tokenizer.backend_tokenizer.decoder
+        self.decodes_in_runs = decoder is not None and b"ByteFallback" in decoder.__getstate__()
         self._wants_text = False
         self._reasoning_key = _find_reasoning_key(collect_template_text(tokenizer.chat_template))
 
@@ -217,11 +218,6 @@ class ChatTemplate:
         except TemplateError:
             return True
         return any(token in end for token in self._special_tokens.values())
-
-
-def _dump_decoder(tokenizer: Any) -> bytes:
-    decoder = tokenizer.backend_tokenizer.decoder
-    return decoder.__getstate__() if decoder is not None else b""
 
 
 def _list_special_tokens(tokenizer: Any) -> dict[int, str]:
