@@ -21,6 +21,7 @@ has 0 of each. Calls that did not complete are not counted, nor are calls withou
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
@@ -90,10 +91,7 @@ class MismatchSummary:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a JSON file."""
-        return {
-            "num_replaying_turns": self.num_replaying_turns,
-            "by_cause": {cause.value: asdict(totals) for cause, totals in self.by_cause.items()},
-        }
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -102,13 +100,8 @@ class MismatchSummary:
         Raises:
             KeyError, TypeError, ValueError: ``data`` is no such summary.
         """
-        return cls(
-            num_replaying_turns=data["num_replaying_turns"],
-            by_cause={
-                MismatchCause(cause): MismatchTotals(**totals)
-                for cause, totals in data["by_cause"].items()
-            },
-        )
+        by_cause = {MismatchCause(c): MismatchTotals(**t) for c, t in data["by_cause"].items()}
+        return cls(num_replaying_turns=data["num_replaying_turns"], by_cause=by_cause)
 
     @property
     def total(self) -> MismatchTotals:
@@ -121,16 +114,11 @@ class MismatchSummary:
         return self.total.num_turns / self.num_replaying_turns if self.num_replaying_turns else 0.0
 
     def __add__(self, other: MismatchSummary) -> MismatchSummary:
-        by_cause = {
-            cause: self.by_cause.get(cause, MismatchTotals())
-            + other.by_cause.get(cause, MismatchTotals())
-            for cause in MismatchCause
-            if cause in self.by_cause or cause in other.by_cause
-        }
-        return MismatchSummary(
-            num_replaying_turns=self.num_replaying_turns + other.num_replaying_turns,
-            by_cause=by_cause,
-        )
+        by_cause = dict(self.by_cause)
+        for cause, totals in other.by_cause.items():
+            by_cause[cause] = by_cause.get(cause, MismatchTotals()) + totals
+        num_replaying_turns = self.num_replaying_turns + other.num_replaying_turns
+        return MismatchSummary(num_replaying_turns=num_replaying_turns, by_cause=by_cause)
 
 
 def format_mismatch_totals(totals: MismatchTotals) -> str:
@@ -168,21 +156,21 @@ def _summarize(interactions: Sequence[Interaction]) -> MismatchSummary:
             num_reprefilled_tokens=one.num_reprefilled_tokens,
             num_dropped_tokens=one.num_dropped_tokens,
         )
-    num_replaying_turns = sum(
-        i.status is InteractionStatus.COMPLETED
-        and (i.parent_id is not None or i.mismatch_cause is not None)
-        for i in interactions
-    )
-    return MismatchSummary(num_replaying_turns=num_replaying_turns, by_cause=by_cause)
+    completed = (i for i in interactions if i.status is InteractionStatus.COMPLETED)
+    replaying = [i for i in completed if i.parent_id is not None or i.mismatch_cause is not None]
+    return MismatchSummary(num_replaying_turns=len(replaying), by_cause=by_cause)
 
 
 def _measure(interaction: Interaction, completed: Mapping[str, Interaction]) -> PrefixMismatch:
     assert interaction.mismatch_cause is not None
-    turn, num_shared = _find_earlier_sequence(interaction, completed)
     num_reprefilled = num_dropped = 0
-    if turn is not None:
-        length = len(turn.prompt_ids) + len(turn.completion_ids)
-        num_reprefilled = max(min(len(interaction.prompt_ids), length) - num_shared, 0)
+    earlier = _list_earlier(interaction, completed)
+    if earlier:
+        num_shared, _, turn = max(
+            ((_count_shared(interaction, i), i.ended or 0, i) for i in earlier),
+            key=lambda found: found[:2],
+        )
+        num_reprefilled = max(min(len(interaction.prompt_ids), _length(turn)) - num_shared, 0)
         num_dropped = _count_sampled_after(num_shared, turn, completed)
     return PrefixMismatch(
         interaction_id=interaction.id,
@@ -192,41 +180,30 @@ def _measure(interaction: Interaction, completed: Mapping[str, Interaction]) -> 
     )
 
 
-def _find_earlier_sequence(
+def _list_earlier(
     interaction: Interaction, completed: Mapping[str, Interaction]
-) -> tuple[Interaction | None, int]:
-    """The turn that ends the earlier sequence, and how many tokens it shares with the request."""
-    prompt_ids = interaction.prompt_ids
+) -> list[Interaction]:
+    """The turns of which one ends the earlier sequence."""
     parent = completed.get(interaction.parent_id or "")
     if parent is not None and not interaction.extends_parent:
-        return parent, _count_shared(prompt_ids, parent.prompt_ids + parent.completion_ids, 0)
-    earlier = [
+        return [parent]
+    return [
         i
         for i in completed.values()
         if i.prompt_ids and i.ended is not None and i.ended <= interaction.started
     ]
-    best: Interaction | None = None
-    most = -1
-    for turn in sorted(earlier, key=lambda i: i.ended or 0, reverse=True):
-        num_shared = _count_shared(prompt_ids, turn.prompt_ids + turn.completion_ids, most + 1)
-        if num_shared > most:
-            best, most = turn, num_shared
-    return best, max(most, 0)
 
 
-def _count_shared(ids: tuple[int, ...], other: tuple[int, ...], at_least: int) -> int:
-    """How many tokens both begin with; -1 where that is fewer than ``at_least``."""
-    if ids[:at_least] != other[:at_least] or min(len(ids), len(other)) < at_least:
-        return -1
-    low, high = at_least, min(len(ids), len(other))
+def _length(turn: Interaction) -> int:
+    return len(turn.prompt_ids) + len(turn.completion_ids)
+
+
+def _count_shared(interaction: Interaction, turn: Interaction) -> int:
+    """How many tokens the request and the turn's sequence both begin with."""
+    ids, other = interaction.prompt_ids, turn.prompt_ids + turn.completion_ids
     # By halves: comparing slices is a hundred times faster than a loop over tokens.
-    while low < high:
-        middle = (low + high + 1) // 2
-        if ids[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    lengths = range(1, min(len(ids), len(other)) + 1)
+    return bisect_left(lengths, True, key=lambda length: ids[:length] != other[:length])
 
 
 def _count_sampled_after(
@@ -235,11 +212,8 @@ def _count_sampled_after(
     """Sampled tokens of the turn's sequence at ``position`` or after it."""
     num_sampled = 0
     current: Interaction | None = turn
-    while current is not None:
-        end = len(current.prompt_ids) + len(current.completion_ids)
-        if end <= position:
-            break
-        num_sampled += end - max(len(current.prompt_ids), position)
+    while current is not None and _length(current) > position:
+        num_sampled += _length(current) - max(len(current.prompt_ids), position)
         parent = completed.get(current.parent_id or "") if current.extends_parent else None
         # Parents come before their children: damaged data cannot make a circle.
         current = parent if parent is not None and parent.started < current.started else None

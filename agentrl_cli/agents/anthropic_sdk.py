@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from openai import AsyncOpenAI, OpenAI
 
 from agentrl_cli.errors import MissingExtraError
-from agentrl_cli.tracking.client import SharedPlatform, build_blocking_client
+from agentrl_cli.tracking.client import build_blocking_client
 
 if TYPE_CHECKING:
     from anthropic import Anthropic, AsyncAnthropic
@@ -26,7 +26,10 @@ def build_anthropic_client(client: AsyncOpenAI) -> AsyncAnthropic:
     Raises:
         MissingExtraError: anthropic is not installed.
     """
-    return _load_async_class()(**_list_options(client))
+    built = _load_async_class()(**_list_options(client))
+    # Found out already; the SDK would do it at the first call, in another thread.
+    built._platform = client._platform
+    return built
 
 
 def build_blocking_anthropic_client(client: AsyncOpenAI) -> Anthropic:
@@ -72,7 +75,7 @@ def _load_async_class() -> Any:
     check_anthropic("build_anthropic_client")
     from anthropic import AsyncAnthropic
 
-    class TrackedAsyncAnthropic(SharedPlatform, AsyncAnthropic):
+    class TrackedAsyncAnthropic(AsyncAnthropic):
         """Closing it leaves the connection open, which others share."""
 
         async def close(self) -> None:

@@ -34,7 +34,7 @@ from agentrl_cli.rollout.workflow import (
     find_last_reward,
 )
 from agentrl_cli.tracking.client import TrackingClient
-from agentrl_cli.tracking.sequences import TokenSequence
+from agentrl_cli.tracking.credit import TokenSequence
 from agentrl_cli.tracking.session import Budget
 
 #: After the deadline calls are refused; an agent may return with what it has.

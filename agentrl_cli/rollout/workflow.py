@@ -15,8 +15,7 @@ from agentrl_cli.errors import UserInputError
 from agentrl_cli.records import ExportStyle, Interaction, Trajectory
 from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.rollout_failures import describe_failure, run_with_deadline
-from agentrl_cli.tracking.credit import compute_turn_returns
-from agentrl_cli.tracking.sequences import TokenSequence
+from agentrl_cli.tracking.credit import TokenSequence, compute_turn_returns
 from agentrl_cli.tracking.session import collect_sessions
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Self
 
 import httpx2
 from openai import AsyncOpenAI, OpenAI
+from openai._base_client import get_platform
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.records import ExportStyle, Interaction
+from agentrl_cli.tracking.credit import TokenSequence
 from agentrl_cli.tracking.gateway import BaseGateway, get_gateway
-from agentrl_cli.tracking.sequences import TokenSequence
 from agentrl_cli.tracking.session import Budget, Session
 
 #: Parsed once, and with the slash that the SDK would add to it for every client.
@@ -27,27 +28,6 @@ _MAX_CALL_SECONDS = 3600.0
 
 class BlockingCallError(Exception):
     """A call that blocks where none can be answered, or a client used in the wrong form."""
-
-
-class SharedPlatform:
-    """A base of SDK clients that share what they find out about the platform, to send it along.
-
-    Otherwise each client of OpenAI's or Anthropic's SDK finds it out at its first call, in another
-    thread: for an agent of three turns with a client of its own, a good part of its cost.
-    Stands before the SDK's class among the bases.
-    """
-
-    _found: ClassVar[Any] = None
-
-    @property
-    def _platform(self) -> Any:
-        return SharedPlatform._found
-
-    @_platform.setter
-    def _platform(self, platform: Any) -> None:
-        # Every new client begins with None.
-        if platform is not None:
-            SharedPlatform._found = platform
 
 
 class SessionClient:
@@ -94,13 +74,16 @@ class SessionClient:
     def _change_record(self, change: Callable[[], None]) -> None:
         change()
 
-    def _list_own_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """The options of a copy, which is on the same session."""
-        extra = {"gateway": self.gateway, "session": self.session}
-        return {**options, "_extra_kwargs": {**options.get("_extra_kwargs", {}), **extra}}
+    def copy(self, **options: Any) -> Self:
+        """A client with other options on the same session."""
+        own = {"gateway": self.gateway, "session": self.session}
+        options["_extra_kwargs"] = {**options.get("_extra_kwargs", {}), **own}
+        return super().copy(**options)  # type: ignore[misc]
+
+    with_options = copy
 
 
-class TrackingClient(SessionClient, SharedPlatform, AsyncOpenAI):
+class TrackingClient(SessionClient, AsyncOpenAI):
     """Works wherever an ``AsyncOpenAI`` does; make one per trajectory.
 
     Args:
@@ -133,12 +116,16 @@ class TrackingClient(SessionClient, SharedPlatform, AsyncOpenAI):
         if gateway is None:
             if engine is None or tokenizer is None:
                 raise TypeError("TrackingClient needs engine and tokenizer (or a gateway)")
+            if isinstance(tokenizer, str):
+                from agentrl_cli.models.pretrained import load_tokenizer
+
+                tokenizer = load_tokenizer(tokenizer)
             gateway = get_gateway(
                 engine,
-                _load_tokenizer(tokenizer),
-                tool_call_parser,
-                reasoning_parser,
-                keep_reasoning,
+                tokenizer,
+                tool_call_parser=tool_call_parser,
+                reasoning_parser=reasoning_parser,
+                keep_reasoning=keep_reasoning,
             )
         self.gateway = gateway
         self.session = session or gateway.open_session(sampling=sampling, budget=budget)
@@ -146,12 +133,8 @@ class TrackingClient(SessionClient, SharedPlatform, AsyncOpenAI):
         options |= openai_options
         options |= {"api_key": self.session.key, "http_client": gateway.http_client}
         super().__init__(**options)
-
-    def copy(self, **options: Any) -> TrackingClient:
-        """A client with other options on the same session."""
-        return super().copy(**self._list_own_options(options))
-
-    with_options = copy
+        # The SDK would find it out at the first call, in another thread: a good part of its cost.
+        self._platform = get_platform()
 
     def build_blocking_client(self) -> BlockingTrackingClient:
         """A client for code that blocks, on the same session."""
@@ -170,15 +153,8 @@ class TrackingClient(SessionClient, SharedPlatform, AsyncOpenAI):
 class BlockingTrackingClient(SessionClient, OpenAI):
     """A stock ``OpenAI`` on the gateway's socket, for code that blocks, in a thread of its own.
 
-    It ends with its session: calls in flight are refused then, and later ones too.
-
-    Args:
-        gateway: whose socket is used; opened on first use, in the gateway's event loop.
-        session: records the calls.
-        openai_options: what ``OpenAI`` takes besides.
-
-    Raises:
-        RuntimeError: the socket is not open, and this is not the gateway's event loop.
+    It ends with its session, which records the calls; later ones are refused. The gateway's socket
+    is opened on first use, in the gateway's event loop.
     """
 
     def __init__(self, *, gateway: BaseGateway, session: Session, **openai_options: Any) -> None:
@@ -193,12 +169,6 @@ class BlockingTrackingClient(SessionClient, OpenAI):
             ),
         }
         super().__init__(**(options | openai_options | {"api_key": session.key}))
-
-    def copy(self, **options: Any) -> BlockingTrackingClient:
-        """A client with other options on the same session."""
-        return super().copy(**self._list_own_options(options))
-
-    with_options = copy
 
     def _change_record(self, change: Callable[[], None]) -> None:
         """Changes the record in the gateway's event loop, as only that may.
@@ -226,19 +196,12 @@ class BlockingTrackingClient(SessionClient, OpenAI):
             ) from None
 
 
-@runtime_checkable
-class HasBlockingForm(Protocol):
-    """A client that knows its own form for code that blocks."""
-
-    def build_blocking_client(self) -> OpenAI:
-        """That form."""
-        ...
-
-
 def build_blocking_client(client: AsyncOpenAI) -> OpenAI:
     """An ``OpenAI`` that reaches what ``client`` reaches, with the same key."""
-    if isinstance(client, HasBlockingForm):
-        return client.build_blocking_client()
+    # Clients of this package know their own form for code that blocks.
+    build = getattr(client, "build_blocking_client", None)
+    if build is not None:
+        return build()
     return OpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=client.max_retries)
 
 
@@ -282,11 +245,3 @@ def build_loopback_http(timeout_seconds: float = _MAX_CALL_SECONDS) -> httpx2.Cl
     )
     timeout = httpx2.Timeout(timeout_seconds)
     return httpx2.Client(transport=transport, timeout=timeout, trust_env=False)
-
-
-def _load_tokenizer(tokenizer: Any) -> Any:
-    if not isinstance(tokenizer, str):
-        return tokenizer
-    from agentrl_cli.models.pretrained import load_tokenizer
-
-    return load_tokenizer(tokenizer)

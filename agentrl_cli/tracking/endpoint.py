@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -39,10 +40,7 @@ class _NoTemplate(ChatTemplate):
     def __init__(self) -> None:
         """Needs no tokenizer."""
 
-    def render(self, messages: Any, inputs: TemplateInputs) -> str:
-        return ""
-
-    def render_past(self, messages: Any, inputs: TemplateInputs) -> str:
+    def render(self, messages: Any, inputs: TemplateInputs, is_prompt: bool = True) -> str:
         return ""
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -50,11 +48,6 @@ class _NoTemplate(ChatTemplate):
 
     def split_at_last_turn(self, skeleton: Any, inputs: TemplateInputs) -> None:
         return None
-
-    def join(
-        self, prompt_ids: Any, completion_ids: Any, text_after: str, finish_reason: str | None
-    ) -> tuple[int, ...]:
-        return ()
 
 
 class EndpointGateway(BaseGateway):
@@ -114,7 +107,7 @@ class EndpointGateway(BaseGateway):
             _record(session, call, completion)
             reply.set_body(completion.model_dump(mode="json", exclude_unset=True))
         except BaseException as error:
-            _refuse(session, call, error, self._upstream.api_key, reply)
+            self._refuse(session, call, error, reply)
 
     async def _stream(
         self, session: Session, call: OpenCall, body: dict[str, Any], reply: Reply
@@ -127,29 +120,37 @@ class EndpointGateway(BaseGateway):
             stream_cls=AsyncStream[ChatCompletionChunk],
         )
         reply.begin_stream(lambda problem: format_event(_PROTOCOL.format_error(problem)))
-        await _pass_on(session, call, stream, self._upstream.api_key, reply)
+        state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
+        try:
+            async with stream:
+                async for chunk in stream:
+                    state.handle_chunk(chunk)
+                    data = chunk.model_dump_json(exclude_unset=True)
+                    reply.add(f"data: {data}\n\n".encode())
+            # Before the last event is written: clients hang up right after it.
+            _record(session, call, state.get_final_completion())
+        except Exception as error:  # the SDK asserts what it expects of a stream
+            cause = f"{type(error).__name__}: {error}"
+            raise EngineError(f"the endpoint's stream broke off: {cause}") from error
+        reply.add(b"data: [DONE]\n\n")
 
+    def _refuse(self, session: Session, call: OpenCall, error: BaseException, reply: Reply) -> None:
+        """The endpoint's refusal in its own words; raises where it gave no answer."""
+        error.args = tuple(self._hide(a) if isinstance(a, str) else a for a in error.args)
+        if isinstance(error, openai.APIStatusError):
+            session.fail_call(call, error)
+            text = self._hide(error.response.text).encode()
+            reply.set_body(text, error.status_code, {"x-should-retry": "false"})
+            return
+        if isinstance(error, openai.APIError):
+            error = EngineError(f"the endpoint did not answer: {error}")
+        session.fail_call(call, error)
+        raise error
 
-async def _pass_on(
-    session: Session,
-    call: OpenCall,
-    stream: AsyncStream[ChatCompletionChunk],
-    api_key: str,
-    reply: Reply,
-) -> None:
-    """Writes the endpoint's events; the reply is recorded before the last is written."""
-    state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
-    try:
-        async with stream:
-            async for chunk in stream:
-                state.handle_chunk(chunk)
-                data = chunk.model_dump_json(exclude_unset=True)
-                await reply.add(f"data: {data}\n\n".encode())
-        _record(session, call, state.get_final_completion())
-    except Exception as error:  # the SDK asserts what it expects of a stream
-        cause = _hide(f"{type(error).__name__}: {error}", api_key)
-        raise EngineError(f"the endpoint's stream broke off: {cause}") from error
-    await reply.add(b"data: [DONE]\n\n")
+    def _hide(self, text: str) -> str:
+        """The text without the endpoint's key: what it says is stored, and shown to the agent."""
+        key = self._upstream.api_key
+        return text if len(key) < _MIN_SECRET_LENGTH else text.replace(key, "***")
 
 
 def _record(session: Session, call: OpenCall, completion: ChatCompletion) -> None:
@@ -169,42 +170,17 @@ def _record(session: Session, call: OpenCall, completion: ChatCompletion) -> Non
     generation = Generation(completion_ids=(), rollout_logprobs=(), versions=(), finish_reason=None)
     # Some endpoints give every reply the same id, or none.
     if completion.id and all(i.id != completion.id for i in session.interactions):
-        call.id = completion.id
+        call.asked = replace(call.asked, id=completion.id)
     num_tokens = completion.usage.completion_tokens if completion.usage is not None else 0
     session.complete_call(
         call, generation, reply, choice.finish_reason or "stop", num_reported_tokens=num_tokens
     )
 
 
-def _refuse(
-    session: Session, call: OpenCall, error: BaseException, api_key: str, reply: Reply
-) -> None:
-    """The endpoint's refusal in its own words; raises where it gave no answer."""
-    error.args = tuple(_hide(a, api_key) if isinstance(a, str) else a for a in error.args)
-    if isinstance(error, openai.APIStatusError):
-        session.fail_call(call, error)
-        text = _hide(error.response.text, api_key).encode()
-        reply.set_body(text, error.status_code, {"x-should-retry": "false"})
-        return
-    if isinstance(error, openai.APIError):
-        error = EngineError(f"the endpoint did not answer: {error}")
-    session.fail_call(call, error)
-    raise error
-
-
-def _hide(text: str, api_key: str) -> str:
-    """The text without the endpoint's key: what it says is stored, and shown to the agent."""
-    return text if len(api_key) < _MIN_SECRET_LENGTH else text.replace(api_key, "***")
-
-
 def _list_defaults(sampling: Sampling) -> dict[str, Any]:
     """gconfig's sampling where the agent does not say; neutral values are left to the endpoint."""
-    defaults: dict[str, Any] = {}
-    if sampling.temperature != 1.0:
-        defaults["temperature"] = sampling.temperature
-    if sampling.top_p != 1.0:
-        defaults["top_p"] = sampling.top_p
-    return defaults
+    values = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+    return {key: value for key, value in values.items() if value != 1.0}
 
 
 def _limit_length(body: Mapping[str, Any], max_tokens: int | None) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """The gateway: samples, records every call, and replies like the API that was asked.
 
-One gateway serves agents in this process (:mod:`agentrl_cli.tracking.transport`) and agents
-that speak through a loopback socket (:mod:`agentrl_cli.tracking.gateway_socket`).
+One gateway serves agents in this process and, through a loopback socket, those in others.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
-import hmac
 import uuid
 import weakref
 from abc import ABC, abstractmethod
@@ -23,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.log import get_logger
 from agentrl_cli.tracking.formats.format_choice import choose_formats
-from agentrl_cli.tracking.gateway_socket import LOOPBACK, GatewaySocket
+from agentrl_cli.tracking.gateway_socket import GatewaySocket
 from agentrl_cli.tracking.model_calls import Choice, ModelCalls, StreamWriter
 from agentrl_cli.tracking.protocols.chat import ChatProtocol
 from agentrl_cli.tracking.protocols.messages_output import CountTokensProtocol, MessagesProtocol
@@ -38,12 +37,17 @@ from agentrl_cli.tracking.protocols.model_request import (
 )
 from agentrl_cli.tracking.protocols.request_fields import parse_json
 from agentrl_cli.tracking.protocols.responses_output import ResponsesProtocol
-from agentrl_cli.tracking.replay import CallKey, Reply, ReplyBook, ReplyStream, wait_cancelled
-from agentrl_cli.tracking.reply_text import PROMPT_END_TOKENS
-from agentrl_cli.tracking.session import Budget, Session
+from agentrl_cli.tracking.replay import (
+    CallKey,
+    Reply,
+    ReplyBook,
+    ReplyStream,
+    SharedClient,
+    wait_cancelled,
+)
+from agentrl_cli.tracking.session import Session
 from agentrl_cli.tracking.structured_output import constrain
 from agentrl_cli.tracking.template import ChatTemplate
-from agentrl_cli.tracking.transport import SharedClient
 from agentrl_cli.tracking.tree import ConversationTree
 
 _log = get_logger(__name__)
@@ -58,15 +62,10 @@ _RETRY_HEADER = "x-stainless-retry-count"
 class WireProtocol(Protocol):
     """One API as agents speak it: how its requests are read and its replies written."""
 
-    @property
-    def path(self) -> str:
-        """Such as ``/v1/chat/completions``."""
-        ...
-
-    @property
-    def id_prefix(self) -> str:
-        """What ids of its replies begin with."""
-        ...
+    path: str
+    """Such as ``/v1/chat/completions``."""
+    id_prefix: str
+    """What ids of its replies begin with."""
 
     def parse(self, body: dict[str, Any], session: Session) -> ModelRequest:
         """The request in a JSON body; the session's sampling holds where it says nothing.
@@ -74,19 +73,15 @@ class WireProtocol(Protocol):
         Raises:
             RequestError: naming the key, what was found and what is allowed.
         """
-        ...
 
     def format_reply(self, calls: ModelCalls, choices: Sequence[Choice]) -> dict[str, Any]:
         """The body of a reply that is not streamed."""
-        ...
 
     def open_writer(self, calls: ModelCalls) -> StreamWriter:
         """Writes the events of a reply that is streamed."""
-        ...
 
     def format_error(self, problem: Problem) -> dict[str, Any]:
         """The body of an error."""
-        ...
 
 
 #: Every API that agents may speak; what is recorded is the same.
@@ -106,18 +101,16 @@ class Limits:
     """What a gateway takes at once; more is refused in the words of the protocol."""
 
     max_body_bytes: int = 64 * 2**20
-    """Of one request: status 413."""
+    """Of one request, as the next two: status 413."""
     max_messages: int = 20_000
-    """Of one request: status 413."""
     max_tools: int = 2_000
-    """Of one request: status 413."""
     max_session_calls: int = 256
     """Calls of one session in flight: status 429."""
     max_calls: int = 8192
     """Calls of all sessions in flight: status 429."""
 
 
-class BaseGateway(ABC):
+class BaseGateway(GatewaySocket, ABC):
     """Sessions with their own keys, and the way to them: in process and by socket.
 
     Args:
@@ -129,15 +122,15 @@ class BaseGateway(ABC):
     def __init__(
         self, model_name: str, protocols: Sequence[WireProtocol], limits: Limits | None = None
     ) -> None:
+        super().__init__(self._serve)
         self.model_name = model_name
         self.limits = limits or Limits()
-        self.http_client = SharedClient(self)
+        self.http_client = SharedClient(self.respond)
         self._protocols = {protocol.path: protocol for protocol in protocols}
         self._replies = ReplyBook()
         self._sessions: dict[bytes, Session] = {}
         self._further_routes: Router | None = None
         self._on_close: list[Callable[[], None]] = []
-        self._socket = GatewaySocket(self._serve)
 
     @abstractmethod
     def build_tree(self) -> ConversationTree:
@@ -149,41 +142,25 @@ class BaseGateway(ABC):
     ) -> None:
         """Makes the reply to a call of the session; exceptions become errors."""
 
-    def open_session(
-        self,
-        *,
-        sampling: Sampling | None = None,
-        budget: Budget | None = None,
-        key: str | None = None,
-        max_kept: int | None = None,
-    ) -> Session:
-        """A new session; ``sampling`` holds where a request does not say otherwise.
-
-        ``key`` and ``max_kept``: see :class:`~agentrl_cli.tracking.session.Session`.
-        """
-        session = Session(
-            uuid.uuid4().hex,
-            self.build_tree(),
-            sampling or Sampling(),
-            budget or Budget(),
-            key=key,
-            max_kept=max_kept,
-        )
+    def open_session(self, **options: Any) -> Session:
+        """A new session, with the options of :class:`~agentrl_cli.tracking.session.Session`."""
+        session = Session(self.build_tree, **options)
         self._sessions[_digest(session.key)] = session
         return session
 
-    def close_session(self, session: Session) -> None:
-        """Forgets the session's key and cancels its calls; records stay with whoever holds it."""
+    def close_session(self, session: Session) -> list[Reply]:
+        """Forgets the session's key and cancels its calls, which are returned; records stay with
+        whoever holds it."""
         session.is_closed = True
         self._sessions.pop(_digest(session.key), None)
-        for reply in self._replies.drop_session(session.id):
+        running = self._replies.drop_session(session.id)
+        for reply in running:
             reply.cancel()
+        return running
 
     async def end_session(self, session: Session) -> None:
         """As :meth:`close_session`; returns when the calls are on record as cancelled."""
-        running = self._replies.list_running(session.id)
-        self.close_session(session)
-        await wait_cancelled(running)
+        await wait_cancelled(self.close_session(session))
 
     @property
     def num_open_sessions(self) -> int:
@@ -195,47 +172,13 @@ class BaseGateway(ABC):
         self._further_routes = Router([*routes], default=self._serve_call)
         self._on_close += on_close
 
-    def open_socket(self, port: int = 0, host: str = LOOPBACK) -> str:
-        """The base_url of a socket, opened on first use: ``http://127.0.0.1:N/v1``.
-
-        For the gateway's event loop, which serves it as soon as it gets to run.
-
-        Args:
-            port: on first use, where to open it; 0: at a free port.
-            host: on first use, the address; others than this machine's own let others in.
-
-        Raises:
-            UserInputError: the port is not free.
-        """
-        return f"{self._socket.open(port, host)}/v1"
-
-    async def serve(self, port: int = 0, host: str = LOOPBACK) -> str:
-        """As :meth:`open_socket`; returns when requests are answered there."""
-        base_url = self.open_socket(port, host)
-        await self._socket.wait_started()
-        return base_url
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that the socket was opened in."""
-        assert self._socket.loop is not None, "the socket is not open"
-        return self._socket.loop
-
-    @property
-    def socket_urls(self) -> tuple[str, ...]:
-        """The base_url of the socket; empty: it was not opened."""
-        return (f"{self._socket.url}/v1",) if self._socket.url else ()
-
     async def close(self) -> None:
         """Ends all sessions, the socket and the in-process client."""
         for notify in self._on_close:
             notify()
-        sessions = list(self._sessions.values())
-        running = [reply for s in sessions for reply in self._replies.list_running(s.id)]
-        for session in sessions:
-            self.close_session(session)
-        await wait_cancelled(running)
-        await self._socket.stop()
+        sessions = tuple(self._sessions.values())
+        await wait_cancelled([reply for s in sessions for reply in self.close_session(s)])
+        await self.close_socket()
         await self.http_client.end()
 
     # -- requests -------------------------------------------------------------------------
@@ -249,13 +192,11 @@ class BaseGateway(ABC):
 
     async def _serve_call(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
-        try:
+        with contextlib.suppress(ClientDisconnect):
             reply = await self.respond(
                 request.method, scope["path"], request.headers, request.stream()
             )
-        except ClientDisconnect:
-            return
-        await ReplyStream(reply).send(receive, send)
+            await ReplyStream(reply).send(receive, send)
 
     async def respond(
         self, method: str, path: str, headers: Mapping[str, str], body: AsyncIterable[bytes]
@@ -275,7 +216,7 @@ class BaseGateway(ABC):
             data = await read_body(body, self.limits)
             if session.is_closed:
                 return refuse(protocol, unknown_key_problem())
-            key = CallKey(session.id, path, hashlib.sha256(data).digest())
+            key = (session.id, path, hashlib.sha256(data).digest())
             repeated = self._replies.find(key) if _is_retry(headers) else None
             if repeated is not None:
                 return repeated
@@ -325,33 +266,33 @@ class BaseGateway(ABC):
             is_complete = reply.status < 400
         except asyncio.CancelledError:
             if session.is_closed:
-                await _fail(reply, protocol, unknown_key_problem())
+                refuse(protocol, unknown_key_problem(), reply)
             raise
         except Exception as error:
             cause = session.end_for_time() if scope.expired() else error
-            await _fail(reply, protocol, describe_error(cause))
+            refuse(protocol, describe_error(cause), reply)
         finally:
-            await self._replies.end(reply, is_complete=is_complete)
+            self._replies.end(reply, is_complete=is_complete)
 
     def _check_load(self, session: Session, key: CallKey) -> None:
         """Raises BusyError when so many calls are in flight that one more is too many."""
         limits = self.limits
         if len(self._replies.list_running(session.id)) >= limits.max_session_calls:
-            self._replies.refuse(key)
-            raise BusyError(
-                f"this session has {limits.max_session_calls} calls in flight, and may have no "
-                "more: wait for one of them"
-            )
-        if self._replies.num_running >= limits.max_calls:
-            self._replies.refuse(key)
-            raise BusyError(f"{limits.max_calls} calls are in flight: ask again in a moment")
+            problem = f"this session has {limits.max_session_calls} calls in flight: wait for one"
+        elif self._replies.num_running >= limits.max_calls:
+            problem = f"{limits.max_calls} calls are in flight: ask again in a moment"
+        else:
+            return
+        self._replies.refuse(key)
+        raise BusyError(problem)
 
     def _find_session(self, headers: Mapping[str, str]) -> Session | None:
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         keys = [bearer] if scheme.lower() == "bearer" else []
         for key in (*keys, headers.get("x-api-key", "")):
+            # The search for a digest takes no time that tells of the key.
             session = self._sessions.get(_digest(key))
-            if session is not None and hmac.compare_digest(key.encode(), session.key.encode()):
+            if session is not None:
                 return session
         return None
 
@@ -395,24 +336,16 @@ class Gateway(BaseGateway):
         request = protocol.parse(body, session)
         _check_size(request, self.limits)
         if isinstance(protocol, CountTokensProtocol):
-            plan = session.plan_prompt(request.messages, request.inputs)
+            plan = session.tree.plan(request.messages, request.inputs)
             reply.set_body(protocol.format_count(len(plan.prompt_ids)))
             return
         sampling = await self._hold_to_rules(request, session)
         await session.wait_for_tokens(sampling, request.num_choices)
-        calls = ModelCalls(
-            self.engine,
-            self.template,
-            session,
-            request,
-            session.begin_calls(
-                f"{protocol.id_prefix}{uuid.uuid4().hex}",
-                request.messages,
-                request.inputs,
-                sampling,
-                request.num_choices,
-            ),
+        call_id = f"{protocol.id_prefix}{uuid.uuid4().hex}"
+        begun = session.begin_calls(
+            call_id, request.messages, request.inputs, sampling, request.num_choices
         )
+        calls = ModelCalls(self.engine, self.template, session, request, begun)
         if request.stream:
             writer = protocol.open_writer(calls)
             reply.begin_stream(writer.fail)
@@ -425,33 +358,23 @@ class Gateway(BaseGateway):
         if request.rules == ReplyRules():
             return request.sampling
         # Whether the prompt ends inside its reasoning decides what may come first.
-        prompt_ids = session.plan_prompt(request.messages, request.inputs).prompt_ids
-        prompt_end = self.template.decode_all(prompt_ids[-PROMPT_END_TOKENS:])
+        prompt_ids = session.tree.plan(request.messages, request.inputs).prompt_ids
+        prompt_end = self.template.decode_prompt_end(prompt_ids)
         return await constrain(request, self.template.formats, prompt_end)
 
 
 _GATEWAYS: weakref.WeakValueDictionary[tuple[Any, ...], Gateway] = weakref.WeakValueDictionary()
 
 
-def get_gateway(
-    engine: InferenceEngine,
-    tokenizer: Any,
-    tool_call_parser: str = "auto",
-    reasoning_parser: str = "auto",
-    keep_reasoning: bool = False,
-) -> Gateway:
-    """The gateway of an engine, shared by all who hold it: building one takes tens of ms."""
-    key = (id(engine), id(tokenizer), tool_call_parser, reasoning_parser, keep_reasoning)
+def get_gateway(engine: InferenceEngine, tokenizer: Any, **reading: Any) -> Gateway:
+    """The gateway of an engine, shared by all who hold it: building one takes tens of ms.
+
+    ``reading``: as :class:`Gateway` has it.
+    """
+    key = (id(engine), id(tokenizer), *sorted(reading.items()))
     gateway = _GATEWAYS.get(key)
     if gateway is None:
-        gateway = Gateway(
-            engine,
-            tokenizer,
-            tool_call_parser=tool_call_parser,
-            reasoning_parser=reasoning_parser,
-            keep_reasoning=keep_reasoning,
-        )
-        _GATEWAYS[key] = gateway
+        gateway = _GATEWAYS[key] = Gateway(engine, tokenizer, **reading)
     return gateway
 
 
@@ -489,20 +412,12 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def refuse(protocol: WireProtocol, problem: Problem) -> Reply:
-    """The reply that says what went wrong, in the protocol's shape."""
-    return _set_problem(Reply(has_ended=True), protocol, problem)
-
-
-async def _fail(reply: Reply, protocol: WireProtocol, problem: Problem) -> None:
-    """Says what went wrong: as a whole reply, or as the last event of a stream that has begun."""
+def refuse(protocol: WireProtocol, problem: Problem, reply: Reply | None = None) -> Reply:
+    """The reply that says what went wrong, in the protocol's shape; a stream says it at its end."""
+    reply = reply or Reply(has_ended=True)
     if reply.pieces and reply.format_failure is not None:
-        await reply.add(reply.format_failure(problem))
+        reply.add(reply.format_failure(problem))
     else:
-        _set_problem(reply, protocol, problem)
-
-
-def _set_problem(reply: Reply, protocol: WireProtocol, problem: Problem) -> Reply:
-    headers = {"retry-after": str(_BUSY_SECONDS)} if problem.status == 429 else _NO_RETRY
-    reply.set_body(protocol.format_error(problem), problem.status, headers)
+        headers = {"retry-after": str(_BUSY_SECONDS)} if problem.status == 429 else _NO_RETRY
+        reply.set_body(protocol.format_error(problem), problem.status, headers)
     return reply

@@ -56,27 +56,26 @@ class GatewaySocket:
         self._app = app
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._port = 0
-        self.loop: asyncio.AbstractEventLoop | None = None
-        """Serves it; None: it was not opened."""
-        self.url = ""
-        """``http://127.0.0.1:PORT``; empty: it was not opened."""
+        self._base_url = ""
 
-    def open(self, port: int = 0, host: str = LOOPBACK) -> str:
-        """The url; opens the socket on first use, in the event loop that is to serve it.
+    def open_socket(self, port: int = 0, host: str = LOOPBACK) -> str:
+        """The base_url of a socket, opened on first use: ``http://127.0.0.1:N/v1``.
 
-        Connections wait in the kernel until that loop gets to run.
+        For the event loop that is to serve it; connections wait in the kernel until that gets to
+        run.
 
         Args:
-            port: where it listens if it is opened now; 0: at one that is free.
-            host: the address that it listens at then.
+            port: on first use, where to open it; 0: at a free port.
+            host: on first use, the address; others than this machine's own let others in.
 
         Raises:
-            UserInputError: another program listens at that port.
+            UserInputError: the port or the address cannot be used.
         """
         if self._task is not None and not self._task.done():
-            return self.url
-        self.loop = asyncio.get_running_loop()
+            return self._base_url
+        self._loop = asyncio.get_running_loop()
         listener = open_listener(port, host)
         listener.listen(_BACKLOG)
         config = uvicorn.Config(
@@ -97,36 +96,52 @@ class GatewaySocket:
         self._server = _Server(config)
         # In a context of its own: that of a trajectory, which may be the first to need the
         # server, would live as long as the server, with all that it holds.
-        self._task = self.loop.create_task(
+        self._task = self._loop.create_task(
             self._server.serve(sockets=[listener]), context=contextvars.Context()
         )
         shown = f"[{host}]" if ":" in host else host
         self._port = listener.getsockname()[1]
-        self.url = f"http://{shown}:{self._port}"
+        self._base_url = f"http://{shown}:{self._port}/v1"
         _install_hook()
         _loop_threads[os.getpid(), self._port] = threading.get_ident()
-        return self.url
+        return self._base_url
 
-    async def wait_started(self) -> None:
-        """Returns when requests are answered.
+    async def serve(self, port: int = 0, host: str = LOOPBACK) -> str:
+        """As :meth:`open_socket`; returns when requests are answered there.
 
         Raises:
             RunError: not in time.
         """
+        base_url = self.open_socket(port, host)
+        await self._wait_started()
+        return base_url
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop that the socket was opened in."""
+        assert self._loop is not None, "the socket is not open"
+        return self._loop
+
+    @property
+    def socket_urls(self) -> tuple[str, ...]:
+        """The base_url of the socket; empty: it was not opened."""
+        return (self._base_url,) if self._base_url else ()
+
+    async def _wait_started(self) -> None:
         assert self._server is not None
         assert self._task is not None
-        deadline = asyncio.get_running_loop().time() + _START_SECONDS
+        deadline = self.loop.time() + _START_SECONDS
         while not self._server.started:
-            if self._task.done() or asyncio.get_running_loop().time() > deadline:
-                raise RunError(f"the gateway did not begin to serve at {self.url}")
+            if self._task.done() or self.loop.time() > deadline:
+                raise RunError(f"the gateway did not begin to serve at {self._base_url}")
             await asyncio.sleep(0.01)
 
-    async def stop(self) -> None:
+    async def close_socket(self) -> None:
         """Ends the server; connections still open are closed after a few seconds."""
         if self._server is None or self._task is None:
             return
         with contextlib.suppress(RunError):
-            await self.wait_started()
+            await self._wait_started()
         self._server.should_exit = True
         done, _ = await asyncio.wait({self._task}, timeout=_STOP_SECONDS)
         if not done:

@@ -2,7 +2,7 @@
 
 SDKs repeat a call whose connection broke. Sampling it a second time would cost a turn and record
 a reply that the agent never saw, so the repeated call joins the one still in flight, or gets the
-same reply, byte for byte.
+same reply, byte for byte. Clients read it through a socket, or in the same event loop without one.
 """
 
 from __future__ import annotations
@@ -10,9 +10,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+)
 from typing import Any
 
 import httpx2
@@ -22,19 +29,8 @@ from agentrl_cli.tracking.protocols.model_request import Problem
 
 #: How long a cancelled call may take to end before nobody waits for it.
 _CANCEL_SECONDS = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class CallKey:
-    """What makes two requests the same one."""
-
-    session_id: str
-    path: str
-    body_digest: bytes
-
-
-#: Of replies that are no call's, such as refusals: nobody can ask for them again.
-_NO_CALL = CallKey("", "", b"")
+#: What makes two requests the same one: the session's id, the path, the digest of the body.
+CallKey = tuple[str, str, bytes]
 
 
 class Reply:
@@ -42,19 +38,21 @@ class Reply:
 
     The call runs as long as anybody reads: it is cancelled when the last reader leaves before
     the end.
+
+    Args:
+        key: of the call; of what is no call's, such as a refusal, nobody can ask again.
+        has_ended: nothing is made: the body is set at once.
     """
 
-    def __init__(self, key: CallKey = _NO_CALL, *, has_ended: bool = False) -> None:
+    def __init__(self, key: CallKey = ("", "", b""), *, has_ended: bool = False) -> None:
         self.key = key
         self.status = 200
         self.headers: dict[str, str] = {}
         self.pieces: list[bytes] = []
         """The body so far; of a stream, its events."""
-        self.changed = asyncio.Condition()
-        """Notified of new pieces and of the end. Nobody suspends while holding it."""
         self.num_readers = 0
         self.num_deliveries = 0
-        """How often it was sent to its end."""
+        """How often it was read to its end."""
         self.has_ended = has_ended
         self.is_complete = False
         """True: it ended well, so that a repeated call may have it."""
@@ -63,6 +61,7 @@ class Reply:
         self.format_failure: Callable[[Problem], bytes] | None = None
         """The last events of a stream that breaks off; None: it is no stream."""
         self._work: asyncio.Task[None] | None = None
+        self._news = asyncio.Event()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Begins to make the reply."""
@@ -83,18 +82,26 @@ class Reply:
         self.headers = {"content-type": "text/event-stream; charset=utf-8"}
         self.format_failure = format_failure
 
-    async def add(self, piece: bytes) -> None:
+    def add(self, piece: bytes) -> None:
         """The next events of a stream; empty: none yet."""
         if piece:
-            async with self.changed:
-                self.pieces.append(piece)
-                self.changed.notify_all()
+            self.pieces.append(piece)
+            self.wake_readers()
 
-    async def end(self, *, is_complete: bool) -> None:
+    def end(self, *, is_complete: bool) -> None:
         """Nothing comes after this."""
-        async with self.changed:
-            self.has_ended, self.is_complete = True, is_complete
-            self.changed.notify_all()
+        self.has_ended, self.is_complete = True, is_complete
+        self.wake_readers()
+
+    def wake_readers(self) -> None:
+        """Lets all who wait at this moment look again."""
+        self._news.set()
+        self._news.clear()
+
+    async def wait_until(self, is_due: Callable[[], bool]) -> None:
+        """Returns when ``is_due``, which only what wakes readers changes."""
+        while not is_due():
+            await self._news.wait()
 
     @property
     def num_bytes(self) -> int:
@@ -127,10 +134,9 @@ class ReplyStream(httpx2.AsyncByteStream):
     async def wait_for_news(self) -> bool:
         """Returns when there is something to read, or nothing more to come; False: has left."""
         reply = self._reply
-        async with reply.changed:
-            await reply.changed.wait_for(
-                lambda: self._has_left or reply.has_ended or len(reply.pieces) > self._num_read
-            )
+        await reply.wait_until(
+            lambda: self._has_left or reply.has_ended or len(reply.pieces) > self._num_read
+        )
         return not self._has_left
 
     def read(self) -> bytes:
@@ -149,17 +155,14 @@ class ReplyStream(httpx2.AsyncByteStream):
             yield self.read()
 
     async def aclose(self) -> None:
-        """Leaves, having read all or not."""
-        await self.leave(is_delivered=self.is_at_end)
-
-    async def leave(self, *, is_delivered: bool) -> None:
         """Ends the reading; a call in flight that nobody else reads is cancelled."""
         if self._has_left:
             return
         reply = self._reply
         self._has_left = True
         reply.num_readers -= 1
-        reply.num_deliveries += is_delivered
+        reply.num_deliveries += self.is_at_end
+        reply.wake_readers()
         if reply.num_readers == 0 and not reply.has_ended:
             await wait_cancelled([reply])
 
@@ -174,12 +177,11 @@ class ReplyStream(httpx2.AsyncByteStream):
             headers = [(k.encode(), v.encode()) for k, v in self._reply.headers.items()]
             status = self._reply.status
             await send({"type": "http.response.start", "status": status, "headers": headers})
-            while await self.wait_for_news():
+            is_last = False
+            while not is_last and await self.wait_for_news():
                 body, is_last = self.read(), self.is_at_end
                 message = {"type": "http.response.body", "body": body, "more_body": not is_last}
                 await send(message)
-                if is_last:
-                    return
         finally:
             if watching is not None:
                 watching.cancel()
@@ -188,9 +190,7 @@ class ReplyStream(httpx2.AsyncByteStream):
     async def _leave_on_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        await self.leave(is_delivered=False)
-        async with self._reply.changed:
-            self._reply.changed.notify_all()
+        await self.aclose()
 
 
 class ReplyBook:
@@ -206,85 +206,69 @@ class ReplyBook:
         self._max_kept_bytes = max_kept_bytes
         self._kept: OrderedDict[Reply, None] = OrderedDict()
         self._num_kept_bytes = 0
-        self._running: set[Reply] = set()
-        self._by_session: dict[str, dict[CallKey, list[Reply]]] = {}
-        #: Calls that were turned away and may come again, by session.
-        self._refused: dict[str, Counter[CallKey]] = {}
-
-    @property
-    def num_running(self) -> int:
+        self._by_session: dict[str, list[Reply]] = {}
+        self.num_running = 0
         """Calls in flight."""
-        return len(self._running)
 
     def list_running(self, session_id: str) -> list[Reply]:
         """Calls of the session in flight."""
-        return [reply for reply in self._list(session_id) if not reply.has_ended]
+        return [reply for reply in self._by_session.get(session_id, ()) if not reply.has_ended]
 
     def find(self, key: CallKey) -> Reply | None:
         """What a repeated call gets; None: nothing like it was asked, or it is forgotten.
 
         Where the same was asked several times (samples of one prompt), the repeated call is
         the one whose reply did not arrive: first one that nobody reads, then one in flight, then
-        the latest that was sent to its end, as its reader may not have got it.
+        the latest that was read to its end, as its reader may not have got it.
         """
-        refused = self._refused.get(key.session_id)
-        if refused is not None and refused[key]:
-            refused[key] -= 1
+        replies = [r for r in self._by_session.get(key[0], ()) if r.key == key]
+        refused = next((r for r in replies if r.has_ended and not r.is_complete), None)
+        if refused is not None:
+            self._forget(refused)
             return None
-        replies = self._by_session.get(key.session_id, {}).get(key, ())
-        usable = [r for r in replies if r.is_complete or not (r.has_ended or r.is_cancelled)]
-        return min(reversed(usable), key=_rank, default=None)
+        usable = [r for r in replies if r.is_complete or not r.is_cancelled]
+        return min(reversed(usable), key=lambda r: (r.num_deliveries, r.num_readers), default=None)
 
     def begin(self, key: CallKey) -> Reply:
         """A new reply, in flight until :meth:`end`."""
         reply = Reply(key)
-        self._running.add(reply)
-        self._by_session.setdefault(key.session_id, {}).setdefault(key, []).append(reply)
+        self.num_running += 1
+        self._by_session.setdefault(key[0], []).append(reply)
         return reply
 
     def refuse(self, key: CallKey) -> None:
         """Notes that a call was turned away for now: when it comes again, it is new."""
-        self._refused.setdefault(key.session_id, Counter())[key] += 1
+        self._by_session.setdefault(key[0], []).append(Reply(key, has_ended=True))
 
-    async def end(self, reply: Reply, *, is_complete: bool) -> None:
+    def end(self, reply: Reply, *, is_complete: bool) -> None:
         """Ends a reply; one that ended well is kept for a while."""
-        await reply.end(is_complete=is_complete)
-        self._running.discard(reply)
+        reply.end(is_complete=is_complete)
+        self.num_running -= 1
         if not is_complete or reply.num_bytes > self._max_kept_bytes:
             self._forget(reply)
-            return
-        if reply.key.session_id not in self._by_session:
-            return
-        self._kept[reply] = None
-        self._num_kept_bytes += reply.num_bytes
+        elif reply.key[0] in self._by_session:
+            self._kept[reply] = None
+            self._num_kept_bytes += reply.num_bytes
         while len(self._kept) > self._max_kept or self._num_kept_bytes > self._max_kept_bytes:
-            oldest, _ = self._kept.popitem(last=False)
-            self._num_kept_bytes -= oldest.num_bytes
-            self._forget(oldest)
+            self._forget(next(iter(self._kept)))
 
     def drop_session(self, session_id: str) -> list[Reply]:
         """Forgets the session's replies; those still in flight."""
-        replies = self._list(session_id)
-        self._by_session.pop(session_id, None)
-        self._refused.pop(session_id, None)
-        for reply in replies:
-            if reply in self._kept:
-                del self._kept[reply]
-                self._num_kept_bytes -= reply.num_bytes
-        return [reply for reply in replies if not reply.has_ended]
-
-    def _list(self, session_id: str) -> list[Reply]:
-        return [r for replies in self._by_session.get(session_id, {}).values() for r in replies]
+        running = self.list_running(session_id)
+        for reply in tuple(self._by_session.get(session_id, ())):
+            self._forget(reply)
+        return running
 
     def _forget(self, reply: Reply) -> None:
-        by_key = self._by_session.get(reply.key.session_id, {})
-        replies = by_key.get(reply.key, [])
+        session_id, *_ = reply.key
+        replies = self._by_session.get(session_id, [])
         if reply in replies:
             replies.remove(reply)
         if not replies:
-            by_key.pop(reply.key, None)
-        if not by_key:
-            self._by_session.pop(reply.key.session_id, None)
+            self._by_session.pop(session_id, None)
+        if reply in self._kept:
+            del self._kept[reply]
+            self._num_kept_bytes -= reply.num_bytes
 
 
 async def wait_cancelled(replies: Iterable[Reply]) -> None:
@@ -294,8 +278,57 @@ async def wait_cancelled(replies: Iterable[Reply]) -> None:
         await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
 
 
-def _rank(reply: Reply) -> tuple[int, int]:
-    """Smaller: more likely the call whose reply got lost."""
-    if reply.has_ended:
-        return (0 if reply.num_deliveries == 0 else 2), reply.num_deliveries
-    return 1, reply.num_readers
+class SharedClient(httpx2.AsyncClient):
+    """The way into a gateway in the same event loop, for any number of SDK clients.
+
+    SDKs close the client that they are given when they are closed; this one stays open for
+    the others until :meth:`end`.
+
+    Args:
+        respond: the gateway's own, which gets method, path, headers and body.
+    """
+
+    def __init__(
+        self,
+        respond: Callable[[str, str, Mapping[str, str], AsyncIterable[bytes]], Awaitable[Reply]],
+    ) -> None:
+        transport = _InProcessTransport(respond)
+        super().__init__(transport=transport, timeout=httpx2.Timeout(None))
+
+    async def aclose(self) -> None:
+        """Does nothing: others may still use the client."""
+
+    async def __aenter__(self) -> SharedClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Does nothing: others may still use the client."""
+
+    async def end(self) -> None:
+        """Closes it for all."""
+        await super().aclose()
+
+
+class _InProcessTransport(httpx2.AsyncBaseTransport):
+    """Hands requests to a gateway; closing a response early cancels its call."""
+
+    def __init__(self, respond: Callable[..., Awaitable[Reply]]) -> None:
+        self._respond = respond
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        """Waits until the response begins; its body streams as it is made."""
+        reply = await self._respond(
+            request.method, request.url.path, request.headers, request.stream
+        )
+        stream = ReplyStream(reply)
+        try:
+            await stream.wait_for_news()
+        except BaseException:
+            await stream.aclose()
+            raise
+        if not reply.has_ended:
+            return httpx2.Response(reply.status, headers=reply.headers, stream=stream)
+        # Most replies are complete by now: read at once they take a tenth less time.
+        body = stream.read()
+        await stream.aclose()
+        return httpx2.Response(reply.status, headers=reply.headers, content=body)

@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -15,8 +16,12 @@ from typing import Any
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.errors import EngineError
 from agentrl_cli.records import ExportStyle, Interaction, InteractionStatus, Message, StopReason
-from agentrl_cli.tracking.credit import compute_turn_returns, parse_reward
-from agentrl_cli.tracking.sequences import TokenSequence, build_sequences
+from agentrl_cli.tracking.credit import (
+    TokenSequence,
+    build_sequences,
+    compute_turn_returns,
+    parse_reward,
+)
 from agentrl_cli.tracking.template import TemplateInputs
 from agentrl_cli.tracking.tree import ConversationTree, PromptPlan
 
@@ -58,12 +63,10 @@ class BudgetExceededError(Exception):
 class OpenCall:
     """A model call in progress: one choice of one request."""
 
-    id: str
-    messages: tuple[Message, ...]
+    asked: Interaction
+    """What is known before the reply."""
     plan: PromptPlan
     sampling: Sampling
-    started: int
-    started_at: float
     clock: float
 
 
@@ -71,8 +74,7 @@ class Session:
     """Records the calls of one trajectory; every method is for the gateway's event loop.
 
     Args:
-        session_id: names it to engines.
-        tree: an empty one.
+        build_tree: makes an empty one.
         sampling: holds where a request does not say otherwise.
         budget: its limits.
         key: its secret; None: a random one.
@@ -82,18 +84,20 @@ class Session:
 
     def __init__(
         self,
-        session_id: str,
-        tree: ConversationTree,
-        sampling: Sampling,
-        budget: Budget,
+        build_tree: Callable[[], ConversationTree],
         *,
+        sampling: Sampling | None = None,
+        budget: Budget | None = None,
         key: str | None = None,
         max_kept: int | None = None,
     ) -> None:
-        self.id = session_id
+        self.id = uuid.uuid4().hex
+        """Names it to engines."""
         self.key = key or f"sk-agentrl-{secrets.token_urlsafe(24)}"
-        self.sampling = sampling
-        self.budget = budget
+        self._build_tree = build_tree
+        self.tree = build_tree()
+        self.sampling = sampling or Sampling()
+        self.budget = budget or Budget()
         self.budget_exceeded: str | None = None
         """Which limit refused a call, in words; None: none did."""
         self.stop_reason: StopReason | None = None
@@ -102,7 +106,6 @@ class Session:
         """True: its key is no longer valid."""
         self.engine_error: EngineError | None = None
         """The last engine error that a call of this session crossed."""
-        self._tree = tree
         self._interactions: dict[str, Interaction] = {}
         self._num_calls = 0
         self._num_tokens = 0
@@ -120,13 +123,8 @@ class Session:
         """All recorded calls, failed ones too, in order of arrival."""
         return tuple(sorted(self._interactions.values(), key=lambda i: (i.started, i.id)))
 
-    def plan_prompt(self, messages: tuple[Message, ...], inputs: TemplateInputs) -> PromptPlan:
-        """The prompt that a call would have now; nothing is recorded.
-
-        Raises:
-            TemplateError: the chat template refuses the messages.
-        """
-        return self._tree.plan(messages, inputs)
+    def _list_completed(self) -> list[Interaction]:
+        return [i for i in self.interactions if i.status is InteractionStatus.COMPLETED]
 
     async def wait_for_tokens(self, sampling: Sampling, num_choices: int) -> None:
         """Returns when the budget has the tokens that a request may need, or no call is in flight.
@@ -161,19 +159,27 @@ class Session:
             TemplateError: the chat template refuses the messages.
         """
         sampling = self._apply_budget(sampling, num_choices)
-        plan = self._tree.plan(messages, inputs)
-        started, now = self._tick(), time.time()
+        plan = self.tree.plan(messages, inputs)
+        started, now, clock = self._tick(), time.time(), time.perf_counter()
         self._num_calls += num_choices
         calls = []
         for index in range(num_choices):
-            call_id = completion_id if index == 0 else f"{completion_id}-{index}"
+            asked = Interaction(
+                id=completion_id if index == 0 else f"{completion_id}-{index}",
+                parent_id=plan.parent_id,
+                extends_parent=plan.extends_parent,
+                mismatch_cause=plan.mismatch_cause,
+                messages=messages,
+                tools=inputs.tools,
+                prompt_ids=plan.prompt_ids,
+                structural_tag=sampling.structural_tag,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                started=started,
+                started_at=now,
+            )
             seed = self._derive_seed(sampling.seed, started, index)
-            calls.append(
-                OpenCall(
-                    call_id, messages, plan, replace(sampling, seed=seed),
-                    started, now, time.perf_counter(),
-                )
-            )  # fmt: skip
+            calls.append(OpenCall(asked, plan, replace(sampling, seed=seed), clock))
         self._open_calls.update((id(call), call) for call in calls)
         self.touch()
         return calls
@@ -189,7 +195,8 @@ class Session:
     ) -> Interaction:
         """Records a reply; from now on it can be continued."""
         interaction = replace(
-            self._describe(call),
+            call.asked,
+            seconds=time.perf_counter() - call.clock,
             reply=reply,
             completion_ids=generation.completion_ids,
             rollout_logprobs=generation.rollout_logprobs,
@@ -200,7 +207,7 @@ class Session:
         )
         self._num_tokens += interaction.num_completion_tokens
         self._keep(call, interaction)
-        self._tree.add(call.plan, interaction)
+        self.tree.add(call.plan, interaction)
         return interaction
 
     def fail_call(self, call: OpenCall, error: BaseException) -> None:
@@ -214,7 +221,8 @@ class Session:
         if isinstance(error, EngineError):
             self.engine_error = error
         failed = replace(
-            self._describe(call),
+            call.asked,
+            seconds=time.perf_counter() - call.clock,
             status=InteractionStatus.CANCELLED if cancelled else InteractionStatus.FAILED,
             error=f"{type(error).__name__}: {error}".removesuffix(": "),
             ended=self._tick(),
@@ -222,29 +230,21 @@ class Session:
         self._keep(call, failed)
 
     def set_reward(self, interaction_id: str, reward: Any) -> None:
-        """Gives one interaction its own reward; None or NaN: unscored.
-
-        Raises:
-            KeyError: no completed interaction has this id.
-            TypeError, ValueError: the reward is no finite number.
-        """
-        interaction = self._interactions.get(interaction_id)
-        if interaction is None or interaction.status is not InteractionStatus.COMPLETED:
-            known = [i.id for i in self.interactions if i.status is InteractionStatus.COMPLETED]
+        """Gives one interaction its own reward; None or NaN: unscored."""
+        completed = {i.id: i for i in self._list_completed()}
+        if interaction_id not in completed:
             raise KeyError(
-                f"no completed interaction {interaction_id!r} in this session; it has {known}"
+                f"no completed interaction {interaction_id!r} in this session; it has "
+                f"{list(completed)}"
             )
-        self._interactions[interaction_id] = replace(interaction, reward=parse_reward(reward))
+        changed = replace(completed[interaction_id], reward=parse_reward(reward))
+        self._interactions[interaction_id] = changed
         # What was handed out before knew nothing of it.
         self._set_returns({})
 
     def set_final_reward(self, reward: Any) -> None:
-        """Gives the reward to the interaction that ended last.
-
-        Raises:
-            ValueError: the session has no completed interaction.
-        """
-        completed = [i for i in self.interactions if i.status is InteractionStatus.COMPLETED]
+        """Gives the reward to the interaction that ended last."""
+        completed = self._list_completed()
         if not completed:
             raise ValueError("no model call was completed, so there is nothing to reward")
         self.set_reward(max(completed, key=lambda i: i.ended or 0).id, reward)
@@ -274,25 +274,26 @@ class Session:
 
     def end_for_time(self) -> BudgetExceededError:
         """The error of a call that came, or was in flight, when the time was over."""
-        limit = f"rollout.timeout_seconds = {self.budget.max_seconds:g}"
-        return self._exceed(StopReason.MAX_SECONDS, limit)
+        return self._exceed(
+            StopReason.MAX_SECONDS, "timeout_seconds", f"{self.budget.max_seconds:g}"
+        )
 
-    def _exceed(self, reason: StopReason, limit: str) -> BudgetExceededError:
-        self.stop_reason, self.budget_exceeded = reason, limit
-        return BudgetExceededError(limit)
+    def _exceed(self, reason: StopReason, key: str, limit: int | str) -> BudgetExceededError:
+        self.stop_reason, self.budget_exceeded = reason, f"rollout.{key} = {limit}"
+        return BudgetExceededError(self.budget_exceeded)
 
     def _apply_budget(self, sampling: Sampling, num_choices: int) -> Sampling:
         budget = self.budget
         if self.seconds_left == 0.0:
             raise self.end_for_time()
         if budget.max_turns is not None and self._num_calls + num_choices > budget.max_turns:
-            raise self._exceed(StopReason.MAX_TURNS, f"rollout.max_turns = {budget.max_turns}")
+            raise self._exceed(StopReason.MAX_TURNS, "max_turns", budget.max_turns)
         if budget.max_tokens is None:
             return sampling
         left = (budget.max_tokens - self._num_tokens) // num_choices
         if left < 1:
-            limit = f"rollout.max_tokens_per_trajectory = {budget.max_tokens}"
-            raise self._exceed(StopReason.MAX_TOKENS, limit)
+            key = "max_tokens_per_trajectory"
+            raise self._exceed(StopReason.MAX_TOKENS, key, budget.max_tokens)
         wanted = left if sampling.max_tokens is None else min(sampling.max_tokens, left)
         return replace(sampling, max_tokens=wanted)
 
@@ -313,25 +314,8 @@ class Session:
         self._call_ended.clear()
         if self._max_kept is not None and len(self._interactions) >= self._max_kept:
             self._interactions.clear()
-            self._tree.clear()
-        self._interactions[call.id] = interaction
-
-    def _describe(self, call: OpenCall) -> Interaction:
-        return Interaction(
-            id=call.id,
-            parent_id=call.plan.parent_id,
-            extends_parent=call.plan.extends_parent,
-            mismatch_cause=call.plan.mismatch_cause,
-            messages=call.messages,
-            tools=call.plan.inputs.tools,
-            prompt_ids=call.plan.prompt_ids,
-            structural_tag=call.sampling.structural_tag,
-            temperature=call.sampling.temperature,
-            top_p=call.sampling.top_p,
-            started=call.started,
-            started_at=call.started_at,
-            seconds=time.perf_counter() - call.clock,
-        )
+            self.tree = self._build_tree()
+        self._interactions[interaction.id] = interaction
 
     def _derive_seed(self, asked: int | None, started: int, choice: int) -> int | None:
         """The seed of one choice of a call.

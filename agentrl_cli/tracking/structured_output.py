@@ -5,25 +5,32 @@ all accept it. The rules of a request (``response_format``, ``tool_choice``) bec
 format in which the model writes its calls and reasoning. xgrammar describes the calls of the
 formats that it knows, and ``CallSyntax`` those of the others.
 
+Of a JSON schema, xgrammar 0.2.8 silently ignores what it cannot express. What it never expresses
+is refused; whether a reply validates in the end is for jsonschema to judge.
+
 https://xgrammar.mlc.ai/docs/tutorials/structural_tag
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from agentrl_cli.engine.grammar import (
     GrammarError,
     check_structural_tag,
+    require_jsonschema,
     require_xgrammar,
 )
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.errors import MissingExtraError
+from agentrl_cli.log import get_logger
+from agentrl_cli.records import Message
 from agentrl_cli.tracking.formats.format_table import TOOL_CALL_FORMATS
 from agentrl_cli.tracking.formats.reply_formats import (
     CallSyntax,
@@ -31,12 +38,12 @@ from agentrl_cli.tracking.formats.reply_formats import (
     ReplyFormats,
     ToolCallFormat,
 )
-from agentrl_cli.tracking.output_schemas import SchemaError, prepare_schema
 from agentrl_cli.tracking.protocols.model_request import ModelRequest, ReplyRules, RequestError
 
 #: A part of a structural tag.
 Format = dict[str, Any]
 
+_log = get_logger(__name__)
 #: Longest run of white space inside of JSON. Without a limit some models write nothing else;
 #: this many indent eight levels by four.
 _MAX_WHITESPACE = 33
@@ -47,12 +54,43 @@ _PLAIN_NAME = re.compile(r"[\w.:/-]+")
 #: What a call begins with before anything that may be written in several ways.
 _TRIGGER = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
 _ANY_OBJECT = {"type": "object"}
-
-#: Tags that a grammar was made of; a run has a few.
-_KNOWN: dict[str, None] = {}
-_MAX_KNOWN = 4096
 #: A grammar that takes longer would hold up an engine as well.
 _CHECK_SECONDS = 20.0
+
+#: Levels of objects and lists in a schema: the same as vLLM's.
+MAX_NESTING = 64
+#: xgrammar's masks for a pattern that repeats a part more often allow tokens that it then refuses.
+_MAX_REPEATS = 128
+_REPEATS = re.compile(r"\{(\d*),?(\d*)\}")
+#: One character of a string with bounds, which are written as a pattern: into a string with
+#: ``minLength`` or ``maxLength`` xgrammar lets control characters through. Not those that JSON
+#: writes with a backslash (as an alternative they make a mask ten times as slow), and not the
+#: halves of surrogate pairs, whose bytes a decoder takes for three characters each.
+_CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
+#: What xgrammar ignores wherever it stands.
+_IGNORED = (
+    *("not", "if", "contains", "dependentRequired", "dependentSchemas", "$dynamicRef"),
+    *("unevaluatedItems", "unevaluatedProperties", "uniqueItems"),
+)
+#: Of these it reads one, and none of those beside it.
+_CHOICES = ("$ref", "anyOf", "oneOf", "allOf")
+_IGNORED_BESIDE_CHOICES = ("type", "properties", "required", "const", "enum")
+#: Where a schema holds further schemas: directly, in lists, and by name.
+_PARTS = ("items", "additionalProperties", "propertyNames")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+
+
+class SchemaError(Exception):
+    """A schema that sampling cannot be constrained to.
+
+    Attributes:
+        is_unsupported: True: the schema is sound, but says more than a grammar can.
+    """
+
+    def __init__(self, at: str, problem: str, *, is_unsupported: bool = False) -> None:
+        super().__init__(f"at {at}: {problem}")
+        self.is_unsupported = is_unsupported
 
 
 async def constrain(request: ModelRequest, formats: ReplyFormats, prompt_end: str) -> Sampling:
@@ -75,20 +113,10 @@ async def constrain(request: ModelRequest, formats: ReplyFormats, prompt_end: st
         # No text ends a call, so the grammar has to: naming the tools makes one.
         names = tuple(tool["function"]["name"] for tool in tools)
         rules = replace(rules, callable_tools=names)
-    param = "tool_choice" if rules.response_format is None else "response_format"
-    try:
-        tag = None
-        if rules.tool_choice == "required" or rules.callable_tools or not _is_text(rules):
-            # Its import alone takes seconds.
-            await asyncio.to_thread(require_xgrammar)
-            tag = await asyncio.to_thread(
-                build_structural_tag, rules, tools, formats, prompt_end=prompt_end
-            )
+    if rules.tool_choice == "required" or rules.callable_tools or rules.response_format:
+        tag = await _build_checked_tag(rules, tools, formats, prompt_end)
         if tag is not None:
-            await _check_tag(tag, param)
             return replace(request.sampling, structural_tag=tag)
-    except (GrammarError, MissingExtraError) as error:
-        raise RequestError(f"{param}: {error}", param) from None
     if rules.parallel_tool_calls or not tools or not end_of_call:
         return request.sampling
     # One call a turn: sampling ends where the first one does, so that the message says all that
@@ -96,21 +124,33 @@ async def constrain(request: ModelRequest, formats: ReplyFormats, prompt_end: st
     return replace(request.sampling, stop=(*request.sampling.stop, end_of_call))
 
 
-async def _check_tag(tag: str, param: str) -> None:
-    if tag in _KNOWN:
-        return
+async def _build_checked_tag(
+    rules: ReplyRules, tools: Sequence[dict[str, Any]], formats: ReplyFormats, prompt_end: str
+) -> str | None:
+    def build() -> str | None:
+        tag = build_structural_tag(rules, tools, formats, prompt_end=prompt_end)
+        if tag is not None:
+            _check_tag(tag)
+        return tag
+
+    param = "tool_choice" if rules.response_format is None else "response_format"
     try:
+        # Its import alone takes seconds.
+        await asyncio.to_thread(require_xgrammar)
         async with asyncio.timeout(_CHECK_SECONDS):
-            await asyncio.to_thread(check_structural_tag, tag)
+            return await asyncio.to_thread(build)
+    except (GrammarError, MissingExtraError) as error:
+        raise RequestError(f"{param}: {error}", param) from None
     except TimeoutError:
         raise RequestError(
             f"{param}: no grammar was made of its schemas within {_CHECK_SECONDS:g} s: they, or "
             "patterns in them, are too large",
             param,
         ) from None
-    if len(_KNOWN) >= _MAX_KNOWN:
-        _KNOWN.clear()
-    _KNOWN[tag] = None
+
+
+#: A run has a few tags.
+_check_tag = functools.lru_cache(maxsize=4096)(check_structural_tag)
 
 
 def build_structural_tag(
@@ -137,7 +177,7 @@ def build_structural_tag(
         MissingExtraError: xgrammar or jsonschema is not installed.
     """
     tools = _select_tools(rules, tools)
-    answer = _build_answer(rules)
+    answer = _build_answer(rules.response_format)
     if answer is not None and formats.tool_calls is not None and formats.tool_calls.reads_reasoning:
         raise RequestError(
             "a response_format cannot be asked of a model that writes its replies in the format "
@@ -173,30 +213,16 @@ def _select_tools(rules: ReplyRules, tools: Sequence[dict[str, Any]]) -> list[di
     return [tool for tool, name in zip(tools, names, strict=True) if name in wanted]
 
 
-def _build_answer(rules: ReplyRules) -> Format | None:
-    response_format = rules.response_format
-    if response_format is None or _is_text(rules):
+def _build_answer(response_format: Mapping[str, Any] | None) -> Format | None:
+    if response_format is None:
         return None
-    kind = response_format.get("type")
-    if kind == "json_object":
+    if response_format["type"] == "json_object":
         return _format_json(_ANY_OBJECT)
-    if kind != "json_schema":
-        raise RequestError(
-            f"response_format.type {kind!r} is not known; allowed: text, json_object, json_schema",
-            "response_format",
-        )
-    where = "response_format.json_schema"
-    described = response_format.get("json_schema")
-    if not isinstance(described, dict) or "schema" not in described:
-        raise RequestError(f"{where} must be an object with a 'schema'", where)
+    where = "response_format.json_schema.schema"
     try:
-        return _format_json(prepare_schema(described["schema"]))
+        return _format_json(prepare_schema(response_format["json_schema"]["schema"]))
     except SchemaError as error:
-        raise RequestError(f"{where}.schema {error}", f"{where}.schema") from None
-
-
-def _is_text(rules: ReplyRules) -> bool:
-    return rules.response_format is None or rules.response_format.get("type") == "text"
+        raise RequestError(f"{where} {error}", where) from None
 
 
 def _format_json(schema: Any, style: str = "json") -> Format:
@@ -214,9 +240,8 @@ def _build_calls(
     """One call, or several, and nothing else."""
     grammar = _find_grammar(tool_format)
     if isinstance(grammar, CallSyntax):
-        calls = _list_calls(
-            rules, [_build_call(tool, grammar) for tool in tools], grammar.separator
-        )
+        tags = [_build_call(tool, grammar) for tool in tools]
+        calls = _list_calls(rules, tags, grammar.separator)
         return _join(_text(grammar.section_begin), calls, _text(grammar.section_end))
     calls = _ask_xgrammar(grammar, "required", rules, tools)
     if calls["type"] != "triggered_tags":
@@ -351,3 +376,120 @@ def _join(*formats: Format) -> Format:
 
 def _text(value: str) -> Format:
     return {"type": "const_string", "value": value}
+
+
+def prepare_schema(schema: Any) -> Any:
+    """The schema as xgrammar gets it; lengths of strings are written as patterns.
+
+    Raises:
+        SchemaError: it is no JSON schema, or says what no grammar does; names the place in it.
+        MissingExtraError: jsonschema is not installed.
+    """
+    if _count_levels(schema) > MAX_NESTING:
+        raise SchemaError("#", f"objects and lists are nested deeper than {MAX_NESTING} levels")
+    return _prepare(json.dumps(schema))
+
+
+def _count_levels(value: Any) -> int:
+    parts = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(_count_levels, parts), default=0) if isinstance(value, dict | list) else 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepare(text: str) -> Any:
+    schema = json.loads(text)
+    if not isinstance(schema, dict):
+        raise SchemaError("#", f"a schema is a JSON object, found {text:.60}")
+    if "\\u0000" in text:
+        # xgrammar has crashed on it.
+        raise SchemaError("#", "a text in it holds a NUL character")
+    jsonschema = require_jsonschema()
+    try:
+        # Patterns are xgrammar's to judge.
+        jsonschema.Draft202012Validator.check_schema(schema, format_checker=None)
+    except jsonschema.SchemaError as error:
+        at = "/".join(["#", *map(str, error.absolute_path)])
+        causes = [cause.message for cause in error.context or [error]]
+        raise SchemaError(at, "; or ".join(causes)) from None
+    _prepare_part(schema, "#")
+    return schema
+
+
+def _prepare_part(schema: Any, at: str) -> None:
+    """Checks a schema and those in it, and writes bounds of length as patterns."""
+    if isinstance(schema, bool):
+        return
+    for problem in _list_unsupported(schema):
+        raise SchemaError(at, problem, is_unsupported=True)
+    if isinstance(schema.get("propertyNames"), dict):
+        schema["propertyNames"].setdefault("type", "string")
+    missing = set(schema.get("required", ())).difference(schema.get("properties", ()))
+    if missing and schema.get("type") == "object" and not schema.get("additionalProperties"):
+        raise SchemaError(at, f"'required' names {min(missing)!r}, which 'properties' lacks")
+    bounds = [schema[key] for key in ("minLength", "maxLength") if key in schema]
+    if bounds and max(bounds) <= _MAX_REPEATS and not {"pattern", "format"}.intersection(schema):
+        least, most = schema.pop("minLength", 0), schema.pop("maxLength", "")
+        schema["pattern"] = f"^{_CHARACTER}{{{least},{most}}}$"
+    parts = [(key, schema[key]) for key in _PARTS if key in schema]
+    parts += [(f"{key}/{i}", p) for key in _LISTS for i, p in enumerate(schema.get(key, ()))]
+    parts += [(f"{key}/{name}", p) for key in _MAPS for name, p in schema.get(key, {}).items()]
+    for place, part in parts:
+        _prepare_part(part, f"{at}/{place}")
+
+
+def _list_unsupported(schema: dict[str, Any]) -> Iterator[str]:
+    """What a schema says by itself that xgrammar would ignore."""
+    for keyword in _IGNORED:
+        if schema.get(keyword, False) is not False:
+            yield f"{keyword!r} cannot be expressed; leave it out"
+    for keyword in _CHOICES:
+        beside = [key for key in _IGNORED_BESIDE_CHOICES if key in schema]
+        if keyword in schema and beside:
+            yield f"{beside[0]!r} beside {keyword!r} cannot be expressed"
+    reference = schema.get("$ref", "#")
+    if reference != "#" and not reference.startswith("#/"):
+        yield f"$ref {reference!r:.60} is not in this schema; allowed: #/$defs/NAME"
+    if len(schema.get("allOf", ())) > 1:
+        yield "'allOf' can be expressed with one schema in it"
+    for pattern in (schema.get("pattern", ""), *schema.get("patternProperties", ())):
+        count = max((int(n) for found in _REPEATS.findall(pattern) for n in found if n), default=0)
+        if count > _MAX_REPEATS:
+            yield (
+                f"the pattern {pattern!r:.60} repeats a part {count} times; at most "
+                f"{_MAX_REPEATS} can be expressed"
+            )
+
+
+def warn_of_invalid(request: ModelRequest, reply: Message) -> None:
+    """Says on the terminal where a finished reply is not what its schemas ask for.
+
+    A schema that is violated in the same way is reported once.
+    """
+    response_format = request.rules.response_format or {}
+    functions = {t["function"]["name"]: t["function"] for t in request.inputs.tools}
+    calls = reply.get("tool_calls") or ()
+    if response_format.get("type") == "json_schema" and not calls:
+        schema = response_format["json_schema"]["schema"]
+        _judge("response_format", schema, reply.get("content") or "")
+    for call in calls:
+        function = functions.get(call["function"]["name"], {})
+        if function.get("strict") and function.get("parameters"):
+            where = f"the parameters of {function['name']!r}"
+            _judge(where, function["parameters"], call["function"]["arguments"])
+
+
+def _judge(where: str, schema: Any, text: str) -> None:
+    try:
+        value = json.loads(text)
+        for error in require_jsonschema().Draft202012Validator(schema).iter_errors(value):
+            path = "/".join(["#", *map(str, error.absolute_schema_path)])
+            _warn_once(where, f"violates {path}, which xgrammar does not express")
+    except json.JSONDecodeError as error:
+        _warn_once(where, f"is not JSON: {error.msg}")
+    except Exception as error:  # of a pattern that Python cannot read, or a broken reference
+        _warn_once(where, f"cannot be judged: {type(error).__name__}: {error}")
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_once(where: str, problem: str) -> None:
+    _log.warning("a reply that was constrained by %s %s", where, problem)

@@ -22,19 +22,17 @@ from agentrl_cli.records import Message
 from agentrl_cli.tracking.formats.call_scanner import make_encodable
 from agentrl_cli.tracking.formats.format_choice import choose_formats, collect_template_text
 from agentrl_cli.tracking.formats.reply_formats import ReplyFormats
-from agentrl_cli.tracking.matching import (
-    extract_answer,
-    extract_reasoning,
-    extract_text,
-    parse_arguments,
-    write_reasoning,
-)
 
 #: Stands for a sampled turn while rendering. Plain letters: no template escapes them. Another in
 #: every process: in no text that an agent sends, be it this file, may it be found.
 PLACEHOLDER = "AGENTRL" + "".join(secrets.choice(string.ascii_uppercase) for _ in range(24))
 #: Under which a placeholder keeps the reply that it stands for.
 _SAMPLED_KEY = f"{PLACEHOLDER}REPLY"
+_PROMPT_END_TOKENS = 64
+#: Also where the opening tag was in the prompt.
+_REASONING = re.compile(r"<think>.*?</think>\s*|^.*?</think>\s*", re.DOTALL)
+#: Keys under which reasoning comes back; the first is the canonical one.
+_REASONING_KEYS = ("reasoning_content", "reasoning")
 
 
 class TemplateError(UserInputError):
@@ -77,32 +75,23 @@ class ChatTemplate:
             )
         self.tokenizer = tokenizer
         self.formats = formats if formats is not None else choose_formats(tokenizer)
-        self._backend = _find_backend(tokenizer)
         self._end_ids = frozenset(tokenizer.all_special_ids)
         self._special_tokens = _list_special_tokens(tokenizer)
         self._hidden_ids = _find_hidden_ids(self._special_tokens, self.formats)
         # A run of bytes is decoded as one: what its first ones are depends on the last.
-        self.decodes_in_runs = b"ByteFallback" in _dump_decoder(tokenizer)
+        decoder = tokenizer.backend_tokenizer.decoder
+        self.decodes_in_runs = decoder is not None and b"ByteFallback" in decoder.__getstate__()
         self._wants_text = False
         self._reasoning_key = _find_reasoning_key(collect_template_text(tokenizer.chat_template))
 
-    def render(self, messages: Sequence[Message], inputs: TemplateInputs) -> str:
-        """The prompt text, ending where the assistant's turn begins.
+    def render(
+        self, messages: Sequence[Message], inputs: TemplateInputs, is_prompt: bool = True
+    ) -> str:
+        """The text of the messages; of a prompt, it ends where the assistant's turn begins.
 
         Raises:
             TemplateError: the template's own complaint.
         """
-        return self._render(messages, inputs, is_prompt=True)
-
-    def render_past(self, messages: Sequence[Message], inputs: TemplateInputs) -> str:
-        """The text of the messages alone, without what begins the assistant's turn.
-
-        Raises:
-            TemplateError: the template's own complaint.
-        """
-        return self._render(messages, inputs, is_prompt=False)
-
-    def _render(self, messages: Sequence[Message], inputs: TemplateInputs, is_prompt: bool) -> str:
         try:
             return self._apply(messages, inputs, is_prompt, wants_text=self._wants_text)
         except TemplateError as error:
@@ -136,10 +125,6 @@ class ChatTemplate:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of template text; special tokens in it become special ids."""
-        backend = self._backend
-        # Whoever else used the tokenizer may have left it padding or cutting.
-        if backend is not None and backend.padding is None and backend.truncation is None:
-            return tuple(backend.encode(text, add_special_tokens=False).ids)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def select_shown(self, completion_ids: Sequence[int]) -> list[int]:
@@ -152,11 +137,13 @@ class ChatTemplate:
 
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
-        if self._backend is not None:
-            return self._backend.decode(token_ids, skip_special_tokens=False)
         return self.tokenizer.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+
+    def decode_prompt_end(self, prompt_ids: Sequence[int]) -> str:
+        """Enough of a prompt's end to see whether reasoning begins there."""
+        return self.decode_all(prompt_ids[-_PROMPT_END_TOKENS:])
 
     def split_at_last_turn(
         self, skeleton: Sequence[Message], inputs: TemplateInputs
@@ -181,7 +168,7 @@ class ChatTemplate:
         messages = [message.get(_SAMPLED_KEY, message) for message in skeleton]
         try:
             before = self.render(messages[:last], inputs)
-            closed = self.render_past(messages[: last + 1], inputs)
+            closed = self.render(messages[: last + 1], inputs, is_prompt=False)
             text = self.render(messages, inputs)
         except TemplateError:
             return None
@@ -227,15 +214,10 @@ class ChatTemplate:
         next message: that one says who speaks, also after another end than it."""
         turn = [{"role": "user", "content": "x"}, make_placeholder(None)]
         try:
-            end = self.render_past(turn, TemplateInputs()).rpartition(PLACEHOLDER)[2]
+            end = self.render(turn, TemplateInputs(), is_prompt=False).rpartition(PLACEHOLDER)[2]
         except TemplateError:
             return True
         return any(token in end for token in self._special_tokens.values())
-
-
-def _dump_decoder(tokenizer: Any) -> bytes:
-    decoder = tokenizer.backend_tokenizer.decoder
-    return decoder.__getstate__() if decoder is not None else b""
 
 
 def _list_special_tokens(tokenizer: Any) -> dict[int, str]:
@@ -255,24 +237,6 @@ def _find_hidden_ids(special: dict[int, str], formats: ReplyFormats) -> frozense
     if formats.reasoning is not None:
         shown.update((formats.reasoning.begin, formats.reasoning.end))
     return frozenset(i for i, text in special.items() if text not in shown)
-
-
-def _find_backend(tokenizer: Any) -> Any:
-    """The Rust tokenizer under one that adds nothing to it; None: it adds something.
-
-    Asked directly, it takes two thirds of the time for a whole prompt, and a third for the few
-    tokens of a tool's result.
-    """
-    from transformers.tokenization_utils_tokenizers import TokenizersBackend
-
-    kind = type(tokenizer)
-    plain = all(
-        getattr(kind, name, None) is getattr(TokenizersBackend, name)
-        for name in ("encode", "_encode_plus", "decode", "_decode")
-    )
-    if not plain or tokenizer.split_special_tokens:
-        return None
-    return tokenizer.backend_tokenizer
 
 
 def make_placeholder(reply: Message | None) -> Message:
@@ -334,3 +298,59 @@ def make_template_inputs(
 ) -> TemplateInputs:
     """Template inputs that can be compared with those of another request."""
     return TemplateInputs(tuple(tools), tuple(sorted(template_kwargs.items())))
+
+
+def extract_text(content: Any) -> str:
+    """The text of a message's ``content``: null, a string, or a list of text parts."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content)
+
+
+def extract_reasoning(message: Message) -> str:
+    """The reasoning of an assistant message, from a key of its own or inside the content.
+
+    Empty: it has none, or came back without it.
+    """
+    for key in _REASONING_KEYS:
+        reasoning = message.get(key)
+        if isinstance(reasoning, str) and reasoning.strip():
+            return reasoning.strip()
+    head, found, _ = extract_text(message.get("content")).partition("</think>")
+    return head.strip().removeprefix("<think>").strip() if found else ""
+
+
+def holds_reasoning_in_content(message: Message) -> bool:
+    """Whether an assistant message has its reasoning between tags in its content."""
+    return "</think>" in extract_text(message.get("content"))
+
+
+def extract_answer(message: Message) -> str:
+    """The text of an assistant message without its reasoning."""
+    text = extract_text(message.get("content"))
+    if "</think>" in text and not any(message.get(key) for key in _REASONING_KEYS):
+        return _REASONING.sub("", text).lstrip()
+    return text.lstrip()
+
+
+def write_reasoning(message: Message, reasoning: str) -> Message:
+    """The assistant message with ``reasoning``, in the canonical form."""
+    bare = {key: value for key, value in message.items() if key not in _REASONING_KEYS}
+    bare["content"] = extract_answer(message)
+    return {**bare, _REASONING_KEYS[0]: reasoning} if reasoning else bare
+
+
+def parse_arguments(arguments: Any, **options: Any) -> Any:
+    """Tool arguments as JSON data; text that is not JSON stays text.
+
+    ``options``: as ``json.loads`` has them.
+    """
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments, **options)
+    except (ValueError, RecursionError):
+        # Brackets nested without end are no arguments either.
+        return arguments

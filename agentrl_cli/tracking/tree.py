@@ -1,39 +1,49 @@
-"""The conversation tree of one trajectory, and the prompt of every new call in it."""
+"""The conversation tree of one trajectory, and the prompt of every new call in it.
+
+Turns are compared by meaning. Frameworks send an assistant's turn back in many spellings:
+``content`` null, missing or empty, arguments with other key order, keys added with null, its
+reasoning as a key of its own, inside the content, or left out. Those are the same turn.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import accumulate, takewhile
+from typing import Any
 
 from agentrl_cli.records import Interaction, Message, MismatchCause
-from agentrl_cli.tracking.matching import (
-    diagnose_edit,
-    digest_meaning,
-    extract_reasoning,
-    fingerprint,
-    fingerprint_prefixes,
-    holds_reasoning_in_content,
-    replays_reasoning,
-    write_meaning,
-    write_reasoning,
-)
 from agentrl_cli.tracking.template import (
     PLACEHOLDER,
     ChatTemplate,
     SplitPrompt,
     TemplateInputs,
+    extract_answer,
+    extract_reasoning,
+    extract_text,
+    holds_reasoning_in_content,
     make_placeholder,
+    parse_arguments,
+    write_reasoning,
 )
 
+#: Made once: ``json.dumps`` with options makes an encoder for every call.
+_write_json = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
+#: Keys whose meaning is compared otherwise, or that only number the pieces of a stream.
+_KNOWN_KEYS = frozenset({"role", "content", "tool_calls"})
+_KNOWN_REPLY_KEYS = _KNOWN_KEYS | {"reasoning_content", "reasoning"}
+_KNOWN_CALL_KEYS = frozenset({"id", "type", "function", "index"})
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPlan:
     """How a request becomes token ids, and where it hangs in the tree."""
 
     prompt_ids: tuple[int, ...]
-    parent_id: str | None
-    extends_parent: bool
+    parent_id: str | None = None
+    extends_parent: bool = False
     """True: ``prompt_ids`` begins with the parent's prompt and completion ids."""
     mismatch_cause: MismatchCause | None
     inputs: TemplateInputs
@@ -95,14 +105,6 @@ class ConversationTree:
         #: Conversations up to an assistant's turn that an agent gave unasked: examples.
         self._given: set[bytes] = set()
 
-    def clear(self) -> None:
-        """Forgets every turn: what continues one of them is tokenized again."""
-        self._by_conversation.clear()
-        self._by_request.clear()
-        self._by_id.clear()
-        self._replies.clear()
-        self._given.clear()
-
     def plan(self, messages: Sequence[Message], inputs: TemplateInputs) -> PromptPlan:
         """The prompt of a request, spliced to the turn that it continues, if it does.
 
@@ -112,20 +114,17 @@ class ConversationTree:
         digests = fingerprint_prefixes(messages)
         parent, num_known = self._find_parent(messages, digests)
         edit = self._find_edit(messages, digests, num_known)
-        if parent is None:
-            text = self._template.render(messages, inputs)
-            ids = self._template.encode(text)
-            return PromptPlan(
-                prompt_ids=ids,
-                parent_id=None,
-                extends_parent=False,
-                mismatch_cause=edit,
-                inputs=inputs,
-                skeleton=tuple(messages),
-                skeleton_text=text,
-                prefix_digests=digests,
-            )
-        return self._continue(parent, messages, num_known, inputs, edit, digests)
+        if parent is not None:
+            return self._continue(parent, messages, num_known, inputs, edit, digests)
+        text = self._template.render(messages, inputs)
+        return PromptPlan(
+            prompt_ids=self._template.encode(text),
+            mismatch_cause=edit,
+            inputs=inputs,
+            skeleton=tuple(messages),
+            skeleton_text=text,
+            prefix_digests=digests,
+        )
 
     def add(self, plan: PromptPlan, interaction: Interaction) -> None:
         """Makes a completed interaction available as a parent."""
@@ -133,11 +132,11 @@ class ConversationTree:
         parent = self._by_id.get(plan.parent_id or "")
         node = _Node(interaction, plan, extract_reasoning(reply), parent)
         self._by_id[interaction.id] = node
-        request, meaning = plan.prefix_digests[-1], write_meaning(reply)
-        self._by_conversation.setdefault(digest_meaning(meaning, request), []).append(node)
+        request = plan.prefix_digests[-1]
+        self._by_conversation.setdefault(fingerprint(reply, request), []).append(node)
         self._by_request.setdefault(request, []).append(node)
         system = _find_system_digest(interaction.messages, plan.prefix_digests)
-        self._replies.add((system, digest_meaning(meaning)))
+        self._replies.add((system, fingerprint(reply)))
         if plan.mismatch_cause is None:
             turns = zip(interaction.messages, plan.prefix_digests[1:], strict=True)
             self._given.update(digest for m, digest in turns if m["role"] == "assistant")
@@ -278,7 +277,7 @@ class ConversationTree:
         past = plan.skeleton_text
         if past.startswith(before) or before.startswith(past):
             return True
-        return before.startswith(self._template.render_past(plan.skeleton, plan.inputs))
+        return before.startswith(self._template.render(plan.skeleton, plan.inputs, is_prompt=False))
 
 
 def _restore_reasoning(
@@ -299,9 +298,69 @@ def _restore_reasoning(
 
 def _find_system_digest(messages: Sequence[Message], digests: Sequence[bytes]) -> bytes:
     """The digest of the leading system messages: another system prompt, another conversation."""
-    num_leading = sum(1 for _ in takewhile(_is_system, messages))
-    return digests[num_leading]
+    leading = takewhile(lambda m: m["role"] in ("system", "developer"), messages)
+    return digests[len(list(leading))]
 
 
-def _is_system(message: Message) -> bool:
-    return message["role"] in ("system", "developer")
+def replays_reasoning(message: Message, reasoning: str) -> bool:
+    """Whether a message has the reasoning that was sampled; frameworks may leave it out."""
+    return extract_reasoning(message) in ("", reasoning)
+
+
+def _normalize(message: Message) -> list[Any]:
+    """The meaning of a message as plain JSON data; equal meaning gives equal data.
+
+    Reasoning is no part of it: whether it came back is another question.
+    """
+    role = "system" if message["role"] == "developer" else message["role"]
+    is_reply = role == "assistant"
+    text = extract_answer(message) if is_reply else extract_text(message.get("content"))
+    known = _KNOWN_REPLY_KEYS if is_reply else _KNOWN_KEYS
+    extras = {k: v for k, v in message.items() if k not in known and _carries_meaning(v)}
+    calls = [_normalize_call(call) for call in message.get("tool_calls") or ()]
+    return [role, text, calls, extras]
+
+
+def fingerprint(message: Message, previous: bytes = b"") -> bytes:
+    """A digest of a message's meaning and of all that came before it."""
+    meaning = _write_json(_normalize(message)).encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(meaning, key=previous).digest()
+
+
+def fingerprint_prefixes(messages: Iterable[Message]) -> list[bytes]:
+    """Entry i is the digest of the first i messages; entry 0 stands for none."""
+    return list(accumulate(messages, lambda past, m: fingerprint(m, past), initial=b""))
+
+
+def diagnose_edit(sampled: Message, replayed: Message) -> MismatchCause:
+    """Why ``replayed`` is not the turn that was ``sampled`` at its place."""
+    _, text, calls, extras = _normalize(sampled)
+    _, other_text, other_calls, other_extras = _normalize(replayed)
+    # All of a call but its arguments.
+    rests, other_rests = ([[*c[:2], c[3]] for c in side] for side in (calls, other_calls))
+    same_reasoning = replays_reasoning(replayed, extract_reasoning(sampled))
+    same_rest = text == other_text and extras == other_extras and same_reasoning
+    if same_rest and calls != other_calls and rests == other_rests:
+        return MismatchCause.TOOL_ARGUMENTS_CHANGED
+    # Whoever removes the reasoning removes white space with it.
+    has_lost_reasoning = extract_reasoning(sampled) and not extract_reasoning(replayed)
+    if has_lost_reasoning and calls == other_calls and text.strip() == other_text.strip():
+        return MismatchCause.THINKING_STRIPPED
+    return MismatchCause.HISTORY_EDITED
+
+
+def _carries_meaning(value: Any) -> bool:
+    return value is not None and value not in ("", [], {})
+
+
+def _normalize_call(call: dict[str, Any]) -> list[Any]:
+    function = call.get("function") or {}
+    extras = {k: v for k, v in call.items() if k not in _KNOWN_CALL_KEYS and _carries_meaning(v)}
+    arguments = parse_arguments(function.get("arguments"), parse_float=_parse_number)
+    return [call.get("id"), function.get("name"), arguments, extras]
+
+
+def _parse_number(text: str) -> float:
+    """A number with a fraction or an exponent; 1.0 is 1, as programs in JavaScript send it back."""
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number

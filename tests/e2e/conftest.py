@@ -17,7 +17,7 @@ from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow
 from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.rewards import AsyncRewardWrapper
 from agentrl_cli.rollout.workflow import Attempt
-from agentrl_cli.tracking.sequences import build_sequences
+from agentrl_cli.tracking.credit import build_sequences
 
 
 @pytest.fixture(scope="session")

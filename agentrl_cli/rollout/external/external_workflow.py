@@ -22,9 +22,9 @@ from agentrl_cli.rollout.external.task_queue import PendingTask, TaskQueue
 from agentrl_cli.rollout.rewards import AsyncRewardWrapper
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
 from agentrl_cli.tracking.client import TrackingClient
+from agentrl_cli.tracking.credit import TokenSequence
 from agentrl_cli.tracking.gateway import BaseGateway
 from agentrl_cli.tracking.gateway_socket import KEY_VARIABLE, check_binding, open_listener
-from agentrl_cli.tracking.sequences import TokenSequence
 from agentrl_cli.tracking.session import Budget, Session
 
 

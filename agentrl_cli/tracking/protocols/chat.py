@@ -12,7 +12,12 @@ from typing import Any
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.records import Message
 from agentrl_cli.tracking.formats.call_scanner import ParsedText
-from agentrl_cli.tracking.model_calls import Choice, ModelCalls
+from agentrl_cli.tracking.model_calls import (
+    Choice,
+    ModelCalls,
+    count_reasoning_tokens,
+    format_token_logprobs,
+)
 from agentrl_cli.tracking.protocols.model_request import ModelRequest, Problem, RequestError
 from agentrl_cli.tracking.protocols.request_fields import (
     EFFORTS,
@@ -31,7 +36,6 @@ from agentrl_cli.tracking.protocols.request_fields import (
     take_choice,
     take_int,
 )
-from agentrl_cli.tracking.reply_text import count_reasoning_tokens, format_token_logprobs
 from agentrl_cli.tracking.session import Session
 
 _NEUTRAL_KEYS = NEUTRAL_KEYS | {"store", "verbosity"}

@@ -13,7 +13,12 @@ from typing import Any, Literal
 
 from agentrl_cli.engine.protocol import Generation
 from agentrl_cli.tracking.formats.call_scanner import ParsedText
-from agentrl_cli.tracking.model_calls import Choice, ModelCalls
+from agentrl_cli.tracking.model_calls import (
+    Choice,
+    ModelCalls,
+    TextLogprobs,
+    count_reasoning_tokens,
+)
 from agentrl_cli.tracking.protocols.chat import format_error
 from agentrl_cli.tracking.protocols.model_request import Problem
 from agentrl_cli.tracking.protocols.responses_input import (
@@ -22,7 +27,6 @@ from agentrl_cli.tracking.protocols.responses_input import (
     build_item_id,
     parse_responses_request,
 )
-from agentrl_cli.tracking.reply_text import TextLogprobs, count_reasoning_tokens
 from agentrl_cli.tracking.session import Session
 
 Item = dict[str, Any]

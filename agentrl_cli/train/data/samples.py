@@ -1,6 +1,6 @@
 """Trajectories to samples: one flat token sequence each, with what the loss needs per token.
 
-Turns are merged in ``tracking/sequences.py`` and nowhere else; here every token only
+Turns are merged in ``tracking/credit.py`` and nowhere else; here every token only
 receives its own interaction's advantage, temperature and top_p.
 """
 
@@ -18,7 +18,7 @@ from agentrl_cli.errors import RunError
 from agentrl_cli.log import get_logger
 from agentrl_cli.records import ExportStyle, Interaction, Trajectory
 from agentrl_cli.scores import compute_score
-from agentrl_cli.tracking.sequences import Span, TokenSequence, build_sequences
+from agentrl_cli.tracking.credit import Span, TokenSequence, build_sequences
 from agentrl_cli.train.masks import FREE, MaskMaker, TokenMasks, join_masks
 
 _log = get_logger(__name__)

@@ -18,7 +18,7 @@ from agentrl_cli import build_anthropic_client
 from agentrl_cli.models.calculator_tasks import CALCULATE_TOOL, SYSTEM_PROMPT
 from agentrl_cli.records import StopReason
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.tracking.sequences import build_sequences
+from agentrl_cli.tracking.credit import build_sequences
 from builders.anthropic_agent import build_anthropic_agent, build_blocking_anthropic_agent
 
 pytestmark = pytest.mark.anthropic

@@ -22,7 +22,7 @@ from pydantic import BaseModel
 from agentrl_cli.records import Boundary, StopReason
 from agentrl_cli.rollout.dataset import build_eval_tasks
 from agentrl_cli.rollout.scheduler import run_tasks
-from agentrl_cli.tracking.sequences import build_sequences
+from agentrl_cli.tracking.credit import build_sequences
 from builders.math_agent import build_math_agent
 
 pytestmark = pytest.mark.openai_agents

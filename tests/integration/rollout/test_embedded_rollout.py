@@ -13,8 +13,8 @@ from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow
 from agentrl_cli.rollout.dataset import TaskStream, build_eval_tasks
 from agentrl_cli.rollout.scheduler import RolloutScheduler, run_tasks
 from agentrl_cli.tracking.client import TrackingClient
+from agentrl_cli.tracking.credit import build_sequences
 from agentrl_cli.tracking.gateway import Gateway
-from agentrl_cli.tracking.sequences import build_sequences
 
 ROWS = [{"question": f"What is {n} plus {n}?", "answer": str(2 * n)} for n in range(6)]
 NUM_TURNS = 3

@@ -10,7 +10,7 @@ from agentrl_cli.errors import DatasetError
 from agentrl_cli.records import Boundary
 from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.workflow import AgentWorkflow, Attempt, RolloutWorkflow, find_style
-from agentrl_cli.tracking.sequences import TokenSequence
+from agentrl_cli.tracking.credit import TokenSequence
 from agentrl_cli.tracking.session import Budget, Sampling
 
 ATTEMPT = Attempt(

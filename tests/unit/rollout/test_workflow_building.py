@@ -91,9 +91,9 @@ async def test_without_a_client_factory_the_engine_gets_a_gateway_that_lasts(
     workflow = build_workflow(configure("build"), chat_tokenizer)
     engine = scripted_engine(lambda _: "4")
     await workflow.arun_trajectory(engine, _attempt())
-    gateway = get_gateway(engine, chat_tokenizer, "hermes")
+    gateway = get_gateway(engine, chat_tokenizer, tool_call_parser="hermes")
     await workflow.arun_trajectory(engine, _attempt())
-    assert get_gateway(engine, chat_tokenizer, "hermes") is gateway
+    assert get_gateway(engine, chat_tokenizer, tool_call_parser="hermes") is gateway
     await gateway.close()
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from agentrl_cli.errors import EngineError
-from agentrl_cli.records import Interaction, InteractionStatus, MismatchCause
+from agentrl_cli.records import Interaction, InteractionStatus
 from agentrl_cli.tracking import template as template_module
 from agentrl_cli.tracking.client import TrackingClient
+from agentrl_cli.tracking.tree import fingerprint
 
 Open = Callable[..., TrackingClient]
 USER = {"role": "user", "content": "What is the weather in Paris?"}
@@ -100,46 +101,6 @@ async def test_turn_stopped_for_length_is_closed_by_the_splice(open_client: Open
     at = len(one.prompt_ids) + len(one.completion_ids)
     assert exported.input_ids[at] == end
     assert not exported.loss_mask[at], "the end that was added was not sampled"
-
-
-async def test_edited_history_forks_with_its_cause(open_client: Open) -> None:
-    client = open_client("The answer", "is forty two", "again")
-    first = await ask(client, [USER])
-    second = await ask(client, [USER, dump(first), USER])
-    edited = [USER, dump(first), USER, dump(second, content="is Paris"), USER]
-    await ask(client, edited)
-    one, two, three = client.interactions
-    assert three.mismatch_cause is MismatchCause.HISTORY_EDITED
-    assert_continues(three, one)
-    assert three.prompt_ids == rendered(client, edited)
-    # What was sampled and then edited away is still trained, in a sequence of its own.
-    ends = {e.id for e in client.export_interactions().values()}
-    assert ends == {two.id, three.id}
-
-
-async def test_changed_tools_keep_the_tree_and_cut_the_sample(open_client: Open) -> None:
-    client = open_client("The answer", "done")
-    first = await ask(client, [USER], tools=[TOOL])
-    messages = [USER, dump(first), USER]
-    await ask(client, messages)
-    one, two = client.interactions
-    assert two.parent_id == one.id
-    assert (two.extends_parent, two.mismatch_cause) == (False, MismatchCause.TEMPLATE_CHANGED)
-    assert two.prompt_ids == rendered(client, messages)
-    assert len(client.export_interactions()) == 2
-
-
-async def test_two_unrelated_conversations_stay_apart(open_client: Open) -> None:
-    client = open_client("a1", "b1", "a2", "b2")
-    other = {"role": "user", "content": "Who?"}
-    a1 = await ask(client, [USER])
-    b1 = await ask(client, [other])
-    await ask(client, [USER, dump(a1), USER])
-    await ask(client, [other, dump(b1), USER])
-    one, two, three, four = client.interactions
-    assert_continues(three, one)
-    assert_continues(four, two)
-    assert len(client.export_interactions()) == 2
 
 
 async def test_branches_share_a_turn_that_is_trained_once(open_client: Open) -> None:
@@ -280,3 +241,55 @@ async def test_greedy_turns_are_context_and_not_trained(open_client: Open) -> No
     await ask(client, [USER], temperature=0)
     [exported] = client.export_interactions().values()
     assert not any(exported.loss_mask)
+
+
+def call(arguments: Any = '{"a": 1, "b": 2}', call_id: str = "c1", **extra: Any) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function, **extra}
+
+
+def assistant(**fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", **fields}
+
+
+SAME = [
+    (assistant(content=None), assistant(content="")),
+    (assistant(content=None), assistant()),
+    (assistant(content="x", refusal=None), assistant(content="x")),
+    (assistant(content="x"), assistant(content=[{"type": "text", "text": "x"}])),
+    (assistant(content="x", tool_calls=[]), assistant(content="x", tool_calls=None)),
+    (assistant(tool_calls=[call()]), assistant(tool_calls=[call('{"b":2,"a":1}')])),
+    (assistant(tool_calls=[call()]), assistant(content="", tool_calls=[call(index=0)])),
+    (assistant(content="x", reasoning_content="hm"), assistant(content="x")),
+    (assistant(content="x", reasoning="hm"), assistant(content="x", reasoning_content="hm")),
+    (assistant(content="x", reasoning="hm"), assistant(content="<think>\nhm\n</think>\n\nx")),
+    (assistant(content="hm\n</think>\n\nx"), assistant(content="x")),
+    (assistant(content="\n\nx"), assistant(content="x")),
+    ({"role": "developer", "content": "s"}, {"role": "system", "content": "s"}),
+    ({"content": "x", "role": "user"}, {"role": "user", "content": "x"}),
+]
+DIFFERENT = [
+    (assistant(content="x"), assistant(content="x ")),
+    (assistant(content="x"), {"role": "user", "content": "x"}),
+    (assistant(tool_calls=[call()]), assistant(tool_calls=[call(call_id="c2")])),
+    (assistant(tool_calls=[call()]), assistant(tool_calls=[call('{"a": 1, "b": 3}')])),
+    (assistant(tool_calls=[call()]), assistant(tool_calls=[call(), call(call_id="c2")])),
+    (assistant(content="x"), assistant(content="x", mood="good")),
+    ({"role": "tool", "tool_call_id": "1", "content": "x"}, {"role": "tool", "content": "x"}),
+    ({"role": "user", "content": "x", "reasoning": "a"}, {"role": "user", "content": "x"}),
+    ({"role": "user", "content": "<think>a</think>x"}, {"role": "user", "content": "x"}),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_same_meaning_is_the_same_turn(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert fingerprint(one) == fingerprint(other)
+
+
+@pytest.mark.parametrize(("one", "other"), DIFFERENT)
+def test_other_meaning_is_another_turn(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert fingerprint(one) != fingerprint(other)
+
+
+def test_text_with_lone_surrogates_has_a_fingerprint() -> None:
+    assert fingerprint(assistant(content="\ud800")) != fingerprint(assistant(content="x"))

@@ -12,118 +12,79 @@ from agentrl_cli.records import Interaction, InteractionStatus
 from agentrl_cli.tracking.credit import compute_turn_returns, find_successors, parse_reward
 
 
-def turn(
-    name: str,
-    started: int,
-    ended: int,
-    parent: str | None = None,
-    reward: float | None = None,
-    status: InteractionStatus = InteractionStatus.COMPLETED,
-) -> Interaction:
-    return Interaction(
-        id=name, started=started, ended=ended, parent_id=parent, reward=reward, status=status
-    )
+def read(text: str) -> list[Interaction]:
+    """Turns by name, ticks of begin and end, parent and reward: ``a 1-2, b 3-4 <a =0.5``.
 
-
-FAILED = InteractionStatus.FAILED
+    With ``!`` the call failed.
+    """
+    turns = []
+    for one in filter(None, text.split(", ")):
+        name, ticks, *rest = one.split()
+        started, ended = map(int, ticks.split("-"))
+        fields: dict[str, Any] = {}
+        for part in rest:
+            if part.startswith("<"):
+                fields["parent_id"] = part[1:]
+            elif part.startswith("="):
+                fields["reward"] = float(part[1:])
+            else:
+                fields["status"] = InteractionStatus.FAILED
+        turns.append(Interaction(id=name, started=started, ended=ended, **fields))
+    return turns
 
 
 @pytest.mark.parametrize(
     ("turns", "discount", "returns"),
     [
-        pytest.param(
-            # c = 1; b = 0 + 0.5 * 1 = 0.5; a = 0 + 0.5 * 0.5 = 0.25
-            [turn("a", 1, 2), turn("b", 3, 4, "a"), turn("c", 5, 6, "b", 1.0)],
-            0.5,
-            {"a": 0.25, "b": 0.5, "c": 1.0},
-            id="a chain passes the outcome back with discount",
-        ),
-        pytest.param(
-            # root = 0.25 + 1.0 * (1 + 0) / 2
-            [
-                turn("root", 1, 2, None, 0.25),
-                turn("l", 3, 4, "root", 1.0),
-                turn("r", 5, 6, "root", 0.0),
-            ],
+        # c = 1; b = 0 + 0.5 * 1; a = 0 + 0.5 * 0.5: a chain passes the outcome back.
+        ("a 1-2, b 3-4 <a, c 5-6 <b =1", 0.5, {"a": 0.25, "b": 0.5, "c": 1.0}),
+        # root = 0.25 + 1.0 * (1 + 0) / 2: branches give their mean, and nothing to each other.
+        (
+            "root 1-2 =0.25, l 3-4 <root =1, r 5-6 <root =0",
             1.0,
             {"root": 0.75, "l": 1.0, "r": 0.0},
-            id="branches give their mean and nothing to each other",
         ),
-        pytest.param(
-            # The triage agent's turn is a leaf; the solver's conversation begins afterwards.
-            [turn("triage", 1, 2), turn("one", 3, 4), turn("two", 5, 6, "one", 1.0)],
-            0.5,
-            {"triage": 0.25, "one": 0.5, "two": 1.0},
-            id="a handoff's leaf hands over to what started after it",
-        ),
-        pytest.param(
-            # outer2 = 1; inner2 (leaf) -> outer2: 0.5; inner1 = 0.25; outer1 -> outer2: 0.5
-            [
-                turn("outer1", 1, 2),
-                turn("inner1", 3, 4),
-                turn("inner2", 5, 6, "inner1"),
-                turn("outer2", 7, 8, "outer1", 1.0),
-            ],
+        # A handoff: the triage agent's turn is a leaf; the solver's conversation begins after it.
+        ("triage 1-2, one 3-4, two 5-6 <one =1", 0.5, {"triage": 0.25, "one": 0.5, "two": 1.0}),
+        # A sub-agent's leaf hands over to the turn that uses its result:
+        # outer2 = 1; inner2 -> outer2: 0.5; inner1 = 0.25; outer1 -> outer2: 0.5.
+        (
+            "outer1 1-2, inner1 3-4, inner2 5-6 <inner1, outer2 7-8 <outer1 =1",
             0.5,
             {"outer2": 1.0, "inner2": 0.5, "inner1": 0.25, "outer1": 0.5},
-            id="a sub-agent hands over to the turn that uses its result",
         ),
-        pytest.param(
-            [turn("first", 1, 2, None, 0.0), turn("second", 3, 4, None, 1.0)],
-            1.0,
-            {"first": 0.0, "second": 1.0},
-            id="a rewarded leaf keeps its own reward only",
-        ),
-        pytest.param(
-            # Three votes asked for at the same time; the reward is set on the last to end.
-            [turn("v1", 1, 5), turn("v2", 2, 4), turn("v3", 3, 6, None, 1.0)],
-            1.0,
-            {"v1": 1.0, "v2": 1.0, "v3": 1.0},
-            id="parallel leaves at the end share the outcome",
-        ),
-        pytest.param(
-            [turn("a", 1, 3, None, 1.0), turn("slow", 2, 4)],
-            1.0,
-            {"a": 1.0, "slow": 0.0},
-            id="a straggler without a successor earns nothing",
-        ),
-        pytest.param(
-            [turn("a", 1, 2), turn("x", 3, 4, "a", status=FAILED), turn("b", 5, 6, "a", 1.0)],
-            1.0,
-            {"a": 1.0, "b": 1.0},
-            id="a failed call in the middle has no place",
-        ),
-        pytest.param(
-            [turn("a", 1, 2, None, 0.5), turn("b", 3, 4, "a", 1.0)],
-            1.0,
-            {"a": 1.5, "b": 1.0},
-            id="a reward on an inner turn adds to what follows",
-        ),
-        pytest.param([turn("a", 1, 2)], 1.0, {}, id="no reward at all is no return"),
-        pytest.param([], 1.0, {}, id="no turns"),
+        # A rewarded leaf keeps its own reward only.
+        ("first 1-2 =0, second 3-4 =1", 1.0, {"first": 0.0, "second": 1.0}),
+        # Three votes asked for at the same time; the reward is set on the last to end.
+        ("v1 1-5, v2 2-4, v3 3-6 =1", 1.0, {"v1": 1.0, "v2": 1.0, "v3": 1.0}),
+        # A straggler without a successor earns nothing.
+        ("a 1-3 =1, slow 2-4", 1.0, {"a": 1.0, "slow": 0.0}),
+        # A failed call in the middle has no place.
+        ("a 1-2, x 3-4 <a !, b 5-6 <a =1", 1.0, {"a": 1.0, "b": 1.0}),
+        # A reward on an inner turn adds to what follows.
+        ("a 1-2 =0.5, b 3-4 <a =1", 1.0, {"a": 1.5, "b": 1.0}),
+        # No reward at all is no return.
+        ("a 1-2", 1.0, {}),
+        ("", 1.0, {}),
     ],
 )
-def test_returns(turns: list[Interaction], discount: float, returns: dict[str, float]) -> None:
-    assert compute_turn_returns(turns, discount) == returns
+def test_returns(turns: str, discount: float, returns: dict[str, float]) -> None:
+    assert compute_turn_returns(read(turns), discount) == returns
 
 
 def test_successors_come_before_those_who_share_in_their_credit() -> None:
-    turns = [
-        turn("outer1", 1, 2),
-        turn("inner1", 3, 4),
-        turn("broken", 4, 5, "inner1", status=InteractionStatus.FAILED),
-        turn("inner2", 5, 6, "inner1"),
-        turn("outer2", 7, 8, "outer1", 1.0),
-        turn("outer3", 9, 10, "outer1", 0.0),
-    ]
-    found = find_successors(turns)
+    found = find_successors(
+        read(
+            "outer1 1-2, inner1 3-4, broken 4-5 <inner1 !, inner2 5-6 <inner1, "
+            "outer2 7-8 <outer1 =1, outer3 9-10 <outer1 =0"
+        )
+    )
     assert found == {
         "outer3": (), "outer2": (), "inner2": ("outer2",), "inner1": ("inner2",),
         "outer1": ("outer2", "outer3"),
     }  # fmt: skip
     order = list(found)
     assert all(order.index(s) < order.index(name) for name in found for s in found[name])
-    assert find_successors([]) == {}
 
 
 @pytest.mark.parametrize(

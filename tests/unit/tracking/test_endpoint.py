@@ -127,9 +127,9 @@ async def connect_to() -> AsyncIterator[Callable[..., Any]]:
 
         server = GatewaySocket(Router([Route("/v1/chat/completions", handle, methods=["POST"])]))
         gateway = EndpointGateway(
-            f"{server.open()}/v1", KEY, "m", timeout_seconds=10.0, max_retries=0
+            server.open_socket(), KEY, "m", timeout_seconds=10.0, max_retries=0
         )
-        opened.extend((server.stop, gateway.close))
+        opened.extend((server.close_socket, gateway.close))
         return TrackingClient(gateway=gateway, session=gateway.open_session(**options)), bodies
 
     yield connect_one

@@ -11,12 +11,12 @@ import contextlib
 import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -28,7 +28,7 @@ from agentrl_cli.errors import (
     EngineTimeoutError,
     MissingExtraError,
 )
-from agentrl_cli.records import Interaction, InteractionStatus
+from agentrl_cli.records import InteractionStatus
 from agentrl_cli.tracking.gateway import Gateway
 from agentrl_cli.tracking.session import Budget, Session
 
@@ -236,18 +236,17 @@ def check_chat_events(text: str) -> dict[str, Any] | None:
         assert isinstance(events[-1]["error"]["message"], str)
         return None
     assert text.endswith("data: [DONE]\n\n")
-    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    state: ChatCompletionStreamState[Any] = ChatCompletionStreamState()
     for event in events:
-        ChatCompletionChunk.model_validate(event, strict=True)
-        for choice in event["choices"]:
-            if choice["index"] == 0:
-                delta = choice["delta"]
-                message["content"] += delta.get("content") or ""
-                message.setdefault("tool_calls", []).extend(delta.get("tool_calls") or ())
+        state.handle_chunk(ChatCompletionChunk.model_validate(event, strict=True))
+    completion = state.current_completion_snapshot.model_dump(mode="json")
     ended = [c["index"] for e in events for c in e["choices"] if c["finish_reason"]]
-    assert sorted(ended) == list(range(len(ended)))
-    if not message.get("tool_calls"):
-        message.pop("tool_calls", None)
+    assert sorted(ended) == list(range(len(completion["choices"])))
+    message = completion["choices"][0]["message"]
+    message.pop("parsed", None)
+    for call in message.get("tool_calls") or ():
+        call["function"].pop("parsed_arguments", None)
+        call.pop("index", None)
     return {"choices": [{"message": message}]}
 
 
@@ -334,20 +333,15 @@ def check_message_error(body: dict[str, Any]) -> None:
     assert body["error"]["message"]
 
 
-@dataclass(frozen=True)
-class Fuzzed:
-    """One protocol under test."""
+class Fuzzed(NamedTuple):
+    """One protocol under test; ``None`` for its events: they ended with an error."""
 
     path: str
     build_body: Callable[[st.DrawFn, Sequence[Any]], dict[str, Any]]
-    """A valid body, given the replies of the conversation so far."""
     check_reply: Callable[[dict[str, Any]], dict[str, Any]]
-    """Checks a reply; what ``build_body`` gets of it."""
     check_events: Callable[[str], dict[str, Any] | None]
-    """The same of a stream; None: it ended with an error."""
     check_error: Callable[[dict[str, Any]], None] = check_error
     count_path: str | None = None
-    """Where the tokens of a request are counted; None: nowhere."""
 
 
 FUZZED = (
@@ -374,45 +368,32 @@ def check_record(session: Session) -> None:
     """Every interaction is well formed, the tree and what is exported agree with them."""
     interactions = {i.id: i for i in session.interactions}
     assert len(interactions) == len(session.interactions)
-    for interaction in interactions.values():
-        check_interaction(interaction, interactions)
-    completed = [i for i in interactions.values() if i.status is InteractionStatus.COMPLETED]
-    sampled = [i for i in completed if i.completion_ids]
+    for one in interactions.values():
+        # What cannot be written as UTF-8 could not be stored.
+        for data in (one.messages, one.tools, one.reply, one.error):
+            json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
+        assert one.ended is not None
+        assert one.started < one.ended
+        if one.parent_id is not None:
+            parent = interactions[one.parent_id]
+            assert parent.status is InteractionStatus.COMPLETED
+            assert (parent.ended or 0) < one.started
+            ids = parent.prompt_ids + parent.completion_ids
+            assert not one.extends_parent or one.prompt_ids[: len(ids)] == ids
+        if one.status is not InteractionStatus.COMPLETED:
+            assert one.error
+            assert (one.reply, one.completion_ids) == (None, ())
+            continue
+        assert len(one.completion_ids) == len(one.rollout_logprobs) == len(one.versions)
+        assert one.finish_reason in ("stop", "length", "tool_calls")
+        assert one.reply is not None
+        for call in one.reply.get("tool_calls", ()):
+            assert isinstance(json.loads(call["function"]["arguments"]), dict)
+    sampled = [i for i in interactions.values() if i.completion_ids]
     trained = sum(len(i.completion_ids) for i in sampled if i.temperature > 0)
     exported = session.export_interactions()
     assert sum(sum(e.loss_mask) for e in exported.values()) == trained
-    for sequence in exported.values():
-        lengths = {len(sequence.input_ids), len(sequence.loss_mask), len(sequence.versions)}
-        assert lengths == {len(sequence.rollout_logprobs)}
-        for span in sequence.spans:
-            assert sequence.input_ids[span.start : span.end] == span.interaction.completion_ids
     assert len(session.export_interactions("individual")) == len(sampled)
-
-
-def check_interaction(one: Interaction, known: dict[str, Interaction]) -> None:
-    # What cannot be written as UTF-8 could not be stored.
-    for data in (one.messages, one.tools, one.reply, one.error):
-        json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
-    assert one.ended is not None
-    assert one.started < one.ended
-    if one.parent_id is not None:
-        parent = known[one.parent_id]
-        assert parent.status is InteractionStatus.COMPLETED
-        assert parent.ended is not None
-        assert parent.ended < one.started
-        if one.extends_parent:
-            ids = parent.prompt_ids + parent.completion_ids
-            assert one.prompt_ids[: len(ids)] == ids
-    if one.status is not InteractionStatus.COMPLETED:
-        assert one.error
-        assert (one.reply, one.completion_ids) == (None, ())
-        return
-    assert len(one.completion_ids) == len(one.rollout_logprobs) == len(one.versions)
-    assert one.reply is not None
-    assert one.reply["role"] == "assistant"
-    assert one.finish_reason in ("stop", "length", "tool_calls")
-    for call in one.reply.get("tool_calls", ()):
-        assert isinstance(json.loads(call["function"]["arguments"]), dict)
 
 
 async def ask(

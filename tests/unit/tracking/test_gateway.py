@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import openai
 import pytest
 
+from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.engine.protocol import Sampling
-from agentrl_cli.errors import EngineError, EngineTimeoutError
+from agentrl_cli.errors import EngineError, EngineTimeoutError, UserInputError
 from agentrl_cli.records import InteractionStatus
 from agentrl_cli.tracking.client import TrackingClient
-from agentrl_cli.tracking.gateway import get_gateway
+from agentrl_cli.tracking.gateway import Gateway
+from agentrl_cli.tracking.gateway_socket import open_listener
 from agentrl_cli.tracking.session import Budget
 
 Open = Callable[..., TrackingClient]
@@ -163,6 +166,11 @@ async def test_a_key_opens_its_own_session_alone(open_client: Open) -> None:
         await create(client)
     assert gateway.num_open_sessions == 1
     assert len(client.interactions) == 1, "records stay readable"
+    key = other.session_key
+    for wrong in ("sk-wrong", key[:-1], key + "x", "Ω"):
+        headers = [(b"authorization", f"Bearer {wrong}".encode())]
+        reply = await gateway.http_client.post("http://x.invalid/v1/responses", headers=headers)
+        assert reply.status_code == 401
 
 
 async def test_socket_serves_the_same_sessions(open_client: Open) -> None:
@@ -181,28 +189,10 @@ async def test_socket_serves_the_same_sessions(open_client: Open) -> None:
     assert len(client.interactions) == 2
 
 
-async def test_answers_on_the_socket_do_not_wait_for_acknowledgements(
-    open_client: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_options: list[tuple[int, ...]] = []
-    original = socket.socket.setsockopt
-
-    def record(connection: socket.socket, *option: Any) -> None:
-        set_options.append(option)
-        original(connection, *option)
-
-    client = open_client("a")
-    base_url = await client.gateway.serve()
-    monkeypatch.setattr(socket.socket, "setsockopt", record)
-
-    def ask() -> bytes:
-        # A plain socket sets no option itself: what is recorded is the server's.
-        with socket.create_connection(("127.0.0.1", int(base_url.split(":")[2][:-3]))) as plain:
-            plain.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            return plain.recv(100)
-
-    assert b"401" in await asyncio.to_thread(ask)
-    assert (socket.IPPROTO_TCP, socket.TCP_NODELAY, True) in set_options
+def test_answers_on_the_socket_do_not_wait_for_acknowledgements() -> None:
+    # asyncio turns off Nagle's algorithm for sockets that name their protocol.
+    with open_listener(0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
 
 
 async def test_other_paths_are_404_and_the_served_ones_named(open_client: Open) -> None:
@@ -213,19 +203,28 @@ async def test_other_paths_are_404_and_the_served_ones_named(open_client: Open) 
     assert (reply.status_code, "POST /v1/chat/completions" in reply.text) == (404, True)
 
 
-async def test_copies_of_the_client_share_its_session(open_client: Open) -> None:
-    client = open_client("a")
-    copied = client.with_options(timeout=3.0)
-    assert isinstance(copied, TrackingClient)
-    await create(copied)
-    assert len(client.interactions) == 1
-
-
 async def test_one_engine_has_one_gateway(open_client: Open) -> None:
     gateway = open_client().gateway
     tokenizer = gateway.template.tokenizer
     one = TrackingClient(engine=gateway.engine, tokenizer=tokenizer)
     two = TrackingClient(engine=gateway.engine, tokenizer=tokenizer)
-    assert one.gateway is two.gateway is get_gateway(gateway.engine, tokenizer)
+    assert one.gateway is two.gateway
     assert one.session_key != two.session_key
     await one.gateway.close()
+
+
+@pytest.mark.parametrize("taker", [Gateway, TrackingClient])
+def test_options_of_the_configuration_are_those_of_gateway_and_client(taker: Any) -> None:
+    parameters = inspect.signature(taker).parameters
+    for name, default in EngineConfig().list_reading_options().items():
+        assert parameters[name].default == default
+
+
+async def test_client_reads_by_the_parser_it_was_given(make_engine: Any, tokenizer: Any) -> None:
+    options = {"engine": make_engine("[f(x=1)]"), "tokenizer": tokenizer}
+    client = TrackingClient(tool_call_parser="pythonic", **options)
+    [call] = (await create(client, tools=[TOOL])).choices[0].message.tool_calls
+    assert call.function.arguments == '{"x": 1}'
+    await client.gateway.close()
+    with pytest.raises(UserInputError, match="did you mean 'hermes'"):
+        TrackingClient(tool_call_parser="hermess", **options)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
+import httpx2
 import pytest
 
 from agentrl_cli.tracking.client import TrackingClient
@@ -47,7 +47,7 @@ async def run_session(gateway: Gateway, number: int, post: Post, watched: list[A
     assert all(i.extends_parent for i in session.interactions[1:])
     [exported] = session.export_interactions().values()
     assert sum(exported.loss_mask) == sum(i.num_completion_tokens for i in session.interactions)
-    watched += [weakref.ref(session), weakref.ref(session._tree)]
+    watched += [weakref.ref(session), weakref.ref(session.tree)]
     await gateway.end_session(session)
 
 
@@ -58,23 +58,17 @@ async def test_500_sessions_do_not_mix_and_leave_nothing(open_client: Open, way:
     gateway: Any = first.gateway
     engine: Any = gateway.engine
     watched: list[Any] = []
+    http, root = gateway.http_client, "http://x.invalid"
     if way == "socket":
+        http = httpx2.AsyncClient(limits=httpx2.Limits(max_connections=None))
         root = (await gateway.serve()).removesuffix("/v1")
-        http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
 
-        async def post(path: str, body: Any, headers: Any) -> Any:
-            async with http.post(root + path, json=body, headers=headers) as reply:
-                return await reply.json()
-    else:
-
-        async def post(path: str, body: Any, headers: Any) -> Any:
-            url = f"http://x.invalid{path}"
-            return (await gateway.http_client.post(url, json=body, headers=headers)).json()
+    async def post(path: str, body: Any, headers: Any) -> Any:
+        return (await http.post(root + path, json=body, headers=headers, timeout=60)).json()
 
     works = [run_session(gateway, n, post, watched) for n in range(NUM_SESSIONS)]
     await asyncio.gather(*works)
-    if way == "socket":
-        await http.close()
+    await http.aclose()
     del works
     await asyncio.sleep(0.05)
     gc.collect()
@@ -99,10 +93,9 @@ async def test_a_server_does_not_hold_the_trajectory_that_first_needed_it(
         with collect_sessions() as sessions:
             base_url = await gateway.serve()
             assert sessions == []
-        async with aiohttp.ClientSession() as http:
+        async with httpx2.AsyncClient() as http:
             headers = {"Authorization": f"Bearer {client.session_key}"}
-            async with http.get(f"{base_url}/models", headers=headers) as reply:
-                assert reply.status == 200
+            assert (await http.get(f"{base_url}/models", headers=headers)).status_code == 200
         collected = gateway.open_session()
         assert sessions == [], "opened outside of the block"
         await gateway.end_session(collected)

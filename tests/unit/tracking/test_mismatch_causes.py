@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import assume, given, settings
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from agentrl_cli.prefix_mismatches import find_prefix_mismatches
 from agentrl_cli.records import Interaction, InteractionStatus, MismatchCause
-from agentrl_cli.tracking.sequences import build_sequences
+from agentrl_cli.tracking.credit import build_sequences
 from agentrl_cli.tracking.template import ChatTemplate, TemplateInputs
 from agentrl_cli.tracking.tree import ConversationTree
 
@@ -42,16 +41,27 @@ _KINDS = st.sampled_from(["plain", "thinking", "call", "text and call", "two cal
 _TURNS = st.lists(st.tuples(_KINDS, _ARGUMENTS), min_size=1, max_size=4)
 
 
-@dataclass
 class Talk:
     """An agent's conversation, sampled turn by turn with the tokens of the template."""
 
-    template: ChatTemplate
-    tree: ConversationTree
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    interactions: list[Interaction] = field(default_factory=list)
-    sampled_at: list[int] = field(default_factory=list)
-    """Positions of the sampled replies among the messages."""
+    def __init__(self, tokenizer: Any, data: Any = None, *, keep_reasoning: bool = False) -> None:
+        self.data = data
+        self.template = ChatTemplate(tokenizer)
+        self.tree = ConversationTree(self.template, keep_reasoning=keep_reasoning)
+        self.messages: list[dict[str, Any]] = []
+        self.interactions: list[Interaction] = []
+        self.sampled_at: list[int] = []
+        """Positions of the sampled replies among the messages."""
+        if data is not None and data.draw(st.booleans(), label="system"):
+            self.messages.append(dict(SYSTEM))
+        self.num_given = len(self.messages)
+
+    def take_turns(self, *kinds: str) -> list[Any]:
+        turns: list[Any] = self.data.draw(_TURNS, label="turns")
+        assume(not kinds or any(kind in kinds for kind, _ in turns))
+        for kind, arguments in turns:
+            self.take_turn(kind, arguments)
+        return turns
 
     def take_turn(self, kind: str, arguments: dict[str, Any]) -> None:
         number = len(self.interactions)
@@ -148,53 +158,29 @@ def build_reply(kind: str, arguments: dict[str, Any], number: int) -> tuple[dict
         "text and call": f"calling {number}",
     }
     content = texts.get(kind)
-    text = content or ""
-    calls = []
+    spelled = json.dumps(arguments, ensure_ascii=False)
     num_calls = {"call": 1, "text and call": 1, "two calls": 2}.get(kind, 0)
-    for index in range(num_calls):
-        spelled = json.dumps(arguments, ensure_ascii=False)
-        text += f'\n<tool_call>\n{{"name": "f", "arguments": {spelled}}}\n</tool_call>'
-        calls.append(
-            {
-                "id": f"call_{number}_{index}",
-                "type": "function",
-                "function": {"name": "f", "arguments": spelled},
-            }
-        )
+    written = f'\n<tool_call>\n{{"name": "f", "arguments": {spelled}}}\n</tool_call>'
+    text = (content or "") + written * num_calls
+    function = {"name": "f", "arguments": spelled}
+    calls = [
+        {"id": f"call_{number}_{index}", "type": "function", "function": dict(function)}
+        for index in range(num_calls)
+    ]
     reply: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         reply["tool_calls"] = calls
     return reply, text
 
 
-@st.composite
-def talks(draw: Any, *kinds: str) -> list[tuple[str, dict[str, Any]]]:
-    """Turns, at least one of them of one of ``kinds`` where those are given."""
-    turns = draw(_TURNS)
-    assume(not kinds or any(kind in kinds for kind, _ in turns))
-    return turns
-
-
-def begin(tokenizer: Any, turns: list[Any], system: bool) -> Talk:
-    template = ChatTemplate(tokenizer)
-    talk = Talk(template, ConversationTree(template), [dict(SYSTEM)] if system else [])
-    for kind, arguments in turns:
-        talk.take_turn(kind, arguments)
+def begin(tokenizer: Any, data: Any, *kinds: str) -> Talk:
+    """A conversation, with at least one turn of one of ``kinds`` where those are given."""
+    talk = Talk(tokenizer, data)
+    turns = talk.take_turns(*kinds)
     # The base of all that follows: an agent that changes nothing has no mismatch.
     assert [i.mismatch_cause for i in talk.interactions] == [None] * len(turns)
     assert all(i.extends_parent for i in talk.interactions[1:])
     return talk
-
-
-def choose_sampled(talk: Talk, data: Any, wanted: Any) -> int:
-    """The position of a sampled reply for which ``wanted`` holds."""
-    positions = [p for p in talk.sampled_at if wanted(talk.messages[p])]
-    assume(positions)
-    return data.draw(st.sampled_from(positions), label="position")
-
-
-def has_calls(message: dict[str, Any]) -> bool:
-    return bool(message.get("tool_calls"))
 
 
 def mismatch_once(
@@ -213,9 +199,9 @@ def mismatch_once(
 
 
 @settings(max_examples=30, deadline=None)
-@given(turns=talks(), system=st.booleans(), data=st.data())
-def test_another_spelling_matches(tokenizer: Any, turns: Any, system: bool, data: Any) -> None:
-    talk = begin(tokenizer, turns, system)
+@given(data=st.data())
+def test_another_spelling_matches(tokenizer: Any, data: Any) -> None:
+    talk = begin(tokenizer, data)
     messages = talk.next_messages()
     for position in talk.sampled_at:
         message = messages[position]
@@ -255,18 +241,11 @@ def respell(arguments: str, data: Any) -> str:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    turns=talks(),
-    system=st.booleans(),
-    change=st.sampled_from(["altered", "missing", "swapped"]),
-    data=st.data(),
-)
-def test_a_change_before_a_kept_reply_is_an_edit(
-    tokenizer: Any, turns: Any, system: bool, change: str, data: Any
-) -> None:
-    talk = begin(tokenizer, turns, system)
+@given(change=st.sampled_from(["altered", "missing", "swapped"]), data=st.data())
+def test_a_change_before_a_kept_reply_is_an_edit(tokenizer: Any, change: str, data: Any) -> None:
+    talk = begin(tokenizer, data)
     messages = talk.next_messages()
-    places = st.integers(int(system), talk.sampled_at[-1])
+    places = st.integers(talk.num_given, talk.sampled_at[-1])
     one, other = data.draw(places), data.draw(places)
     if change == "altered":
         messages[one]["content"] = f"{messages[one].get('content') or ''} changed"
@@ -280,11 +259,9 @@ def test_a_change_before_a_kept_reply_is_an_edit(
 
 
 @settings(max_examples=30, deadline=None)
-@given(turns=talks("thinking"), system=st.booleans(), data=st.data())
-def test_reasoning_that_was_taken_out_is_put_back(
-    tokenizer: Any, turns: Any, system: bool, data: Any
-) -> None:
-    talk = begin(tokenizer, turns, system)
+@given(data=st.data())
+def test_reasoning_that_was_taken_out_is_put_back(tokenizer: Any, data: Any) -> None:
+    talk = begin(tokenizer, data, "thinking")
     messages = talk.next_messages()
     thinking = [p for p in talk.sampled_at if "</think>" in (messages[p]["content"] or "")]
     for position in data.draw(st.sets(st.sampled_from(thinking), min_size=1)):
@@ -294,16 +271,13 @@ def test_reasoning_that_was_taken_out_is_put_back(
 
 
 @settings(max_examples=30, deadline=None)
-@given(turns=talks("thinking"), system=st.booleans(), keep=st.booleans())
+@given(keep=st.booleans(), data=st.data())
 def test_a_template_that_strips_reasoning_mismatches_unless_it_is_kept(
-    thinking_tokenizer: Any, turns: Any, system: bool, keep: bool
+    thinking_tokenizer: Any, keep: bool, data: Any
 ) -> None:
     """The remedy that is told with the cause mends it."""
-    template = ChatTemplate(thinking_tokenizer)
-    tree = ConversationTree(template, keep_reasoning=keep)
-    talk = Talk(template, tree, [dict(SYSTEM)] if system else [])
-    for kind, arguments in turns:
-        talk.take_turn(kind, arguments)
+    talk = Talk(thinking_tokenizer, data, keep_reasoning=keep)
+    turns = talk.take_turns("thinking")
     talk.ask(talk.next_messages())
     causes = [i.mismatch_cause for i in talk.interactions]
     if keep:
@@ -316,59 +290,49 @@ def test_a_template_that_strips_reasoning_mismatches_unless_it_is_kept(
     talk.check_training()
 
 
-@settings(max_examples=30, deadline=None)
-@given(turns=talks("call", "text and call", "two calls"), system=st.booleans(), data=st.data())
-def test_other_tool_arguments_are_named(
-    tokenizer: Any, turns: Any, system: bool, data: Any
+@settings(max_examples=60, deadline=None)
+@given(
+    change=st.sampled_from(["value", "missing", "added", "broken", "renamed", "other id"]),
+    data=st.data(),
+)
+def test_other_tool_arguments_are_told_from_another_call(
+    tokenizer: Any, change: str, data: Any
 ) -> None:
-    talk = begin(tokenizer, turns, system)
+    talk = begin(tokenizer, data, "call", "text and call", "two calls")
     messages = talk.next_messages()
-    position = choose_sampled(talk, data, has_calls)
-    call = data.draw(st.sampled_from(messages[position]["tool_calls"]))
+    positions = [p for p in talk.sampled_at if messages[p].get("tool_calls")]
+    call = data.draw(st.sampled_from(messages[data.draw(st.sampled_from(positions))]["tool_calls"]))
     arguments = json.loads(call["function"]["arguments"])
     name = data.draw(st.sampled_from(sorted(arguments)))
-    change = data.draw(st.sampled_from(["value", "missing", "added", "broken"]))
-    if change == "value":
+    cause = MismatchCause.TOOL_ARGUMENTS_CHANGED
+    if change == "renamed":
+        call["function"]["name"], cause = "g", MismatchCause.HISTORY_EDITED
+    elif change == "other id":
+        answered = [m for m in messages if m.get("tool_call_id") == call["id"]]
+        call["id"], cause = "renamed", MismatchCause.HISTORY_EDITED
+        for message in answered:
+            message["tool_call_id"] = "renamed"
+    elif change == "value":
         arguments[name] = "another value"
     elif change == "missing":
         del arguments[name]
     elif change == "added":
         arguments["added"] = None
     call["function"]["arguments"] = json.dumps(arguments)[: -1 if change == "broken" else None]
-    mismatch_once(talk, messages, MismatchCause.TOOL_ARGUMENTS_CHANGED)
-
-
-@settings(max_examples=30, deadline=None)
-@given(turns=talks("call", "text and call", "two calls"), system=st.booleans(), data=st.data())
-def test_a_call_by_another_name_or_id_is_an_edit_and_not_of_arguments(
-    tokenizer: Any, turns: Any, system: bool, data: Any
-) -> None:
-    talk = begin(tokenizer, turns, system)
-    messages = talk.next_messages()
-    call = messages[choose_sampled(talk, data, has_calls)]["tool_calls"][0]
-    if data.draw(st.booleans()):
-        call["function"]["name"] = "g"
-    else:
-        for message in messages:
-            if message.get("tool_call_id") == call["id"]:
-                message["tool_call_id"] = "renamed"
-        call["id"] = "renamed"
-    mismatch_once(talk, messages, MismatchCause.HISTORY_EDITED)
+    mismatch_once(talk, messages, cause)
 
 
 @settings(max_examples=20, deadline=None)
-@given(turns=talks(), system=st.booleans())
-def test_other_tools_are_another_template(tokenizer: Any, turns: Any, system: bool) -> None:
-    talk = begin(tokenizer, turns, system)
+@given(data=st.data())
+def test_other_tools_are_another_template(tokenizer: Any, data: Any) -> None:
+    talk = begin(tokenizer, data)
     mismatch_once(talk, talk.next_messages(), MismatchCause.TEMPLATE_CHANGED, tools=OTHER_TOOLS)
 
 
 @settings(max_examples=20, deadline=None)
-@given(turns=talks(), system=st.booleans())
-def test_another_system_prompt_is_another_conversation(
-    tokenizer: Any, turns: Any, system: bool
-) -> None:
-    talk = begin(tokenizer, turns, system)
+@given(data=st.data())
+def test_another_system_prompt_is_another_conversation(tokenizer: Any, data: Any) -> None:
+    talk = begin(tokenizer, data)
     handed_over = [{"role": "system", "content": "You are another."}]
     handed_over += [m for m in talk.next_messages() if m["role"] != "system"]
     mismatch_once(talk, handed_over, None)
@@ -376,29 +340,25 @@ def test_another_system_prompt_is_another_conversation(
 
 
 @settings(max_examples=30, deadline=None)
-@given(turns=talks(), system=st.booleans(), data=st.data())
-def test_a_summary_in_place_of_the_beginning(
-    tokenizer: Any, turns: Any, system: bool, data: Any
-) -> None:
-    talk = begin(tokenizer, turns, system)
+@given(data=st.data())
+def test_a_summary_in_place_of_the_beginning(tokenizer: Any, data: Any) -> None:
+    talk = begin(tokenizer, data)
     messages = talk.next_messages()
-    num_gone = data.draw(st.integers(int(system) + 1, len(messages) - 1), label="summarized")
+    num_gone = data.draw(st.integers(talk.num_given + 1, len(messages) - 1), label="summarized")
     summary = {"role": "user", "content": "What happened so far: nothing."}
-    compacted = [*messages[: int(system)], summary, *messages[num_gone:]]
+    compacted = [*messages[: talk.num_given], summary, *messages[num_gone:]]
     keeps_a_reply = any(position >= num_gone for position in talk.sampled_at)
     # A summary and nothing that was sampled: the agent has begun again.
     mismatch_once(talk, compacted, MismatchCause.HISTORY_EDITED if keeps_a_reply else None)
 
 
 @settings(max_examples=20, deadline=None)
-@given(turns=talks(), system=st.booleans(), data=st.data())
-def test_given_examples_are_no_edit_though_the_model_said_the_same(
-    tokenizer: Any, turns: Any, system: bool, data: Any
-) -> None:
+@given(data=st.data())
+def test_given_examples_that_the_model_repeats_are_no_edit(tokenizer: Any, data: Any) -> None:
     """A reply that equals an example of the prompt makes the prompt's next use no mismatch."""
-    talk = begin(tokenizer, turns, system)
+    talk = begin(tokenizer, data)
     examples = [
-        *([dict(SYSTEM)] if system else []),
+        *talk.messages[: talk.num_given],
         {"role": "user", "content": "an example"},
         {"role": "assistant", "content": "answer again"},
         {"role": "user", "content": "a task"},
@@ -413,7 +373,8 @@ def test_given_examples_are_no_edit_though_the_model_said_the_same(
 
 
 def test_arguments_too_deep_to_read_are_text(tokenizer: Any) -> None:
-    talk = begin(tokenizer, [("call", {"a": 1})], system=False)
+    talk = Talk(tokenizer)
+    talk.take_turn("call", {"a": 1})
     messages = talk.next_messages()
     messages[1]["tool_calls"][0]["function"]["arguments"] = "[" * 100_000
     assert talk.ask(messages).mismatch_cause is MismatchCause.TOOL_ARGUMENTS_CHANGED
@@ -451,8 +412,7 @@ def build_request(talk: Talk, action: str, number: int) -> tuple[list[Any], Any]
 def test_every_sampled_token_is_trained_once_and_continued_as_it_is(
     tokenizer: Any, steps: list[Any]
 ) -> None:
-    template = ChatTemplate(tokenizer)
-    talk = Talk(template, ConversationTree(template))
+    talk = Talk(tokenizer)
     for action, text, finish, number in steps:
         messages, tools = build_request(talk, action, number)
         status = InteractionStatus.FAILED if action == "fail" else InteractionStatus.COMPLETED

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.tracking.formats.call_scanner import ParsedText
 from agentrl_cli.tracking.formats.format_choice import choose_formats
-from agentrl_cli.tracking.reply_text import ReplyReader
-from agentrl_cli.tracking.template import ChatTemplate
+from agentrl_cli.tracking.model_calls import ReplyReader
+from agentrl_cli.tracking.protocols.model_request import ModelRequest
+from agentrl_cli.tracking.template import ChatTemplate, make_template_inputs
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -100,8 +102,13 @@ def read_in_pieces(
 
 
 def open_reader(template: ChatTemplate, stop: Any, prompt: str) -> ReplyReader:
-    prompt_ids = template.encode(prompt)
-    return ReplyReader(template, stop, True, tools=[TOOL], prompt_ids=prompt_ids)
+    request = ModelRequest(
+        messages=(),
+        inputs=make_template_inputs([TOOL], {}),
+        sampling=Sampling(stop=tuple(stop)),
+        parse_tools=True,
+    )
+    return ReplyReader(template, request, template.encode(prompt))
 
 
 def encode(kind: str, text: str) -> list[int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import anthropic
@@ -14,6 +13,7 @@ import openai
 import pytest
 
 from agentrl_cli.records import InteractionStatus
+from agentrl_cli.tracking import gateway as gateway_module
 from agentrl_cli.tracking.client import TrackingClient
 
 Open = Callable[..., TrackingClient]
@@ -25,32 +25,26 @@ RETRY = {"x-stainless-retry-count": "1"}
 _SECONDS = 5.0
 
 
-def list_options(key: str, headers: dict[str, str]) -> dict[str, Any]:
-    return {"api_key": key, "max_retries": 2, "default_headers": headers}
-
-
-async def ask_chat(base_url: str, key: str, stream: bool, **headers: str) -> str:
-    async with openai.AsyncOpenAI(base_url=base_url, **list_options(key, headers)) as client:
+async def ask_chat(options: dict[str, Any], stream: bool) -> str:
+    async with openai.AsyncOpenAI(**options) as client:
         reply: Any = await client.chat.completions.create(model="m", messages=[USER], stream=stream)
         if stream:
             return "".join([c.choices[0].delta.content or "" async for c in reply if c.choices])
         return str(reply.choices[0].message.content)
 
 
-async def ask_responses(base_url: str, key: str, stream: bool, **headers: str) -> str:
-    async with openai.AsyncOpenAI(base_url=base_url, **list_options(key, headers)) as client:
-        reply: Any = await client.responses.create(
-            model="m", input="What is the weather in Paris?", stream=stream
-        )
+async def ask_responses(options: dict[str, Any], stream: bool) -> str:
+    async with openai.AsyncOpenAI(**options) as client:
+        reply: Any = await client.responses.create(model="m", input=[USER], stream=stream)
         if stream:
             events = [e async for e in reply]
             return "".join(e.delta for e in events if e.type == "response.output_text.delta")
         return str(reply.output_text)
 
 
-async def ask_messages(base_url: str, key: str, stream: bool, **headers: str) -> str:
-    root = base_url.removesuffix("/v1")
-    async with anthropic.AsyncAnthropic(base_url=root, **list_options(key, headers)) as client:
+async def ask_messages(options: dict[str, Any], stream: bool) -> str:
+    options["base_url"] = options["base_url"].removesuffix("/v1")
+    async with anthropic.AsyncAnthropic(**options) as client:
         reply: Any = await client.messages.create(
             model="m", max_tokens=100, messages=[USER], stream=stream
         )
@@ -64,56 +58,24 @@ PROTOCOLS = pytest.mark.parametrize("ask", [ask_chat, ask_responses, ask_message
 STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 
 
-class CuttingProxy:
-    """Between an SDK and the gateway: breaks the first connections, then passes everything on."""
+class LosingTransport(httpx2.AsyncHTTPTransport):
+    """Loses the first reply, as a connection does that breaks."""
 
-    def __init__(self, target_port: int, cut: Callable[[bytes], bool], times: int = 1) -> None:
-        self._target_port = target_port
-        self._cut = cut
-        self._times = times
+    def __init__(self) -> None:
+        super().__init__()
         self.retry_counts: list[str] = []
 
-    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
-        asked = asyncio.create_task(self._pass_requests(reader, up_writer))
-        try:
-            answer = b""
-            while data := await up_reader.read(65536):
-                answer += data
-                if self._times and self._cut(answer):
-                    self._times -= 1
-                    writer.transport.abort()
-                    return
-                if not self._times:
-                    writer.write(data)
-                    await writer.drain()
-        finally:
-            asked.cancel()
-            up_writer.close()
-            writer.close()
-
-    async def _pass_requests(
-        self, reader: asyncio.StreamReader, up_writer: asyncio.StreamWriter
-    ) -> None:
-        while data := await reader.read(65536):
-            for line in data.split(b"\r\n"):
-                if line.lower().startswith(b"x-stainless-retry-count:"):
-                    self.retry_counts.append(line.split(b":")[1].strip().decode())
-            up_writer.write(data)
-            await up_writer.drain()
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        self.retry_counts.append(request.headers["x-stainless-retry-count"])
+        response = await super().handle_async_request(request)
+        if len(self.retry_counts) == 1:
+            await response.aread()
+            raise httpx2.ReadError("the connection broke")
+        return response
 
 
-@asynccontextmanager
-async def cutting(
-    base_url: str, cut: Callable[[bytes], bool], times: int = 1
-) -> AsyncIterator[tuple[str, CuttingProxy]]:
-    proxy = CuttingProxy(int(base_url.split(":")[2].split("/")[0]), cut, times)
-    server = await asyncio.start_server(proxy.handle, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    try:
-        yield f"http://127.0.0.1:{port}/v1", proxy
-    finally:
-        server.close()
+async def list_options(client: TrackingClient, **options: Any) -> dict[str, Any]:
+    return {"base_url": await client.gateway.serve(), "api_key": client.session_key, **options}
 
 
 def post(client: TrackingClient, body: dict[str, Any], **headers: str) -> asyncio.Task[Any]:
@@ -137,14 +99,11 @@ async def test_a_retry_after_the_record_gets_the_same_answer(
     open_client: Open, ask: Ask, stream: bool
 ) -> None:
     client = open_client("The answer is forty two.", "another one")
-    base_url = await client.gateway.serve()
-
-    def is_recorded(_: bytes) -> bool:
-        return bool(client.interactions)
-
-    async with cutting(base_url, is_recorded) as (url, proxy):
-        assert await ask(url, client.session_key, stream) == "The answer is forty two."
-    assert proxy.retry_counts == ["0", "1"]
+    transport = LosingTransport()
+    async with httpx2.AsyncClient(transport=transport) as http:
+        options = await list_options(client, http_client=http, max_retries=2)
+        assert await ask(options, stream) == "The answer is forty two."
+    assert transport.retry_counts == ["0", "1"]
     [interaction] = client.interactions
     assert interaction.status is InteractionStatus.COMPLETED
     assert len(client.gateway.engine.prompts) == 1  # type: ignore[attr-defined]
@@ -158,14 +117,14 @@ async def test_a_retry_after_a_broken_call_is_sampled_and_the_broken_one_is_not_
     client = open_client("The answer is lost.", "The answer is forty two.")
     engine: Any = client.gateway.engine
     engine.gate, engine.gate_position = asyncio.Event(), 3
-    base_url = await client.gateway.serve()
-    broken_call = asyncio.create_task(ask(base_url, client.session_key, stream))
+    broken_call = asyncio.create_task(ask(await list_options(client), stream))
     await wait_until(lambda: bool(engine.prompts))
     broken_call.cancel()
     await wait_until(lambda: bool(client.interactions))
     engine.gate.set()
 
-    assert await ask(base_url, client.session_key, stream, **RETRY) == "The answer is forty two."
+    options = await list_options(client, default_headers=RETRY)
+    assert await ask(options, stream) == "The answer is forty two."
     broken, completed = client.interactions
     assert broken.status is InteractionStatus.CANCELLED
     assert completed.status is InteractionStatus.COMPLETED
@@ -190,23 +149,6 @@ async def test_a_retry_joins_the_call_in_flight_and_keeps_it_alive(open_client: 
     [interaction] = client.interactions
     assert (interaction.id, interaction.status) == (reply["id"], InteractionStatus.COMPLETED)
     assert engine.num_aborted == 0
-
-
-async def test_the_last_reader_that_leaves_cancels_the_call(open_client: Open) -> None:
-    client = open_client("forty two")
-    engine: Any = client.gateway.engine
-    engine.gate = asyncio.Event()
-    calls = [post(client, BODY)]
-    await wait_until(lambda: bool(engine.prompts))
-    calls.append(post(client, BODY, **RETRY))
-    await asyncio.sleep(0.02)
-    for call in calls:
-        assert client.interactions == ()
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-    [interaction] = client.interactions
-    assert interaction.status is InteractionStatus.CANCELLED
-    assert client.gateway._replies.num_running == 0
 
 
 async def test_only_what_says_that_it_is_a_retry_is_one(open_client: Open) -> None:
@@ -419,20 +361,6 @@ async def test_a_retry_of_what_was_refused_for_load_is_no_repetition_of_its_twin
     assert [r.json()["choices"][0]["message"]["content"] for r in replies] == ["one", "two"]
 
 
-async def test_no_retry_count_breaks_the_gateway(open_client: Open) -> None:
-    client = open_client(*"abc")
-    for count in ("9" * 5000, "-1", "²"):
-        reply = await client.gateway.http_client.post(
-            "http://x.invalid/v1/chat/completions",
-            content=json.dumps(BODY),
-            headers=[
-                (b"authorization", f"Bearer {client.session_key}".encode()),
-                (b"x-stainless-retry-count", count.encode("latin-1")),
-            ],
-        )
-        assert reply.status_code == 200, reply.text
-
-
 @STREAMED
 async def test_whenever_a_client_leaves_nothing_runs_on_and_nothing_half_is_trained(
     open_client: Open, stream: bool
@@ -462,3 +390,9 @@ async def test_whenever_a_client_leaves_nothing_runs_on_and_nothing_half_is_trai
         seen |= statuses
         seen.add("before" if not statuses else "after")
     assert seen == {"before", "after", InteractionStatus.CANCELLED, InteractionStatus.COMPLETED}
+
+
+@pytest.mark.parametrize("count", ["1", "00", "9" * 5000, "-1", "²"])
+def test_no_retry_count_breaks_the_gateway(count: str) -> None:
+    is_retry = count in ("1", "9" * 5000)
+    assert gateway_module._is_retry({"x-stainless-retry-count": count}) is is_retry

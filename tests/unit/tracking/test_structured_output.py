@@ -14,18 +14,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_cli.engine import grammar
-from agentrl_cli.engine.grammar import TokenGrammars, TokenMatcher, require_xgrammar
+from agentrl_cli.engine.grammar import (
+    GrammarError,
+    TokenGrammars,
+    TokenMatcher,
+    check_structural_tag,
+    require_xgrammar,
+)
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.errors import MissingExtraError
 from agentrl_cli.tracking import structured_output
 from agentrl_cli.tracking.formats.format_choice import find_reasoning_format, find_tool_call_format
 from agentrl_cli.tracking.formats.format_table import TOOL_CALL_FORMATS
 from agentrl_cli.tracking.formats.reply_formats import ReplyContext, ReplyFormats
-from agentrl_cli.tracking.output_schemas import SchemaError, prepare_schema
 from agentrl_cli.tracking.protocols.model_request import ModelRequest, ReplyRules, RequestError
 from agentrl_cli.tracking.structured_output import (
+    MAX_NESTING,
+    SchemaError,
     build_structural_tag,
     constrain,
+    prepare_schema,
 )
 from agentrl_cli.tracking.template import make_template_inputs
 
@@ -97,50 +105,42 @@ def check_grammar(tag: str | None, good: list[str], bad: list[str]) -> None:
 ADD, SUB = call("add", '{"x": 1}'), call("sub", '{"x": 2, "s": "</tool_call>"}')
 
 
+ONE = {"parallel_tool_calls": False}
+OBJECT = {"type": "json_object"}
+
+
 @pytest.mark.parametrize(
     ("rules", "good", "bad"),
     [
         (
-            REQUIRED,
+            {"tool_choice": "required"},
             [ADD, SUB, f"{ADD}\n{SUB}"],
             ["", "text", f"hi {ADD}", call("mul", "{}"), call("add", '{"x": "a"}'), ADD[:-1]],
         ),
+        ({"tool_choice": "required", **ONE}, [ADD, SUB], [f"{ADD}\n{SUB}"]),
+        ({"tool_choice": "required", "callable_tools": ("sub",), **ONE}, [SUB], [ADD]),
         (
-            ReplyRules(tool_choice="required", parallel_tool_calls=False),
-            [ADD, SUB],
-            [f"{ADD}\n{SUB}"],
-        ),
-        (
-            ReplyRules(tool_choice="required", callable_tools=("sub",), parallel_tool_calls=False),
-            [SUB],
-            [ADD],
-        ),
-        (
-            ReplyRules(response_format=ANSWER),
+            {"response_format": ANSWER},
             ['{"r": 1.5}', '{"r":1}', ADD, f"{ADD}\n{SUB}"],
             ["{}", "text", "", '{"r": "x"}', f'{{"r": 1}}{ADD}'],
         ),
         (
-            ReplyRules(response_format={"type": "json_object"}, callable_tools=()),
+            {"response_format": OBJECT, "callable_tools": ()},
             ["{}", '{"a": [1, {"b": null}]}'],
             ["[]", "1", ADD, "{} and more"],
         ),
         (
-            ReplyRules(callable_tools=("add",)),
+            {"callable_tools": ("add",)},
             ["", "text", ADD, f"first {ADD} then {ADD}"],
             [SUB, f"text {SUB}", '<tool_call>{"name": "sub"'],
         ),
-        (
-            ReplyRules(callable_tools=("add",), parallel_tool_calls=False),
-            ["text", f"first {ADD}"],
-            [f"{ADD}\n{ADD}", SUB],
-        ),
+        ({"callable_tools": ("add",), **ONE}, ["text", f"first {ADD}"], [f"{ADD}\n{ADD}", SUB]),
     ],
 )
 def test_a_grammar_lets_through_what_the_rules_ask_for(
-    rules: ReplyRules, good: list[str], bad: list[str]
+    rules: dict[str, Any], good: list[str], bad: list[str]
 ) -> None:
-    check_grammar(build_structural_tag(rules, TOOLS, HERMES), good, bad)
+    check_grammar(build_structural_tag(ReplyRules(**rules), TOOLS, HERMES), good, bad)
 
 
 @pytest.mark.parametrize(
@@ -166,17 +166,9 @@ def test_a_model_may_reason_before_a_call(prompt_end: str, good: list[str], bad:
     check_grammar(tag, good, bad)
 
 
-@pytest.mark.parametrize(
-    "rules",
-    [
-        ReplyRules(),
-        ReplyRules(response_format={"type": "text"}),
-        ReplyRules(callable_tools=()),
-        ReplyRules(parallel_tool_calls=False),
-    ],
-)
-def test_a_free_reply_has_no_grammar(rules: ReplyRules) -> None:
-    assert build_structural_tag(rules, TOOLS, HERMES) is None
+@pytest.mark.parametrize("rules", [{}, {"callable_tools": ()}, ONE])
+def test_a_free_reply_has_no_grammar(rules: dict[str, Any]) -> None:
+    assert build_structural_tag(ReplyRules(**rules), TOOLS, HERMES) is None
 
 
 @pytest.mark.parametrize("name", CONSTRAINABLE)
@@ -187,18 +179,9 @@ def test_what_is_written_under_a_grammar_is_what_its_parser_reads(
     """A required call, in every format: its name and arguments come out as they were written."""
     formats = ReplyFormats(tool_calls=TOOL_CALL_FORMATS[name])
     rules = ReplyRules(tool_choice="required", parallel_tool_calls=parallel)
-    tools = [
-        make_tool(
-            one,
-            parameters={
-                "type": "object",
-                "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}},
-                "required": ["x"],
-                "additionalProperties": False,
-            },
-        )
-        for one in ("add", "sub")
-    ]
+    bounded = {"type": "integer", "minimum": 0, "maximum": 99}
+    parameters = {"type": "object", "properties": {"x": bounded}, "required": ["x"]}
+    tools = [make_tool(one, parameters=parameters) for one in ("add", "sub")]
     tag = build_structural_tag(rules, tools, formats)
     assert tag is not None
     byte_grammar, chance = ByteGrammar(tag), random.Random(0)
@@ -220,67 +203,39 @@ def test_what_is_written_under_a_grammar_is_what_its_parser_reads(
     assert num_read >= 6
 
 
+def refusal(problem: str, *, parser: str = "hermes", function: Any = None, **rules: Any) -> Any:
+    tools = TOOLS if function is None else [make_tool(**{"name": "f", **function})]
+    formats = ReplyFormats(tool_calls=find_tool_call_format(parser) if parser else None)
+    asked = rules or {"tool_choice": "required"}
+    return pytest.param(ReplyRules(**asked), tools, formats, problem, id=problem)
+
+
 @pytest.mark.parametrize(
     ("rules", "tools", "formats", "problem"),
     [
         (REQUIRED, [], HERMES, "asks for a call, and no tools are offered"),
-        (
-            ReplyRules(tool_choice="required", callable_tools=("mul",)),
-            TOOLS,
-            HERMES,
-            "'mul'; tools: add, sub",
-        ),
-        (REQUIRED, TOOLS, ReplyFormats(), "set engine.tool_call_parser"),
-        (
-            REQUIRED,
-            TOOLS,
-            ReplyFormats(tool_calls=find_tool_call_format("pythonic")),
-            "cannot be constrained to calls in the format 'pythonic'",
-        ),
-        (
-            REQUIRED,
-            TOOLS,
-            ReplyFormats(tool_calls=find_tool_call_format("pythonic")),
-            f"it can with {', '.join(CONSTRAINABLE)}",
-        ),
-        (REQUIRED, [make_tool('a"b')], HERMES, "the tool name 'a\"b' cannot be asked for"),
-        (
-            REQUIRED,
-            [make_tool("f", parameters={"type": "array"})],
-            HERMES,
-            "must be of type 'object'",
-        ),
-        (
-            REQUIRED,
-            [make_tool("f", parameters={"type": "object", "required": ["y"]})],
-            HERMES,
+        refusal("'mul'; tools: add, sub", tool_choice="required", callable_tools=("mul",)),
+        refusal("set engine.tool_call_parser", parser=""),
+        refusal("cannot be constrained to calls in the format 'pythonic'", parser="pythonic"),
+        refusal(f"it can with {', '.join(CONSTRAINABLE)}", parser="pythonic"),
+        refusal("the tool name 'a\"b' cannot be asked for", function={"name": 'a"b'}),
+        refusal("must be of type 'object'", function={"parameters": {"type": "array"}}),
+        refusal(
             "'f': parameters at #: 'required' names 'y'",
+            function={"parameters": {"type": "object", "required": ["y"]}},
         ),
-        (
-            REQUIRED,
-            [make_tool("f", parameters={"type": "object", "not": {}}, strict=True)],
-            HERMES,
+        refusal(
             "'not' cannot be expressed",
+            function={"parameters": {"type": "object", "not": {}}, "strict": True},
         ),
-        (
-            ReplyRules(response_format={"type": "json_schema"}),
-            [],
-            HERMES,
-            "response_format.json_schema must be an object with a 'schema'",
-        ),
-        (
-            ReplyRules(
-                response_format={"type": "json_schema", "json_schema": {"schema": {"not": {}}}}
-            ),
-            [],
-            HERMES,
+        refusal(
             "response_format.json_schema.schema at #: 'not' cannot be expressed",
+            response_format={"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
         ),
-        (
-            ReplyRules(response_format=ANSWER),
-            [],
-            ReplyFormats(tool_calls=find_tool_call_format("openai")),
+        refusal(
             "a response_format cannot be asked of a model that writes",
+            parser="openai",
+            response_format=ANSWER,
         ),
     ],
 )
@@ -293,7 +248,7 @@ def test_what_cannot_be_asked_for_is_refused_in_words(
 
 
 def test_a_tool_that_promises_too_much_accepts_any_object_unless_it_is_strict() -> None:
-    schema = {"type": "object", "properties": {"x": {"type": "number", "multipleOf": 0.5}}}
+    schema = {"type": "object", "properties": {"x": {"not": {"const": 0.5}}}}
     tag = build_structural_tag(REQUIRED, [make_tool("f", parameters=schema)], HERMES)
     assert tag is not None
     assert ByteGrammar(tag).accepts(call("f", '{"anything": [1]}'))
@@ -340,11 +295,11 @@ async def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.Monk
 
 async def test_without_xgrammar_it_is_said_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    monkeypatch.setattr(structured_output, "_KNOWN", {})
+    structured_output._check_tag.cache_clear()
     grammar._build_byte_compiler.cache_clear()
     with pytest.raises(RequestError, match=r"pip install 'agentrl-cli\[constrained\]'"):
         await constrain(make_request(tool_choice="required"), HERMES, "")
-    free = await constrain(make_request(response_format={"type": "text"}), HERMES, "")
+    free = await constrain(make_request(), HERMES, "")
     assert free.structural_tag is None
     with pytest.raises(MissingExtraError):
         TokenGrammars(None, 10, [0]).start("{}")
@@ -401,3 +356,149 @@ def test_whatever_is_written_under_a_schema_validates(schema: Any, seed: int) ->
     text = ByteGrammar(tag).write(random.Random(seed))
     if text is not None:
         jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
+
+
+INTEGER = {"type": "integer"}
+STRING = {"type": "string"}
+TAGGED = [
+    {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]}
+    for kind in ("cat", "dog")
+]
+
+
+def nest(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = INTEGER
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def compile_schema(schema: Any) -> None:
+    content = {"type": "json_schema", "json_schema": prepare_schema(schema)}
+    check_structural_tag(json.dumps({"type": "structural_tag", "format": content}))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"type": "object", "properties": {"a": True}, "required": ["a"]},
+        {"type": ["string", "null"], "title": "T", "description": "d", "default": None},
+        {"type": "string", "format": "date-time"},
+        {"type": "string", "format": "password", "minLength": 3},
+        {"type": "array", "items": INTEGER, "minItems": 1, "maxItems": 3, "uniqueItems": False},
+        {"type": "array", "prefixItems": [INTEGER, STRING], "items": False},
+        {"type": "object", "additionalProperties": INTEGER, "minProperties": 1},
+        {"type": "object", "patternProperties": {"^x$": INTEGER}, "additionalProperties": False},
+        {"type": "object", "propertyNames": {"maxLength": 3}},
+        {"type": "string", "enum": ["a", "b"]},
+        {"anyOf": [INTEGER, {"type": "null"}], "default": None},
+        {"allOf": [{"$ref": "#/$defs/x"}], "$defs": {"x": INTEGER}, "description": "as pydantic"},
+        {"oneOf": TAGGED, "discriminator": {"propertyName": "kind"}},
+        {"type": "object", "properties": {"child": {"$ref": "#"}}},
+        nest(MAX_NESTING // 2),
+    ],
+)
+def test_what_can_be_expressed_passes(schema: dict[str, Any]) -> None:
+    compile_schema(schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "problem"),
+    [
+        # What xgrammar would pass over.
+        ({"not": INTEGER}, "at #: 'not' cannot be expressed"),
+        ({"type": "array", "items": INTEGER, "uniqueItems": True}, "at #: 'uniqueItems'"),
+        ({"if": {}, "then": {}}, "at #: 'if'"),
+        ({"allOf": [INTEGER, {"enum": [1]}]}, "'allOf' can be expressed with one schema"),
+        ({"anyOf": [INTEGER], "type": "integer"}, "'type' beside 'anyOf'"),
+        ({"$ref": "#/$defs/x", "properties": {}, "$defs": {"x": {}}}, "'properties' beside"),
+        ({"$ref": "https://example.com/x"}, "is not in this schema"),
+        ({"type": "string", "pattern": "^[a-z]{1,129}$"}, "repeats a part 129 times"),
+        (
+            {"type": "object", "properties": {"a": {"items": {"not": {}}, "type": "array"}}},
+            "at #/properties/a/items: 'not'",
+        ),
+        (
+            {"$ref": "#/$defs/x", "$defs": {"x": {"anyOf": [INTEGER, {"not": {}}]}}},
+            "at #/$defs/x/anyOf/1: 'not'",
+        ),
+        # What is no schema.
+        ([], "a schema is a JSON object, found []"),
+        ({"type": "int"}, "at #/type: 'int' is not one of ['array', 'boolean', 'integer'"),
+        ({"type": "object", "properties": {"a": 3}}, "at #/properties/a: 3 is not of type"),
+        ({"type": "object", "required": ["a"]}, "'required' names 'a', which 'properties' lacks"),
+        ({"const": "a\0b"}, "holds a NUL character"),
+        (nest(MAX_NESTING), f"nested deeper than {MAX_NESTING} levels"),
+        # What no grammar can be made of.
+        ({"$ref": "#"}, "allows no text"),
+        ({"$ref": "#/$defs/x", "$defs": {}}, "Cannot find field x"),
+        ({"anyOf": [False]}, "cannot accept any value"),
+        ({"type": "integer", "minimum": 5, "maximum": 1}, "minimum greater than maximum"),
+    ],
+)
+def test_a_schema_that_cannot_be_held_to_is_refused_by_its_place(schema: Any, problem: str) -> None:
+    with pytest.raises((SchemaError, GrammarError)) as caught:
+        compile_schema(schema)
+    assert problem in str(caught.value)
+
+
+def test_lengths_become_patterns_where_a_schema_stands_and_nowhere_else() -> None:
+    bounded = {"type": "string", "maxLength": 3}
+    schema = {
+        "type": "object",
+        "properties": {"maxLength": bounded, "list": {"type": "array", "items": bounded}},
+        "default": {"minLength": 1},
+        "$defs": {"free": {"enum": [{"maxLength": 2}]}},
+    }
+    written = prepare_schema(schema)
+    pattern = written["properties"]["maxLength"]["pattern"]
+    assert pattern.endswith("{0,3}$")
+    assert written["properties"]["list"]["items"] == {"type": "string", "pattern": pattern}
+    assert (written["default"], written["$defs"]) == (schema["default"], schema["$defs"])
+    long = {"type": "string", "minLength": 1, "maxLength": 129}
+    assert prepare_schema(long) == long
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "problem"),
+    [
+        ({"type": "number", "multipleOf": 0.5}, "0.3", "violates #/multipleOf, which xgrammar"),
+        ({"oneOf": [INTEGER, {"type": "number"}]}, "1", "violates #/oneOf"),
+        ({"type": "string", "pattern": '^"$'}, '"""', "is not JSON"),
+        ({"type": "number", "multipleOf": 0.5}, "1.5", None),
+    ],
+)
+async def test_a_reply_that_does_not_validate_is_reported_once(
+    open_client: Any, caplog: pytest.LogCaptureFixture, schema: Any, text: str, problem: str | None
+) -> None:
+    structured_output._warn_once.cache_clear()
+    client = open_client(text, text)
+    caplog.set_level("WARNING", logger="agentrl_cli")
+    for stream in (False, True):
+        await client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": "x"}],
+            response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schema}},
+            stream=stream,
+        )
+    warnings = [r.getMessage() for r in caplog.records if "constrained by" in r.getMessage()]
+    assert len(warnings) == (0 if problem is None else 1)
+    assert problem is None or f"response_format {problem}" in warnings[0]
+
+
+async def test_the_arguments_of_a_strict_tool_are_judged(
+    open_client: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    parameters = {"type": "object", "properties": {"x": {"type": "number", "multipleOf": 0.5}}}
+    caplog.set_level("WARNING", logger="agentrl_cli")
+    for strict in (False, True):
+        tools = [make_tool("f", parameters=parameters, strict=strict)]
+        await open_client(call("f", '{"x": 0.3}')).chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": "x"}],
+            tools=tools,
+            tool_choice="required",
+        )
+        found = "the parameters of 'f' violates #/properties/x/multipleOf" in caplog.text
+        assert found is strict

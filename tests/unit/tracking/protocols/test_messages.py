@@ -12,8 +12,8 @@ import pytest
 
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.records import Interaction
+from agentrl_cli.tracking.credit import build_sequences
 from agentrl_cli.tracking.protocols.messages_input import convert_messages, convert_system
-from agentrl_cli.tracking.sequences import build_sequences
 
 pytestmark = pytest.mark.anthropic
 
