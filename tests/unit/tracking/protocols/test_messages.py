@@ -12,7 +12,6 @@ import pytest
 
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.records import Interaction
-from agentrl_cli.tracking.protocols.messages_input import convert_messages, convert_system
 from agentrl_cli.tracking.sequences import build_sequences
 
 pytestmark = pytest.mark.anthropic
@@ -342,56 +341,69 @@ async def test_a_thread_that_is_lost_is_sent_whole_by_the_sdk(open_conversation:
     ]  # fmt: skip
 
 
-def test_the_system_prompt_is_text_without_what_only_anthropic_reads() -> None:
-    header = "x-anthropic-billing-header: cc_version=2.1; cch=71fea;"
-    text = [{"role": "system", "content": "Be brief."}]
-    assert convert_system("Be brief.") == text
-    assert convert_system(f"{header}\nBe brief.") == text
-    blocks = [{"type": "text", "text": t} for t in (header, "Be brief.")]
-    assert convert_system(blocks) == text
-    assert convert_system([]) == convert_system("") == convert_system(header) == []
-    blocks = [{"type": "text", "text": t} for t in ("a", "b")]
-    assert convert_system(blocks) == [{"role": "system", "content": "a\nb"}]
+HEADER = "x-anthropic-billing-header: cc_version=2.1; cch=71fea;"
+
+
+def as_texts(*texts: str) -> list[Any]:
+    return [{"type": "text", "text": text} for text in texts]
 
 
 @pytest.mark.parametrize(
-    ("blocks", "expected"),
+    ("system", "expected"),
     [
-        ([{"content": "5"}], "5"),
-        ([{"content": [{"type": "text", "text": "5"}, {"type": "text", "text": "6"}]}], "5\n6"),
-        ([{}], ""),
-        ([{"content": "no file", "is_error": True}], "Error: no file"),
-        ([{"content": "error: no file", "is_error": True}], "error: no file"),
-        ([{"content": "fine", "is_error": False}], "fine"),
+        (f"{HEADER}\nBe brief.", ["Be brief."]),
+        (as_texts(HEADER, "Be brief."), ["Be brief."]),
+        (HEADER, []),
+        ([], []),
+        (as_texts("a", "b"), ["a\nb"]),
     ],
 )
-def test_a_tools_result_becomes_a_tools_message(blocks: Any, expected: str) -> None:
-    content = [{"type": "tool_result", "tool_use_id": "t1", **block} for block in blocks]
-    [message] = convert_messages([{"role": "user", "content": content}], lambda _: "")
-    assert message == {"role": "tool", "tool_call_id": "t1", "content": expected}
+async def test_the_system_prompt_is_text_without_what_only_anthropic_reads(
+    open_conversation: Open, system: Any, expected: list[str]
+) -> None:
+    conversation = open_conversation("a")
+    await conversation.create(stream=False, messages=[USER], system=system)
+    *system_messages, _ = conversation.interactions[0].messages
+    assert [m["content"] for m in system_messages] == expected
 
 
-def test_neighbours_of_one_role_are_one_turn() -> None:
+async def test_blocks_and_neighbours_of_one_role_become_chat_messages(
+    open_conversation: Open,
+) -> None:
+    results: list[Any] = [
+        {"content": as_texts("5", "6")},
+        {},
+        {"content": "no file", "is_error": True},
+        {"content": "error: no file", "is_error": True},
+        {"content": "fine", "is_error": False},
+    ]
     call = {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}
     messages = [
         {"role": "user", "content": "a"},
-        {"role": "user", "content": [{"type": "text", "text": "b"}]},
+        {"role": "user", "content": as_texts("b")},
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}]},
-        {"role": "assistant", "content": [{"type": "text", "text": "c"}, call]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]},
-        {"role": "user", "content": "d"},
-        {"role": "system", "content": "e"},
-    ]
-    function = {"name": "f", "arguments": '{"x": 1}'}
-    assert convert_messages(messages, lambda _: "") == [
-        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": [*as_texts("c"), call]},
         {
-            "role": "assistant",
-            "content": "c",
-            "tool_calls": [{"id": "t1", "type": "function", "function": function}],
-            "reasoning_content": "hm",
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "t1", **r} for r in results],
         },
-        {"role": "tool", "tool_call_id": "t1", "content": ""},
         {"role": "user", "content": "d"},
         {"role": "system", "content": "e"},
     ]
+    conversation = open_conversation("a")
+    await conversation.create(stream=False, messages=messages)
+    question, answer, *shown, last, system = conversation.interactions[0].messages
+    assert question == {"role": "user", "content": "a\nb"}
+    function = {"name": "f", "arguments": '{"x": 1}'}
+    assert answer == {
+        "role": "assistant",
+        "content": "c",
+        "tool_calls": [{"id": "t1", "type": "function", "function": function}],
+        "reasoning_content": "hm",
+    }
+    assert {(m["role"], m["tool_call_id"]) for m in shown} == {("tool", "t1")}
+    assert [m["content"] for m in shown] == [
+        "5\n6", "", "Error: no file", "error: no file", "fine",
+    ]  # fmt: skip
+    assert last == {"role": "user", "content": "d"}
+    assert system == {"role": "system", "content": "e"}

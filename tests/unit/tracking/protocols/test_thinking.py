@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.records import MismatchCause
-from agentrl_cli.tracking.protocols.messages_input import sign_thinking
+from agentrl_cli.tracking.protocols.messages import sign_thinking
 
 pytestmark = pytest.mark.anthropic
 
