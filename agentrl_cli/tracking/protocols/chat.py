@@ -187,7 +187,8 @@ class ChatProtocol:
 
     def format_error(self, problem: Problem) -> dict[str, Any]:
         """OpenAI's error object."""
-        return format_error(problem)
+        error = {"message": problem.message, "type": problem.kind}
+        return {"error": {**error, "param": problem.param, "code": problem.code}}
 
 
 class ChunkWriter:
@@ -229,7 +230,7 @@ class ChunkWriter:
 
     def fail(self, problem: Problem) -> bytes:
         """The error as an event."""
-        return format_event(format_error(problem))
+        return format_event(ChatProtocol().format_error(problem))
 
     def _build_deltas(self, index: int, parsed: ParsedText) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
@@ -262,12 +263,6 @@ class ChunkWriter:
 def format_event(data: dict[str, Any]) -> bytes:
     """A server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
-
-
-def format_error(problem: Problem) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
-    error = {"message": problem.message, "type": problem.kind}
-    return {"error": {**error, "param": problem.param, "code": problem.code}}
 
 
 def _format_envelope(calls: ModelCalls, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

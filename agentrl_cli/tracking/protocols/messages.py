@@ -8,6 +8,7 @@ one that was sent as text, call therefore come back as the same turn.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 import uuid
@@ -287,25 +288,14 @@ def _build_system(texts: Sequence[str]) -> list[Message]:
 def _build_messages(fields: _Body, session: Session) -> list[Message]:
     """Chat messages in OpenAI's form; to Anthropic, consecutive ones of one role are one turn."""
     messages: list[Message] = []
-    for given in fields.messages:
-        if isinstance(given, _UserMessage):
-            new = _build_user(given.content)
-        elif isinstance(given, _AssistantMessage):
-            new = [_build_assistant(given.content, session)]
+    for role, turn in itertools.groupby(fields.messages, lambda message: message.role):
+        content: list[Any] = [part for message in turn for part in message.content]
+        if role == "user":
+            messages += _build_user(content)
+        elif role == "assistant":
+            messages.append(_build_assistant(content, session))
         else:
-            new = _build_system(given.content)
-        for message in new:
-            last = messages[-1] if messages else {"role": None}
-            if last["role"] == message["role"] == "user":
-                last["content"] = f"{last['content']}\n{message['content']}"
-            elif last["role"] == message["role"] == "assistant":
-                messages[-1] = build_assistant_message(
-                    (last["content"] or "") + (message["content"] or ""),
-                    [*last.get("tool_calls", ()), *message.get("tool_calls", ())],
-                    last.get("reasoning_content", "") + message.get("reasoning_content", ""),
-                )
-            else:
-                messages.append(message)
+            messages += _build_system(content)
     return messages
 
 
@@ -320,6 +310,8 @@ def _build_user(blocks: Sequence[_UserBlock]) -> list[Message]:
             if block.is_error and not text.lower().startswith("error"):
                 text = f"Error: {text}"
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+        elif messages and messages[-1]["role"] == "user":
+            messages[-1]["content"] += f"\n{block.text}"
         else:
             messages.append({"role": "user", "content": block.text})
     return messages or [{"role": "user", "content": ""}]
@@ -387,21 +379,24 @@ class MessagesProtocol:
     def format_reply(self, calls: ModelCalls, choices: Sequence[Choice]) -> dict[str, Any]:
         """A ``message``."""
         [choice] = choices
-        request = _get_request(calls)
-        return _format_message(
-            calls,
-            _format_blocks(choice.interaction.reply or {}, request.thinking),
-            len(choice.generation.completion_ids),
-            _find_stop(choice, request.stop_sequences),
-        )
+        assert isinstance(calls.request, MessagesRequest)
+        blocks = _format_blocks(choice.interaction.reply or {}, calls.request.thinking)
+        message = _format_message(calls, blocks, len(choice.generation.completion_ids))
+        return message | _find_stop(choice, calls.request)
 
     def open_writer(self, calls: ModelCalls) -> EventWriter:
         """Writes ``message_start``, the events of each content block, and the end."""
         return EventWriter(calls)
 
     def format_error(self, problem: Problem) -> dict[str, Any]:
-        """Anthropic's error object."""
-        return format_error(problem)
+        """Anthropic's error object; ``details`` hold a code where there is one."""
+        error: dict[str, Any] = {
+            "type": _ERROR_TYPES.get(problem.status, "invalid_request_error"),
+            "message": problem.message,
+        }
+        if problem.code is not None:
+            error["details"] = {"error_code": problem.code}
+        return {"type": "error", "error": error, "request_id": f"req_{uuid.uuid4().hex[:24]}"}
 
 
 class CountTokensProtocol(MessagesProtocol):
@@ -418,8 +413,9 @@ class EventWriter:
     """Writes the events of one streamed reply: its content blocks one after the other."""
 
     def __init__(self, calls: ModelCalls) -> None:
+        assert isinstance(calls.request, MessagesRequest)
         self._calls = calls
-        self._request = _get_request(calls)
+        self._request = calls.request
         self._index = -1
         self._open: str | None = None
         """The type of the block that more may be added to."""
@@ -429,7 +425,7 @@ class EventWriter:
     def begin_choice(self, index: int) -> bytes:
         """``message_start``: a message has one choice."""
         del index
-        message = _format_message(self._calls, [], 0, (None, None))
+        message = _format_message(self._calls, [], 0)
         return format_event("message_start", message=message) + format_event("ping")
 
     def write(self, index: int, parsed: ParsedText, generation: Generation | None) -> bytes:
@@ -453,10 +449,9 @@ class EventWriter:
 
     def end_choice(self, choice: Choice) -> bytes:
         """The end of the last block, and ``message_delta``."""
-        stop_reason, stop_sequence = _find_stop(choice, self._request.stop_sequences)
         delta = format_event(
             "message_delta",
-            delta={"stop_reason": stop_reason, "stop_sequence": stop_sequence},
+            delta=_find_stop(choice, self._request),
             usage={"output_tokens": len(choice.generation.completion_ids)},
         )
         return b"".join([*self._end_block(), delta])
@@ -467,7 +462,7 @@ class EventWriter:
 
     def fail(self, problem: Problem) -> bytes:
         """The error as an event."""
-        return format_event("error", **format_error(problem))
+        return format_event(**MessagesProtocol().format_error(problem))
 
     def _end_block(self) -> list[bytes]:
         """The events that close the open block, if there is one."""
@@ -494,50 +489,28 @@ class EventWriter:
         return format_event("content_block_delta", index=self._index, delta={"type": kind, **delta})
 
 
-def format_error(problem: Problem) -> dict[str, Any]:
-    """An error in Anthropic's shape; ``details`` hold a code where there is one."""
-    error: dict[str, Any] = {
-        "type": _ERROR_TYPES.get(problem.status, "invalid_request_error"),
-        "message": problem.message,
-    }
-    if problem.code is not None:
-        error["details"] = {"error_code": problem.code}
-    return {"type": "error", "error": error, "request_id": f"req_{uuid.uuid4().hex[:24]}"}
-
-
-def format_event(kind: str, **data: Any) -> bytes:
+def format_event(type: str, **data: Any) -> bytes:
     """A server-sent event."""
-    text = json.dumps({"type": kind, **data}, ensure_ascii=False)
-    return f"event: {kind}\ndata: {text}\n\n".encode()
+    text = json.dumps({"type": type, **data}, ensure_ascii=False)
+    return f"event: {type}\ndata: {text}\n\n".encode()
 
 
-def _get_request(calls: ModelCalls) -> MessagesRequest:
-    assert isinstance(calls.request, MessagesRequest)
-    return calls.request
-
-
-def _format_message(
-    calls: ModelCalls,
-    content: list[Block],
-    num_completion_tokens: int,
-    stop: tuple[str | None, str | None],
-) -> dict[str, Any]:
-    """A message; ``stop`` is its reason and its stop sequence, None as long as it grows."""
-    stop_reason, stop_sequence = stop
+def _format_message(calls: ModelCalls, blocks: list[Block], num_tokens: int) -> dict[str, Any]:
+    """A message that still grows."""
     return {
         "id": calls.id,
         "type": "message",
         "role": "assistant",
         "model": calls.engine.model_name,
-        "content": content,
-        "stop_reason": stop_reason,
-        "stop_sequence": stop_sequence,
+        "content": blocks,
+        "stop_reason": None,
+        "stop_sequence": None,
         "usage": {
             "input_tokens": calls.num_prompt_tokens,
             # Nothing is billed, so nothing counts as cached.
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
-            "output_tokens": num_completion_tokens,
+            "output_tokens": num_tokens,
         },
     }
 
@@ -558,16 +531,13 @@ def _format_blocks(reply: Message, thinking: ThinkingDisplay) -> list[Block]:
     return blocks
 
 
-def _find_stop(choice: Choice, stop_sequences: Sequence[str]) -> tuple[str, str | None]:
+def _find_stop(choice: Choice, request: MessagesRequest) -> dict[str, str | None]:
     """Why a reply ended: Anthropic's reason, and the request's stop sequence if that did it."""
-    finish_reason = choice.interaction.finish_reason
-    if finish_reason == "tool_calls":
-        return "tool_use", None
-    if finish_reason == "length":
-        return "max_tokens", None
-    if choice.generation.stop_text in stop_sequences:
-        return "stop_sequence", choice.generation.stop_text
-    return "end_turn", None
+    reasons = {"tool_calls": "tool_use", "length": "max_tokens"}
+    reason, stop_text = reasons.get(choice.interaction.finish_reason or "", "end_turn"), None
+    if reason == "end_turn" and choice.generation.stop_text in request.stop_sequences:
+        reason, stop_text = "stop_sequence", choice.generation.stop_text
+    return {"stop_reason": reason, "stop_sequence": stop_text}
 
 
 def _begin_call(call: dict[str, Any]) -> Block:

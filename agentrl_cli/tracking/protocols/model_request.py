@@ -289,10 +289,10 @@ class Function(RequestFields):
 class RequestBody(CheckedFields):
     """What the bodies of all protocols have in common."""
 
-    stream: bool = False
+    stream: bool = Field(False, exclude=True)
     temperature: Annotated[float | None, Field(ge=0, le=10)] = None
     top_p: Annotated[float | None, Field(ge=0, le=1)] = None
-    chat_template_kwargs: dict[str, Any] = Field({})
+    chat_template_kwargs: dict[str, Any] = Field({}, exclude=True)
 
     def build_sampling(
         self,
@@ -434,7 +434,8 @@ def parse_tool_choice(choice: Any) -> tuple[str, tuple[str, ...] | None]:
     if choice in ("auto", "none", "required"):
         return choice, None
     given = choice if isinstance(choice, dict) else {}
-    mode, tools = "required", [given]
+    mode: Any = "required"
+    tools: Any = [given]
     if given.get("type") == "allowed_tools":
         allowed = given.get("allowed_tools", given)
         allowed = allowed if isinstance(allowed, dict) else {}

@@ -24,7 +24,7 @@ from agentrl_cli.engine.protocol import Generation
 from agentrl_cli.records import Interaction, Message
 from agentrl_cli.tracking.formats.call_scanner import ParsedText
 from agentrl_cli.tracking.model_calls import Choice, ModelCalls
-from agentrl_cli.tracking.protocols.chat import format_error
+from agentrl_cli.tracking.protocols.chat import ChatProtocol
 from agentrl_cli.tracking.protocols.model_request import (
     NEUTRAL_KEYS,
     CheckedFields,
@@ -150,10 +150,12 @@ class _Reasoning(CheckedFields):
     unused: ClassVar = {"mode": ("standard",), "context": ("auto",)}
     effort: Effort | None = None
     summary: _Summary | None = None
-    generate_summary: _Summary | None = None
+    generate_summary: _Summary | None = Field(None, exclude=True)
 
 
 class _Body(RequestBody):
+    """What is not excluded is repeated in the reply."""
+
     neutral = NEUTRAL_KEYS
     unused: ClassVar = {"background": (False,), "context_management": ([],)}
     # All but the logprobs belong to built-in tools and to reasoning that a provider hides, so
@@ -169,8 +171,8 @@ class _Body(RequestBody):
             "web_search_call.action.sources",
             "web_search_call.results",
         ]
-    ] = Field([])
-    input: Annotated[list[_InputItem], BeforeValidator(_list_items)] = Field([])
+    ] = Field([], exclude=True)
+    input: Annotated[list[_InputItem], BeforeValidator(_list_items)] = Field([], exclude=True)
     instructions: str | None = None
     max_output_tokens: Limit | None = None
     # Counts built-in tools only.
@@ -182,26 +184,14 @@ class _Body(RequestBody):
     reasoning: _Reasoning = _Reasoning()
     safety_identifier: str | None = None
     store: bool = True
-    stream_options: _StreamOptions = _StreamOptions()
+    stream_options: _StreamOptions = Field(_StreamOptions(), exclude=True)
     text: _Text = _Text()
     tool_choice: Any = "auto"
-    tools: list[_Tool] = Field([], max_length=1024)
+    tools: list[_Tool] = Field([], max_length=1024, exclude=True)
     top_logprobs: TopLogprobs = 0
     # "auto" would drop items where the input is too long; that stays an error.
     truncation: Literal["auto", "disabled"] = "disabled"
     user: str | None = None
-
-
-#: Keys that a reply does not repeat, or in another form.
-_NOT_ECHOED: Any = {
-    "chat_template_kwargs": True,
-    "include": True,
-    "input": True,
-    "reasoning": {"generate_summary"},
-    "stream": True,
-    "stream_options": True,
-    "tools": True,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,8 +201,7 @@ class ResponsesRequest(ModelRequest):
     echo: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the reply that say what was asked."""
     summarize: bool = False
-    """True: reasoning is shown as a summary, which was asked for, and not as the item's
-    content."""
+    """True: reasoning is shown as a summary, not as the item's content."""
 
 
 def _build_messages(fields: _Body, session: Session) -> tuple[Message, ...]:
@@ -230,8 +219,7 @@ def _build_messages(fields: _Body, session: Session) -> tuple[Message, ...]:
                 "previous_response_not_found",
             )
         # Without the instructions: each response has its own.
-        begin = 1 if previous.messages[:1] and previous.messages[0]["role"] == "system" else 0
-        messages += previous.messages[begin:]
+        messages += [m for n, m in enumerate(previous.messages) if n or m["role"] != "system"]
         messages.append(previous.reply or {"role": "assistant", "content": ""})
     messages += _read_items(fields.input, session)
     if not messages or not (fields.input or fields.previous_response_id):
@@ -240,8 +228,7 @@ def _build_messages(fields: _Body, session: Session) -> tuple[Message, ...]:
 
 
 def _find_response(session: Session, response_id: str) -> Interaction | None:
-    is_response = response_id.startswith(_ID_PREFIX)
-    return find_completed(session, response_id) if is_response else None
+    return find_completed(session, response_id) if response_id.startswith(_ID_PREFIX) else None
 
 
 def _read_items(items: Sequence[_InputItem], session: Session) -> list[Message]:
@@ -328,8 +315,8 @@ class ResponsesProtocol:
     def parse(self, body: dict[str, Any], session: Session) -> ResponsesRequest:
         """The request; the session's sampling holds where the body says nothing."""
         fields = validate(_Body, body)
+        given, wanted = body.get("tools") or (), fields.text.format
         tools = tuple(tool.build_tool() for tool in fields.tools)
-        wanted = fields.text.format
         rules, parse_calls = build_rules(
             *parse_tool_choice(fields.tool_choice),
             tools,
@@ -339,14 +326,6 @@ class ResponsesProtocol:
         sampling = fields.build_sampling(
             session.sampling, fields.max_output_tokens, num_top_logprobs=fields.top_logprobs
         )
-        echo = {
-            **fields.model_dump(exclude=_NOT_ECHOED),
-            "background": False,
-            "service_tier": "default",
-            "temperature": sampling.temperature,
-            "tools": [{"parameters": None, "strict": None, **t} for t in body.get("tools") or ()],
-            "top_p": sampling.top_p,
-        }
         return ResponsesRequest(
             messages=_build_messages(fields, session),
             inputs=fields.build_template_inputs(tools, fields.reasoning.effort),
@@ -355,7 +334,14 @@ class ResponsesProtocol:
             stream=fields.stream,
             logprobs=_LOGPROBS in fields.include or fields.top_logprobs > 0,
             parse_tools=parse_calls,
-            echo=echo,
+            echo={
+                **fields.model_dump(),
+                "background": False,
+                "service_tier": "default",
+                "temperature": sampling.temperature,
+                "tools": [{"parameters": None, "strict": None, **tool} for tool in given],
+                "top_p": sampling.top_p,
+            },
             summarize=bool(fields.reasoning.summary or fields.reasoning.generate_summary),
         )
 
@@ -379,7 +365,7 @@ class ResponsesProtocol:
 
     def format_error(self, problem: Problem) -> dict[str, Any]:
         """OpenAI's error object; what chat completions call otherwise gets this API's name."""
-        body = format_error(problem)
+        body = ChatProtocol().format_error(problem)
         param = problem.param
         if param == "messages":
             body["error"]["param"] = "input"
@@ -432,12 +418,11 @@ class ResponseWriter:
         """``response.failed``, and an ``error`` event, at which clients stop."""
         reason = {"code": "server_error", "message": problem.message}
         error = ResponsesProtocol().format_error(problem)["error"]
-        flat = {key: error[key] for key in ("code", "message", "param")}
         response = self._build_response("failed", error=reason)
         return self._format(
             [
                 {"type": "response.failed", "response": response},
-                {"type": "error", **flat, "error": error},
+                {**error, "type": "error", "error": error},
             ]
         )
 
@@ -451,10 +436,12 @@ class ResponseWriter:
         """The events for what is new; ``logprobs`` are those of its text."""
         events: list[Event] = []
         if parsed.reasoning:
-            kind = "summary" if self._request.summarize else "reasoning"
-            events += self._extend(kind, parsed.reasoning, [])
+            kind: _Growing = "summary" if self._request.summarize else "reasoning"
+            item, begun = self._switch_to(kind)
+            events += [*begun, item.extend(parsed.reasoning, [])]
         if parsed.content:
-            events += self._extend("message", parsed.content, logprobs)
+            item, begun = self._switch_to("message")
+            events += [*begun, item.extend(parsed.content, logprobs)]
         for call in parsed.tool_calls:
             events += self._close("completed")
             events += self._list_call_events(call)
@@ -466,8 +453,7 @@ class ResponseWriter:
         status: Status = "incomplete" if is_cut else "completed"
         # A reply of nothing has one empty message.
         is_empty = self._open is None and not self._output
-        events = self._switch_to("message") if is_empty else []
-        events += self._close(status)
+        events = [*(self._switch_to("message")[1] if is_empty else ()), *self._close(status)]
         num_tokens = len(choice.generation.completion_ids)
         num_reasoning_tokens = count_reasoning_tokens(
             self._calls.template, choice.generation, choice.interaction.reply
@@ -514,18 +500,14 @@ class ResponseWriter:
             self._num_events += 1
         return "".join(lines).encode()
 
-    def _extend(self, kind: _Growing, text: str, logprobs: Sequence[Any]) -> list[Event]:
-        events = self._switch_to(kind)
-        assert self._open is not None
-        return [*events, self._open.extend(text, logprobs)]
-
-    def _switch_to(self, kind: _Growing) -> list[Event]:
+    def _switch_to(self, kind: _Growing) -> tuple[_OpenItem, list[Event]]:
+        """The open item of that kind, and the events that open it if none was open."""
         if self._open is not None and self._open.kind == kind:
-            return []
+            return self._open, []
         events = self._close("completed")
         item_id = self._build_item_id("msg" if kind == "message" else "rs")
         self._open = _OpenItem(kind, item_id, len(self._output))
-        return events + self._open.begin()
+        return self._open, events + self._open.begin()
 
     def _close(self, status: Status) -> list[Event]:
         if self._open is None:
@@ -589,7 +571,7 @@ class _OpenItem:
 
     def end(self, status: Status) -> tuple[Item, list[Event]]:
         part = self._build_part()
-        said = {key: part[key] for key in ("text", "logprobs") if key in part}
+        said: Event = {key: part[key] for key in ("text", "logprobs") if key in part}
         item = self._build_item(status, [part])
         return item, [
             {"type": f"{self._text_name}.done", **self._place, **said},
