@@ -10,7 +10,6 @@ import pytest
 from agentrl_cli.engine.protocol import Generation
 from agentrl_cli.errors import EngineError, EngineTimeoutError
 from agentrl_cli.records import InteractionStatus
-from agentrl_cli.tracking.session import Budget
 
 anthropic = pytest.importorskip("anthropic")
 
@@ -18,69 +17,6 @@ pytestmark = pytest.mark.anthropic
 
 Open = Callable[..., Any]
 USER: Any = {"role": "user", "content": "What is the weather in Paris?"}
-TOOL: Any = {"name": "f", "input_schema": {"type": "object"}}
-IMAGE: Any = {"type": "image", "source": {"type": "url", "url": "http://x"}}
-
-
-def ask(*blocks: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": list(blocks)}]}
-
-
-def answer(*blocks: Any) -> dict[str, Any]:
-    return {"messages": [USER, {"role": "assistant", "content": list(blocks)}, USER]}
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"messages": [USER, {"role": "assistant", "content": "Its"}]}, "no prefill"),
-    ({"messages": [{"role": "tool", "content": ""}]}, "messages[0]: input tag 'tool' found"),
-    (ask({"type": "text", "text": "a"}, IMAGE), "messages[0].content[1]: input tag 'image' found"),
-    (ask({"type": "tool_result"}), "messages[0].content[0].tool_use_id: field required"),
-    (
-        ask({"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}),
-        "messages[0].content[0].content: must be text or a list of parts of type text: no images",
-    ),
-    (
-        answer({"type": "tool_use", "id": "t", "name": "f", "input": "{}"}),
-        "messages[1].content[0].input: input should be a valid dictionary, found '{}'",
-    ),
-    (answer({"type": "server_tool_use"}), "'text', 'tool_use', 'thinking', 'redacted_thinking'"),
-    ({"system": [IMAGE]}, "system: must be text"),
-    (
-        {"tools": [{"type": "web_search_20250305", "name": "w", "max_uses": 1}]},
-        "tools[0].type: input should be 'custom', found 'web_search_20250305'",
-    ),
-    ({"tools": [{"name": "f"}]}, "tools[0].input_schema: field required"),
-    ({"tools": [{**TOOL, "defer_loading": True}]}, "defer_loading = True is not supported"),
-    ({"tool_choice": {"type": "any"}}, "no tools are given; pass tools"),
-    (
-        {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "ff"}},
-        "tool_choice names the tool 'ff'; did you mean 'f'",
-    ),
-    ({"top_k": 5}, "top_k = 5 is not supported here; leave it out"),
-    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type: input should be"),
-    (
-        {"thread": {"type": "continue", "previous_message_id": "msg_1"}, "system": "Be."},
-        "system stays as it was when the thread was created",
-    ),
-    ({"container": "c"}, "container is not supported here"),
-    ({"temprature": 1}, "did you mean 'temperature'"),
-]
-
-
-@pytest.mark.parametrize(("body", "message"), REFUSED, ids=[message[:40] for _, message in REFUSED])
-async def test_what_cannot_be_honoured_is_refused(
-    open_conversation: Open, body: dict[str, Any], message: str
-) -> None:
-    conversation = open_conversation("never")
-    for path in ("/v1/messages", "/v1/messages/count_tokens"):
-        with pytest.raises(anthropic.BadRequestError) as caught:
-            await conversation.sdk.post(
-                path, body={"model": "m", "max_tokens": 9, "messages": [USER], **body}, cast_to=dict
-            )
-        assert message in caught.value.api_message
-        assert caught.value.type == "invalid_request_error"
-    assert conversation.interactions == ()
-    assert conversation.engine.prompts == []
 
 
 async def test_an_unknown_previous_reply_has_the_code_that_the_sdk_acts_on(
@@ -140,18 +76,11 @@ async def test_a_failure_in_the_midst_of_a_stream_is_an_error_event(
     assert failed.status is InteractionStatus.FAILED
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_what_is_too_long_or_too_much_is_said(open_conversation: Open, stream: bool) -> None:
+async def test_what_is_too_long_is_said(open_conversation: Open) -> None:
     conversation = open_conversation(max_model_len=5)
     with pytest.raises(anthropic.BadRequestError, match=r"engine\.max_model_len is 5") as caught:
-        await conversation.create(stream=stream, messages=[USER])
+        await conversation.create(stream=False, messages=[USER])
     assert caught.value.error_code == "context_length_exceeded"
-
-    conversation = open_conversation("a", "b", budget=Budget(max_turns=1))
-    await conversation.create(stream=stream, messages=[USER])
-    with pytest.raises(anthropic.BadRequestError, match="max_turns = 1") as caught:
-        await conversation.create(stream=stream, messages=[USER])
-    assert caught.value.error_code == "budget_exceeded"
 
 
 async def test_keys_open_their_own_session_by_either_header(open_conversation: Open) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from agentrl_cli.engine.protocol import Sampling
-from agentrl_cli.records import Interaction
+from agentrl_cli.records import Interaction, MismatchCause
+from agentrl_cli.tracking.protocols.messages import sign_thinking
 from agentrl_cli.tracking.sequences import build_sequences
 
 pytestmark = pytest.mark.anthropic
@@ -381,7 +383,12 @@ async def test_blocks_and_neighbours_of_one_role_become_chat_messages(
     messages = [
         {"role": "user", "content": "a"},
         {"role": "user", "content": as_texts("b")},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}]},
+        # Thoughts of another model are no error.
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "EmwKAhgB"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": "hm", "signature": "x"}],
+        },
         {"role": "assistant", "content": [*as_texts("c"), call]},
         {
             "role": "user",
@@ -407,3 +414,132 @@ async def test_blocks_and_neighbours_of_one_role_become_chat_messages(
     ]  # fmt: skip
     assert last == {"role": "user", "content": "d"}
     assert system == {"role": "system", "content": "e"}
+
+
+THOUGHT = "They ask for Paris.\nI look."
+SAMPLED = f"<think>\n{THOUGHT}\n</think>\n\n{CALL}"
+ENABLED = {"type": "enabled", "budget_tokens": 2000}
+OMITTED = {"type": "adaptive", "display": "omitted"}
+
+
+@pytest.fixture
+def open_thinking(open_conversation: Open, tokenizer: Any) -> Open:
+    """Conversations of a model whose template shows every turn's thought."""
+    thinking = copy.deepcopy(tokenizer)
+    thought = (
+        "{%- if m.reasoning_content %}"
+        "{{- '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{%- endif %}"
+    )
+    begin = "'<|im_start|>assistant\\n' + (m.content or '')"
+    assert begin in thinking.chat_template
+    thinking.chat_template = thinking.chat_template.replace(
+        "{{- " + begin + " }}",
+        "{{- '<|im_start|>assistant\\n' }}" + thought + "{{- m.content or '' }}",
+    )
+    return lambda *script: open_conversation(*script, tokenizer=thinking)
+
+
+def answer(message: Any) -> list[Any]:
+    """A conversation in which the message's one call was answered."""
+    [call] = [block for block in message.content if block.type == "tool_use"]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "5"}
+    return [
+        USER,
+        {"role": "assistant", "content": message.content},
+        {"role": "user", "content": [result]},
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("thinking", "shown"),
+    [
+        (ENABLED, [("thinking", THOUGHT)]),
+        ({"type": "adaptive"}, [("thinking", THOUGHT)]),
+        (OMITTED, [("thinking", "")]),
+        ({"type": "disabled"}, []),
+        (None, []),
+    ],
+)
+async def test_a_thought_is_shown_as_asked_and_stays_in_the_conversation(
+    open_thinking: Open, thinking: Any, shown: Any, stream: bool
+) -> None:
+    conversation = open_thinking(SAMPLED, "It is 5.")
+    options = {"tools": [TOOL], **({"thinking": thinking} if thinking else {})}
+    first = await conversation.create(stream=stream, messages=[USER], **options)
+    blocks = [(b.type, b.thinking) for b in first.content if b.type == "thinking"]
+    assert blocks == shown
+    assert [b.type for b in first.content] == [*(kind for kind, _ in shown), "tool_use"]
+    assert all(b.signature == sign_thinking(THOUGHT) for b in first.content if b.type == "thinking")
+    await conversation.create(stream=stream, messages=answer(first), **options)
+    one, two = conversation.interactions
+    assert one.reply["reasoning_content"] == THOUGHT
+    assert two.parent_id == one.id
+    assert two.mismatch_cause is None
+    known = one.prompt_ids + one.completion_ids
+    assert two.prompt_ids[: len(known)] == known
+
+
+async def test_thoughts_that_were_left_out_are_told_apart_by_their_signatures(
+    open_thinking: Open,
+) -> None:
+    other = SAMPLED.replace(THOUGHT, "I know.").replace(CALL, "Rain.")
+    conversation = open_thinking(SAMPLED.replace(CALL, "Rain."), other, "Yes.", "Yes.")
+    replies = [
+        await conversation.create(stream=False, messages=[USER], thinking=OMITTED) for _ in range(2)
+    ]
+    for reply in replies:
+        messages = [USER, {"role": "assistant", "content": reply.content}, USER]
+        await conversation.create(stream=False, messages=messages, thinking=OMITTED)
+    first, second, on_first, on_second = conversation.interactions
+    assert (on_first.parent_id, on_second.parent_id) == (first.id, second.id)
+
+
+async def test_an_edited_thought_is_another_turn(open_thinking: Open) -> None:
+    conversation = open_thinking(SAMPLED, "It is 5.")
+    first = await conversation.create(stream=False, messages=[USER], tools=[TOOL], thinking=ENABLED)
+    messages = answer(first)
+    blocks = [block.model_dump() for block in first.content]
+    blocks[0]["thinking"] = "I look."
+    messages[1] = {"role": "assistant", "content": blocks}
+    await conversation.create(stream=False, messages=messages, tools=[TOOL], thinking=ENABLED)
+    assert conversation.interactions[1].mismatch_cause is MismatchCause.HISTORY_EDITED
+
+
+async def test_a_thought_streams_before_its_signature(
+    open_thinking: Open, read_stream: Any
+) -> None:
+    conversation = open_thinking(SAMPLED)
+    events = await read_stream(
+        conversation, {"messages": [USER], "tools": [TOOL], "thinking": ENABLED}
+    )
+    data = [json.loads(text) for _, text in events]
+    first = [d for d in data if d.get("index") == 0]
+    assert first[0]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
+    deltas = [d["delta"] for d in first if d["type"] == "content_block_delta"]
+    assert len(deltas) > 3
+    assert {d["type"] for d in deltas[:-1]} == {"thinking_delta"}
+    assert "".join(d["thinking"] for d in deltas[:-1]) == THOUGHT
+    assert deltas[-1] == {"type": "signature_delta", "signature": sign_thinking(THOUGHT)}
+    assert first[-1]["type"] == "content_block_stop"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"thinking": ENABLED}, {"enable_thinking": True, "thinking": True}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
+        ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
+        ({}, {}),
+    ],
+)
+async def test_the_template_is_passed_whether_to_think(
+    open_conversation: Open, make_tokenizer: Any, options: Any, expected: Any
+) -> None:
+    names = ("enable_thinking", "thinking", "reasoning_effort")
+    shown = "".join(f"{{% if {n} is defined %}}{n}={{{{ {n} }}}};{{% endif %}}" for n in names)
+    tokenizer = make_tokenizer("prompt:" + shown)
+    conversation = open_conversation("a", tokenizer=tokenizer)
+    await conversation.create(stream=False, messages=[USER], **options)
+    prompt = tokenizer.decode(conversation.interactions[0].prompt_ids)
+    assert prompt == "prompt:" + "".join(f"{n}={v};" for n, v in expected.items())

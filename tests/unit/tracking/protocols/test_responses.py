@@ -418,46 +418,6 @@ async def test_effort_goes_to_the_template(
     assert prompts == ["low False", "high True"]
 
 
-IMAGE = {"type": "input_image", "image_url": "data:,x"}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"input": []}, "at least one item"),
-        ({"input": 5}, "input: input should be a valid list, found 5"),
-        ({"input": [{"role": "robot", "content": "x"}]}, "input.0..role: .* found 'robot'"),
-        ({"input": [{"role": "user", "content": [IMAGE]}]}, "input.0..content: .* no images"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "tag 'item_reference' found"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input.0..call_id: field required"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0..type: .* found 'web_search'"),
-        ({"tools": [{**TOOL, "async": True}]}, "tools.0..async = True is not supported"),
-        ({"tools": [{**TOOL, "descripton": "x"}]}, "did you mean 'description'"),
-        ({"stream_options": {"include_usage": True}}, "stream_options.include_usage is not"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "ff"}}, "allowed: f"),
-        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "built-in tools do not run"),
-        ({"text": {"format": {"type": "xml"}}}, "text.format.type: .* found 'xml'"),
-        (
-            {"text": {"format": {"type": "json_schema", "name": "s", "schema": {"type": 5}}}},
-            "text.format.json_schema.schema",
-        ),
-        ({"background": True}, "background = True is not supported"),
-        ({"conversation": "conv_1"}, "conversation is not supported"),
-        ({"include": ["everything"]}, "include.0.: .* found 'everything'"),
-        ({"metadata": {"a": 1}}, "metadata.a: input should be a valid string"),
-        ({"extra_body": {"max_tokens": 5}}, "did you mean 'max_output_tokens'"),
-    ],
-)
-async def test_what_cannot_be_honoured_is_refused(
-    open_client: Open, options: dict[str, Any], message: str
-) -> None:
-    client = open_client("never")
-    with pytest.raises(openai.BadRequestError, match=message) as caught:
-        await create(client, stream=True, **options)
-    assert caught.value.type == "invalid_request_error"
-    assert client.interactions == ()
-
-
 @pytest.mark.parametrize("summarize", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_thoughts_come_back_as_the_turns_own(
