@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from agentrl_cli.tracking.formats.call_scanner import ParsedText
 from agentrl_cli.tracking.formats.format_table import TOOL_CALL_FORMATS
-from agentrl_cli.tracking.formats.reply_formats import ReplyContext
+from agentrl_cli.tracking.formats.reply_formats import ReplyContext, ReplyFormats
 from agentrl_cli.tracking.formats.xml_calls import ArgumentTypes
+from agentrl_cli.tracking.protocols.model_request import ReplyRules
+from agentrl_cli.tracking.structured_output import build_structural_tag
 
 Write = Callable[[Sequence[tuple[str, dict[str, Any]]]], str]
 NAMES = sorted(TOOL_CALL_FORMATS)
@@ -291,3 +293,29 @@ def test_choices_within_choices_end() -> None:
     for _ in range(900):
         schema = {"anyOf": [schema, {"type": "null"}]}
     assert convert(schema, "12") == 12
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(
+    "name", sorted(name for name, one in TOOL_CALL_FORMATS.items() if one.grammar is not None)
+)
+def test_what_models_write_is_what_sampling_is_constrained_to(
+    name: str,
+    number: int,
+    tools: list[Any],
+    writers: dict[str, Write],
+) -> None:
+    xgrammar = pytest.importorskip("xgrammar")
+    from xgrammar.testing import _is_grammar_accept_string
+
+    tag = build_structural_tag(
+        ReplyRules(tool_choice="required"),
+        tools[:1],
+        ReplyFormats(tool_calls=TOOL_CALL_FORMATS[name]),
+    )
+    grammar = xgrammar.Grammar.from_structural_tag(tag)
+    # DeepSeek V3.2 leaves an empty line before its calls, also where no text precedes them.
+    text = ("\n\n" if name == "deepseek_v32" else "") + writers[name]([CALLS[0], CALLS[0]][:number])
+    assert _is_grammar_accept_string(grammar, text), text
+    assert not _is_grammar_accept_string(grammar, text.replace("get_weather", "other"))
+    assert not _is_grammar_accept_string(grammar, text[:-1])
