@@ -29,6 +29,10 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 OTHER_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, {"y": "ü 😀"}]}}\n</tool_call>'
 
 
+def as_texts(*texts: str) -> list[Any]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
 def read_text(message: Any) -> str:
     """All text of a message; where it stands among the calls depends on streaming."""
     return "".join(block.text for block in message.content if block.type == "text")
@@ -257,50 +261,30 @@ async def test_sampling_parameters_reach_the_engine(open_conversation: Open) -> 
 
 async def test_prompts_are_those_of_chat_completions(open_conversation: Open) -> None:
     """One model, one prompt, whichever API asks for it."""
-    conversation = open_conversation(CALL, "b", "c", "d")
-    first = await conversation.create(
-        stream=False, messages=[USER], tools=[TOOL], system=[{"type": "text", "text": "Brief."}]
-    )
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "description": "Does it.",
-            "parameters": TOOL["input_schema"],
-        },
-    }
-    chat = conversation.tracking.chat.completions
-    asked: list[Any] = [{"role": "system", "content": "Brief."}, USER]
-    await chat.create(model="m", messages=asked, tools=[tool])
+    conversation = open_conversation(CALL, "b", "c")
+    cached = {"cache_control": {"type": "ephemeral"}}
+    options: Any = {"system": as_texts("Brief."), "tools": [{**TOOL, **cached, "type": "custom"}]}
+    first = await conversation.create(stream=False, messages=[USER], **options)
     call_id = first.content[0].id
-    result = {
-        "type": "tool_result",
-        "tool_use_id": call_id,
-        "content": [{"type": "text", "text": "5"}],
-        "cache_control": {"type": "ephemeral"},
-    }
-    await conversation.create(
-        stream=False,
-        messages=[
-            USER,
-            {"role": "assistant", "content": first.content},
-            {"role": "user", "content": [result, {"type": "text", "text": "Go on."}]},
-        ],
-        tools=[{**TOOL, "cache_control": {"type": "ephemeral"}, "type": "custom"}],
-        system="Brief.",
-    )
-    reply = conversation.interactions[0].reply
-    asked += [
-        reply,
+    result = {"type": "tool_result", "tool_use_id": call_id, "content": as_texts("5"), **cached}
+    answer = {"role": "assistant", "content": first.content}
+    given = {"role": "user", "content": [result, *as_texts("Go on.")]}
+    await conversation.create(stream=False, messages=[USER, answer, given], **options)
+    function = {"name": "f", "description": "Does it.", "parameters": TOOL["input_schema"]}
+    tool: Any = {"type": "function", "function": function}
+    asked: list[Any] = [
+        {"role": "system", "content": "Brief."},
+        USER,
+        conversation.interactions[0].reply,
         {"role": "tool", "tool_call_id": call_id, "content": "5"},
         {"role": "user", "content": "Go on."},
     ]
+    chat = conversation.tracking.chat.completions
     await chat.create(model="m", messages=asked, tools=[tool])
-    one, other, longer, other_longer = conversation.interactions
-    assert one.prompt_ids == other.prompt_ids
-    assert longer.prompt_ids == other_longer.prompt_ids
-    assert longer.tools == other_longer.tools == (tool,)
-    assert other_longer.parent_id == one.id, "a chat may go on where messages began"
+    one, longer, other = conversation.interactions
+    assert longer.prompt_ids == other.prompt_ids
+    assert longer.tools == other.tools == (tool,)
+    assert other.parent_id == one.id, "a chat may go on where messages began"
 
 
 async def test_the_sdks_tool_runner_leaves_the_conversation_to_the_server(
@@ -344,10 +328,6 @@ async def test_a_thread_that_is_lost_is_sent_whole_by_the_sdk(open_conversation:
 
 
 HEADER = "x-anthropic-billing-header: cc_version=2.1; cch=71fea;"
-
-
-def as_texts(*texts: str) -> list[Any]:
-    return [{"type": "text", "text": text} for text in texts]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 import openai
 import pytest
 
-from agentrl_cli.engine.protocol import Generation
 from agentrl_cli.errors import EngineError
 from agentrl_cli.records import Interaction, InteractionStatus
 from agentrl_cli.tracking.client import TrackingClient
@@ -59,19 +58,14 @@ async def test_reply_has_items_usage_and_what_was_asked(open_client: Open) -> No
     assert call.call_id == interaction.reply["tool_calls"][0]["id"]  # type: ignore[index]
     assert response.usage.input_tokens == len(interaction.prompt_ids)
     assert response.usage.output_tokens == len(interaction.completion_ids)
-    assert response.usage.total_tokens == len(interaction.prompt_ids + interaction.completion_ids)
-    assert (response.instructions, response.metadata, response.user) == (
-        "Be brief.",
-        {"k": "v"},
-        "u",
-    )
+    echoed = response.to_dict()
+    assert {key: echoed[key] for key in ("instructions", "metadata", "user")} == {
+        key: asked[key] for key in ("instructions", "metadata", "user")
+    }
     assert (response.temperature, response.top_p, response.max_output_tokens) == (0.5, 0.9, 400)
     assert [t.name for t in response.tools] == ["f"]
-    assert (response.store, response.parallel_tool_calls, response.tool_choice) == (
-        True,
-        True,
-        "auto",
-    )
+    assert response.store is response.parallel_tool_calls is True
+    assert (response.tool_choice, response.reasoning.effort) == ("auto", None)
 
 
 async def test_request_becomes_chat_messages_tools_and_sampling(open_client: Open) -> None:
@@ -147,11 +141,8 @@ async def test_events_of_calls_come_in_the_official_order(open_client: Open) -> 
     places = [(e.output_index, e.item.status) for e in events if hasattr(e, "item")]
     # One item ends before the next begins.
     assert places == [(n, s) for n in range(3) for s in ("in_progress", "completed")]
-    assert [i.type for i in events[-1].response.output] == [
-        "message",
-        "function_call",
-        "function_call",
-    ]
+    kinds = [item.type for item in events[-1].response.output]
+    assert kinds == ["message", "function_call", "function_call"]
     done = [e for e in events if e.type.endswith("arguments.done")]
     deltas = [e for e in events if e.type.endswith("arguments.delta")]
     assert [e.arguments for e in done] == [e.delta for e in deltas] == ['{"x": 1}'] * 2
@@ -308,58 +299,42 @@ async def test_reply_cut_for_length_is_incomplete(open_client: Open) -> None:
         assert response.completed_at is None
 
 
-async def test_logprobs_are_those_of_the_text(open_client: Open) -> None:
-    client = open_client("Ünï", "Ünï")
-    options: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
-    whole = await create(client, **options)
-    events = await read_events(client, **options)
-    interaction = client.interactions[0]
-    [part] = whole.output[0].content
-    # The end of the turn is no text.
-    assert [t.logprob for t in part.logprobs] == list(interaction.rollout_logprobs[:-1])
-    assert bytes(b for t in part.logprobs for b in t.bytes).decode() == "Ünï"
-    for token in part.logprobs:
-        assert [t.logprob for t in token.top_logprobs] == [token.logprob - n for n in range(3)]
-        assert token.top_logprobs[0].token == token.token
-    deltas = [t for e in events if e.type == "response.output_text.delta" for t in e.logprobs]
-    assert [t.to_dict() for t in deltas] == [t.to_dict() for t in part.logprobs]
-
-
-@pytest.mark.parametrize("text", ["Hm " + CALL + " and so", "<think>\nI see\n</think>\n\nÜ" + CALL])
+@pytest.mark.parametrize(
+    "text", ["Ünï", "Hm " + CALL + " and so", "<think>\nI see\n</think>\n\nÜ" + CALL]
+)
 async def test_logprobs_spell_the_text_and_nothing_beside_it(
     open_client: Open, thinking_tokenizer: Any, text: str
 ) -> None:
     client = open_client(text, text, tokenizer=thinking_tokenizer)
-    options: Any = {"include": ["message.output_text.logprobs"], "tools": [TOOL]}
+    include = ["message.output_text.logprobs"]
+    options: Any = {"include": include, "top_logprobs": 3, "tools": [TOOL]}
     whole = await create(client, **options)
-    streamed = (await read_events(client, **options))[-1].response
-    for response in (whole, streamed):
+    events = await read_events(client, **options)
+    for response in (whole, events[-1].response):
         parts = [item.content[0] for item in response.output if item.type == "message"]
         assert parts
         for part in parts:
             assert bytes(b for t in part.logprobs for b in t.bytes).decode() == part.text
+            for token in part.logprobs:
+                assert [t.logprob for t in token.top_logprobs] == [
+                    token.logprob - n for n in range(3)
+                ]
+    deltas = [e for e in events if e.type == "response.output_text.delta"]
+    # ``parts`` are now those of the stream.
+    assert [t.to_dict() for delta in deltas for t in delta.logprobs] == [
+        token.to_dict() for part in parts for token in part.logprobs
+    ]
 
 
 async def test_failure_in_the_middle_is_reported_and_not_answered(
-    open_client: Open, monkeypatch: pytest.MonkeyPatch
+    open_client: Open, let_engine_die: Callable[[Any], None]
 ) -> None:
     client = open_client()
-
-    async def die(*args: Any, **options: Any) -> Any:
-        yield Generation(
-            completion_ids=(80,), rollout_logprobs=(-1.0,), versions=(0,), finish_reason=None
-        )
-        raise EngineError("the server died")
-
-    monkeypatch.setattr(client.gateway.engine, "stream", die)  # type: ignore[attr-defined]
-    events: list[Any] = []
-
-    async def read() -> None:
-        async for event in await create(client, stream=True):
-            events.append(event)
-
+    let_engine_die(client.gateway.engine)  # type: ignore[attr-defined]
+    stream = await create(client, stream=True)
+    events = [await anext(stream) for _ in range(6)]
     with pytest.raises(openai.APIError, match="the server died"):
-        await read()
+        await anext(stream)
     failed = events[-1]
     assert (events[0].type, failed.type) == ("response.created", "response.failed")
     assert (failed.response.status, failed.response.error.code) == ("failed", "server_error")
@@ -410,12 +385,14 @@ async def test_effort_goes_to_the_template(
     open_client: Open, make_tokenizer: Callable[[str], Any]
 ) -> None:
     tokenizer = make_tokenizer("{{ reasoning_effort }} {{ enable_thinking is defined }}")
-    client = open_client("a", "b", tokenizer=tokenizer)
+    client = open_client("a", "b", "c", tokenizer=tokenizer)
     await create(client, reasoning={"effort": "low"})
     await create(client, reasoning={"effort": "none"}, extra_body={
         "chat_template_kwargs": {"reasoning_effort": "high"}})  # fmt: skip
+    message: Any = {"role": "user", "content": "What?"}
+    await client.chat.completions.create(model="m", messages=[message], reasoning_effort="none")
     prompts = [tokenizer.decode(i.prompt_ids) for i in client.interactions]
-    assert prompts == ["low False", "high True"]
+    assert prompts == ["low False", "high True", "none True"]
 
 
 @pytest.mark.parametrize("summarize", [False, True])
