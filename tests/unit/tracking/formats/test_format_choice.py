@@ -121,12 +121,10 @@ def test_unknown_name_is_refused_with_the_nearest(calls: str, reasoning: str, me
 
 def test_every_name_leads_somewhere() -> None:
     assert find_unknown_parsers("auto", "auto") == []
-    for name in TOOL_CALL_NAMES:
-        if name not in ("auto", "none", "hf", "response_template"):
-            assert find_tool_call_format(name) is not None
-    assert set(REASONING_ALIASES) | set(REASONING_FORMATS) < set(REASONING_NAMES)
-    assert not set(TOOL_CALL_ALIASES) & set(TOOL_CALL_FORMATS)
-    assert set(TOOL_CALL_ALIASES.values()) <= set(TOOL_CALL_FORMATS)
-    assert not set(REASONING_ALIASES) & set(REASONING_FORMATS)
-    assert set(REASONING_ALIASES.values()) <= set(REASONING_FORMATS)
-    assert set(REASONING_BY_TOOL_CALLS.values()) <= set(TOOL_CALL_FORMATS)
+    for name in {*TOOL_CALL_NAMES} - {"auto", "none", "hf", "response_template"}:
+        assert find_tool_call_format(name) is not None
+    assert {*REASONING_ALIASES, *REASONING_FORMATS} < {*REASONING_NAMES}
+    assert {*REASONING_ALIASES.values()} <= {*REASONING_FORMATS}
+    assert not {*REASONING_ALIASES} & {*REASONING_FORMATS}
+    assert not {*TOOL_CALL_ALIASES} & {*TOOL_CALL_FORMATS}
+    assert {*REASONING_BY_TOOL_CALLS.values()} <= {*TOOL_CALL_FORMATS}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.engine.protocol import Sampling
-from agentrl_cli.records import Interaction, MismatchCause
+from agentrl_cli.records import Interaction
 from agentrl_cli.tracking.protocols.messages import sign_thinking
 from agentrl_cli.tracking.sequences import build_sequences
 
@@ -163,24 +163,6 @@ async def test_a_tool_conversation_continues_the_sampled_tokens(
     await conversation.create(stream=stream, messages=messages, tools=[TOOL], system="Be brief.")
     assert len(conversation.interactions) == 4
     check_continued(conversation.interactions)
-
-
-async def test_an_edited_turn_is_another_turn(open_conversation: Open) -> None:
-    conversation = open_conversation(f"Let me see. {CALL}", "Yes.", "Yes.")
-    first = await conversation.create(stream=False, messages=[USER], tools=[TOOL])
-    blocks = [block.model_dump() for block in first.content]
-    result = {"type": "tool_result", "tool_use_id": blocks[1]["id"], "content": "5"}
-    for edited in (
-        [blocks[0], {**blocks[1], "input": {"x": 2}}],
-        [{**blocks[0], "text": "Let me think. "}, blocks[1]],
-    ):
-        messages = [USER, {"role": "assistant", "content": edited}]
-        await conversation.create(
-            stream=False, messages=[*messages, {"role": "user", "content": [result]}], tools=[TOOL]
-        )
-    _, arguments, text = conversation.interactions
-    assert arguments.mismatch_cause == "tool_arguments_changed"
-    assert text.mismatch_cause == "history_edited"
 
 
 async def test_tokens_are_counted_as_the_next_call_has_them(open_conversation: Open) -> None:
@@ -473,17 +455,6 @@ async def test_thoughts_that_were_left_out_are_told_apart_by_their_signatures(
         await conversation.create(stream=False, messages=messages, thinking=OMITTED)
     first, second, on_first, on_second = conversation.interactions
     assert (on_first.parent_id, on_second.parent_id) == (first.id, second.id)
-
-
-async def test_an_edited_thought_is_another_turn(open_thinking: Open) -> None:
-    conversation = open_thinking(SAMPLED, "It is 5.")
-    first = await conversation.create(stream=False, messages=[USER], tools=[TOOL], thinking=ENABLED)
-    messages = answer(first)
-    blocks = [block.model_dump() for block in first.content]
-    blocks[0]["thinking"] = "I look."
-    messages[1] = {"role": "assistant", "content": blocks}
-    await conversation.create(stream=False, messages=messages, tools=[TOOL], thinking=ENABLED)
-    assert conversation.interactions[1].mismatch_cause is MismatchCause.HISTORY_EDITED
 
 
 async def test_a_thought_streams_before_its_signature(
