@@ -184,7 +184,7 @@ def compute_truth() -> Callable[..., Any]:
     return compute
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def scripted_engine(
     chat_tokenizer: Any,
 ) -> Callable[[Sequence[Reply] | Callable[[str], Any]], ScriptedEngine]:

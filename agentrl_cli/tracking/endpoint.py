@@ -20,8 +20,7 @@ from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.errors import EngineError
 from agentrl_cli.records import Message
 from agentrl_cli.tracking.gateway import BaseGateway, WireProtocol
-from agentrl_cli.tracking.protocols.chat import ChatProtocol, format_event, parse_messages
-from agentrl_cli.tracking.protocols.request_fields import drop_nulls, parse_tools
+from agentrl_cli.tracking.protocols.chat import ChatProtocol, format_event, parse_conversation
 from agentrl_cli.tracking.replay import Reply
 from agentrl_cli.tracking.session import OpenCall, Session
 from agentrl_cli.tracking.template import ChatTemplate, TemplateInputs, make_template_inputs
@@ -88,14 +87,14 @@ class EndpointGateway(BaseGateway):
         self, protocol: WireProtocol, body: dict[str, Any], session: Session, reply: Reply
     ) -> None:
         """Passes on the endpoint's own reply."""
-        messages = parse_messages(body)
-        tools = parse_tools(body)
+        messages, tools = parse_conversation(body)
         sampling = Sampling(max_tokens=session.sampling.max_tokens)
         await session.wait_for_tokens(sampling, 1)
         [call] = session.begin_calls(
             f"call-{uuid.uuid4().hex}", messages, make_template_inputs(tools, {}), sampling, 1
         )
-        body = {**_list_defaults(session.sampling), **drop_nulls(body), "model": self.model_name}
+        given = {key: value for key, value in body.items() if value is not None}
+        body = {**_list_defaults(session.sampling), **given, "model": self.model_name}
         body |= _limit_length(body, call.sampling.max_tokens)
         try:
             if body.get("stream"):

@@ -25,7 +25,7 @@ from agentrl_cli.tracking.formats.format_choice import choose_formats
 from agentrl_cli.tracking.gateway_socket import GatewaySocket
 from agentrl_cli.tracking.model_calls import Choice, ModelCalls, StreamWriter
 from agentrl_cli.tracking.protocols.chat import ChatProtocol
-from agentrl_cli.tracking.protocols.messages_output import CountTokensProtocol, MessagesProtocol
+from agentrl_cli.tracking.protocols.messages import CountTokensProtocol, MessagesProtocol
 from agentrl_cli.tracking.protocols.model_request import (
     BusyError,
     ModelRequest,
@@ -33,10 +33,10 @@ from agentrl_cli.tracking.protocols.model_request import (
     ReplyRules,
     TooLargeError,
     describe_error,
+    parse_json,
     unknown_key_problem,
 )
-from agentrl_cli.tracking.protocols.request_fields import parse_json
-from agentrl_cli.tracking.protocols.responses_output import ResponsesProtocol
+from agentrl_cli.tracking.protocols.responses import ResponsesProtocol
 from agentrl_cli.tracking.replay import (
     CallKey,
     Reply,

@@ -21,8 +21,7 @@ from agentrl_cli.errors import format_nearest
 from agentrl_cli.records import Interaction
 from agentrl_cli.tracking.credit import parse_reward
 from agentrl_cli.tracking.gateway import Limits, read_body
-from agentrl_cli.tracking.protocols.model_request import describe_error
-from agentrl_cli.tracking.protocols.request_fields import parse_json
+from agentrl_cli.tracking.protocols.model_request import describe_error, parse_json
 
 if TYPE_CHECKING:
     from agentrl_cli.rollout.external.external_workflow import ExternalSession

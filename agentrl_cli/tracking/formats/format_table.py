@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 from agentrl_cli.tracking.formats.call_scanner import CallReader, CallScanner
 from agentrl_cli.tracking.formats.harmony import SPECIAL_TEXTS, HarmonyParser
@@ -21,17 +22,18 @@ from agentrl_cli.tracking.formats.reply_formats import (
     ReplyContext,
     ToolCallFormat,
 )
-from agentrl_cli.tracking.formats.xml_calls import ArgumentTypes, GlmCalls, XmlCalls
+from agentrl_cli.tracking.formats.xml_calls import ArgumentTypes, XmlCalls
 
-_DEEPSEEK_SECTION = "<｜tool▁calls▁begin｜>"
-_DEEPSEEK_SECTION_END = "<｜tool▁calls▁end｜>"
-_DEEPSEEK_BEGIN = "<｜tool▁call▁begin｜>"
-_DEEPSEEK_END = "<｜tool▁call▁end｜>"
-_DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+#: The section's beginning and end, a call's, and what stands before its arguments.
+_DEEPSEEK_MARKS = (
+    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>", "<｜tool▁sep｜>",
+)  # fmt: skip
+_KIMI_MARKS = (
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
+    "<|tool_call_end|>", "<|tool_call_argument_begin|>",
+)  # fmt: skip
 _DSML = "｜DSML｜"
-_KIMI_SECTION, _KIMI_SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-_KIMI_BEGIN, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_end|>"
-_KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
 
 
 def _scan(reader: CallReader) -> Callable[[ReplyContext], CallScanner]:
@@ -96,6 +98,10 @@ def _object_format(
     )
 
 
+def _scan_tags(**tags: Any) -> Callable[[ReplyContext], CallScanner]:
+    return lambda context: CallScanner(XmlCalls(types=ArgumentTypes(context.tools), **tags))
+
+
 def _function_format(
     name: str,
     section: str,
@@ -105,27 +111,19 @@ def _function_format(
     grammar: str | None = None,
 ) -> ToolCallFormat:
     """A format of ``<function=NAME><parameter=KEY>VALUE</parameter></function>``."""
-
-    def build_parser(context: ReplyContext) -> CallScanner:
-        return CallScanner(
-            XmlCalls(
-                types=ArgumentTypes(context.tools),
-                starts=(section, "<function="),
-                section=section,
-                call_begin="<function=",
-                call_header_end=">",
-                key_begin="<parameter=",
-                key_pattern=re.compile(r"(?P<key>[^\n]+)"),
-                value_end="</parameter>",
-                call_end="</function>",
-                closers=(section_end,),
-                has_lines=has_lines,
-            )
-        )
-
     return ToolCallFormat(
         name=name,
-        build_parser=build_parser,
+        build_parser=_scan_tags(
+            section=section,
+            call_begin="<function=",
+            call_header_end=">",
+            key_begin="<parameter=",
+            key_pattern=re.compile(r"(?P<key>[^\n]+)"),
+            value_end="</parameter>",
+            call_end="</function>",
+            closers=(section_end,),
+            has_lines=has_lines,
+        ),
         grammar=grammar
         or CallSyntax(
             before_name=f"{section}\n<function=",
@@ -146,28 +144,18 @@ def _invoke_format(
     With a mark in every tag, keys say whether their values are text.
     """
     attribute = r'(?:\s+string="(?P<is_text>true|false)")?' if mark else ""
-    key_pattern = re.compile(rf'"(?P<key>[^"\n]+)"{attribute}')
-
-    def build_parser(context: ReplyContext) -> CallScanner:
-        return CallScanner(
-            XmlCalls(
-                types=ArgumentTypes(context.tools),
-                starts=(section, f'<{mark}invoke name="'),
-                section=section,
-                call_begin=f'<{mark}invoke name="',
-                call_header_end='">',
-                key_begin=f"<{mark}parameter name=",
-                key_pattern=key_pattern,
-                value_end=f"</{mark}parameter>",
-                call_end=f"</{mark}invoke>",
-                closers=(section_end,),
-                has_lines=False,
-            )
-        )
-
     return ToolCallFormat(
         name=name,
-        build_parser=build_parser,
+        build_parser=_scan_tags(
+            section=section,
+            call_begin=f'<{mark}invoke name="',
+            call_header_end='">',
+            key_begin=f"<{mark}parameter name=",
+            key_pattern=re.compile(rf'"(?P<key>[^"\n]+)"{attribute}'),
+            value_end=f"</{mark}parameter>",
+            call_end=f"</{mark}invoke>",
+            closers=(section_end,),
+        ),
         grammar=grammar
         or CallSyntax(
             section_begin=f"{section}\n",
@@ -182,46 +170,38 @@ def _invoke_format(
     )
 
 
-def _deepseek_format(name: str, *, is_fenced: bool) -> ToolCallFormat:
-    """DeepSeek's calls; V3 and R1 name a type and fence the JSON, V3.1 does neither."""
-    type_mark = f"function{_DEEPSEEK_SEPARATOR}"
-    before_name = (_DEEPSEEK_BEGIN, type_mark) if is_fenced else (_DEEPSEEK_BEGIN,)
+def _named_format(
+    name: str,
+    marks: tuple[str, str, str, str, str],
+    grammar: str,
+    *,
+    is_fenced: bool = False,
+    is_numbered: bool = False,
+) -> ToolCallFormat:
+    """A format of names and JSON between marks: DeepSeek's and Kimi's.
+
+    Args:
+        name: of the format.
+        marks: as :data:`_DEEPSEEK_MARKS`.
+        grammar: xgrammar's name for the format.
+        is_fenced: a type stands before the name, and the JSON in a code block.
+        is_numbered: what stands in the name's place is the call's id.
+    """
+    section, section_end, begin, end, separator = marks
     reader = NamedCalls(
-        starts=(_DEEPSEEK_SECTION, _DEEPSEEK_BEGIN),
-        section=_DEEPSEEK_SECTION,
-        before_name=before_name,
-        before_arguments=("```json",) if is_fenced else (_DEEPSEEK_SEPARATOR,),
-        end=("```", _DEEPSEEK_END) if is_fenced else (_DEEPSEEK_END,),
-        closers=(_DEEPSEEK_SECTION_END,),
+        section=section,
+        before_name=(begin, f"function{separator}") if is_fenced else (begin,),
+        before_arguments=("```json",) if is_fenced else (separator,),
+        end=("```", end) if is_fenced else (end,),
+        closers=(section_end,),
+        is_numbered=is_numbered,
     )
     return ToolCallFormat(
         name=name,
         build_parser=_scan(reader),
-        grammar="deepseek_r1" if is_fenced else "deepseek_v3_1",
-        special_texts=(
-            _DEEPSEEK_SECTION, _DEEPSEEK_SECTION_END, _DEEPSEEK_BEGIN, _DEEPSEEK_END,
-            _DEEPSEEK_SEPARATOR,
-        ),
-        end_of_call=_DEEPSEEK_END,
-    )  # fmt: skip
-
-
-def _kimi_format() -> ToolCallFormat:
-    reader = NamedCalls(
-        starts=(_KIMI_SECTION, _KIMI_BEGIN),
-        section=_KIMI_SECTION,
-        before_name=(_KIMI_BEGIN,),
-        before_arguments=(_KIMI_ARGUMENTS,),
-        end=(_KIMI_END,),
-        closers=(_KIMI_SECTION_END,),
-        is_numbered=True,
-    )
-    return ToolCallFormat(
-        name="kimi_k2",
-        build_parser=_scan(reader),
-        grammar="kimi",
-        special_texts=(_KIMI_SECTION, _KIMI_SECTION_END, _KIMI_BEGIN, _KIMI_END, _KIMI_ARGUMENTS),
-        end_of_call=_KIMI_END,
+        grammar=grammar,
+        special_texts=marks,
+        end_of_call=end,
     )
 
 
@@ -261,7 +241,15 @@ _MISTRAL = ToolCallFormat(
 )
 _GLM = ToolCallFormat(
     name="glm45",
-    build_parser=lambda context: CallScanner(GlmCalls(ArgumentTypes(context.tools))),
+    build_parser=_scan_tags(
+        call_begin="<tool_call>",
+        key_begin="<arg_key>",
+        key_end="</arg_key>",
+        key_pattern=re.compile(r"(?P<key>[^<]*)"),
+        value_begin="<arg_value>",
+        value_end="</arg_value>",
+        call_end="</tool_call>",
+    ),
     grammar="glm_4_7",
     special_texts=(
         "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
@@ -304,9 +292,9 @@ TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
             _DSML,
             grammar="deepseek_v3_2",
         ),
-        _deepseek_format("deepseek_v3", is_fenced=True),
-        _deepseek_format("deepseek_v31", is_fenced=False),
-        _kimi_format(),
+        _named_format("deepseek_v3", _DEEPSEEK_MARKS, "deepseek_r1", is_fenced=True),
+        _named_format("deepseek_v31", _DEEPSEEK_MARKS, "deepseek_v3_1"),
+        _named_format("kimi_k2", _KIMI_MARKS, "kimi", is_numbered=True),
         _GLM,
         _HARMONY,
         _LLAMA,

@@ -6,7 +6,7 @@ import re
 import secrets
 import string
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl_cli.tracking.formats.call_scanner import (
@@ -149,10 +149,12 @@ class NamedCalls(CallReader):
     before_arguments: tuple[str, ...]
     end: tuple[str, ...]
     closers: tuple[str, ...]
-    starts: tuple[str, ...]
-    """The section's beginning, and a call's."""
+    starts: tuple[str, ...] = field(init=False)
     is_numbered: bool = False
     """True: what stands in the name's place is the call's id, such as ``functions.NAME:0``."""
+
+    def __post_init__(self) -> None:
+        self.starts = (self.section, self.before_name[0])
 
     def read_calls(self, cursor: Cursor) -> Reading:
         """The call that the text begins with."""

@@ -21,6 +21,7 @@ from agentrl_cli.tracking.formats.call_scanner import (
 
 _STRINGS = r""""{3}(?:[^\\]|\\.)*?"{3}|'{3}(?:[^\\]|\\.)*?'{3}|"{3}|'{3}"""
 _SHORT_STRINGS = r""""[^"\\]*+(?:\\.[^"\\]*+)*+"|'[^'\\]*+(?:\\.[^'\\]*+)*+'|["']"""
+_NAME = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 #: Strings that do not end.
 _OPEN_STRINGS = frozenset(("'", '"', "'''", '"""'))
 
@@ -115,11 +116,20 @@ _FAILURES = (ValueError, SyntaxError, RecursionError, MemoryError, TypeError)
 _JSON_CONSTANTS = {"true": True, "false": False, "null": None}
 
 
+class _JsonLiterals(ast.NodeTransformer):
+    """JSON's constants count as literals, and tuples as lists."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_CONSTANTS[node.id]) if node.id in _JSON_CONSTANTS else node
+
+    def visit_Tuple(self, node: ast.Tuple) -> ast.expr:
+        return ast.List([self.visit(element) for element in node.elts])
+
+
 def read_literal(text: str) -> Any:
     """The data that a literal stands for; None where there is none."""
-    tree = _parse(text.strip())
     try:
-        return None if tree is None else _evaluate(tree)
+        return _evaluate(_parse(text))
     except _FAILURES:
         return None
 
@@ -129,59 +139,29 @@ def read_python_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
 
     None: it is no such list, or an argument has no name or is no literal.
     """
-    tree = _parse(text.strip())
-    if not isinstance(tree, ast.List) or not tree.elts:
-        return None
     try:
-        return [_read_call(node) for node in tree.elts]
+        tree = _parse(text)
+        return [_read_call(node) for node in tree.elts] if isinstance(tree, ast.List) else None
     except _FAILURES:
         return None
 
 
-def _parse(text: str) -> ast.expr | None:
-    try:
-        # Models write backslashes into strings that Python warns of.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return ast.parse(text, mode="eval").body
-    except _FAILURES:
-        return None
+def _parse(text: str) -> ast.expr:
+    # Models write backslashes into strings that Python warns of.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text.strip(), mode="eval").body
 
 
 def _read_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
-    if not isinstance(node, ast.Call) or node.args:
+    names = [part.arg for part in node.keywords] if isinstance(node, ast.Call) else [None]
+    if not isinstance(node, ast.Call) or node.args or None in names:
         raise ValueError("no call with named arguments alone")
-    arguments = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
-            raise ValueError("an argument without a name")
-        arguments[keyword.arg] = _evaluate(keyword.value)
-    return _read_name(node.func), arguments
-
-
-def _read_name(node: ast.expr) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute):
-        return f"{_read_name(node.value)}.{node.attr}"
-    raise ValueError("no name")
+    arguments = {part.arg: _evaluate(part.value) for part in node.keywords if part.arg is not None}
+    if _NAME.fullmatch(name := ast.unparse(node.func)) is None:
+        raise ValueError("no name")
+    return name, arguments
 
 
 def _evaluate(node: ast.expr) -> Any:
-    """A literal's data; JSON's ``true``, ``false`` and ``null`` count as literals."""
-    if isinstance(node, ast.Name):
-        if node.id not in _JSON_CONSTANTS:
-            raise ValueError("a name is no literal")
-        return _JSON_CONSTANTS[node.id]
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_evaluate(element) for element in node.elts]
-    if isinstance(node, ast.Dict):
-        pairs = zip(node.keys, node.values, strict=True)
-        return {_evaluate_key(key): _evaluate(value) for key, value in pairs}
-    return ast.literal_eval(node)
-
-
-def _evaluate_key(node: ast.expr | None) -> Any:
-    if node is None:
-        raise ValueError("a dictionary is unpacked")
-    return ast.literal_eval(node)
+    return ast.literal_eval(_JsonLiterals().visit(node))

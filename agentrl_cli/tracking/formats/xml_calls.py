@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl_cli.tracking.formats.call_scanner import (
@@ -22,7 +22,6 @@ from agentrl_cli.tracking.formats.python_calls import read_literal
 #: A name, or a key with its attributes, is not longer.
 _MAX_HEADER = 400
 _NAME = r"[\w.:-]{1,128}"
-_GLM_CALL = re.compile(rf"<tool_call>{_NAME}\s*(?:<arg_key>|</tool_call>)")
 
 
 def _take_value(
@@ -52,45 +51,52 @@ class XmlCalls(CallReader):
     """Calls such as ``<function=NAME><parameter=KEY>VALUE</parameter></function>``."""
 
     types: ArgumentTypes
-    section: str
+    section: str = ""
     """What may stand before the first call."""
     call_begin: str
-    call_header_end: str
+    call_header_end: str = ""
+    """Empty: the name ends where the next tag begins."""
     key_begin: str
+    key_end: str = ">"
     key_pattern: re.Pattern[str]
-    """Matches what follows ``key_begin`` up to its ``>``; group ``key``, and group ``is_text``
-    where the model says itself whether the value is text."""
+    """Matches what stands between the last two; group ``key``, and group ``is_text`` where the
+    model says itself whether the value is text."""
+    value_begin: str = ""
     value_end: str
     call_end: str
-    closers: tuple[str, ...]
-    has_lines: bool
+    closers: tuple[str, ...] = ()
+    has_lines: bool = False
     """True: a value stands on lines of its own, whose breaks are not part of it."""
-    starts: tuple[str, ...]
-    """The section's beginning, and a call's."""
+    starts: tuple[str, ...] = field(init=False)
+    _other_call: re.Pattern[str] = field(init=False)
 
-    @property
-    def _other_call(self) -> re.Pattern[str]:
+    def __post_init__(self) -> None:
+        self.starts = tuple(start for start in (self.section, self.call_begin) if start)
         begin, header_end, key_begin, call_end = (
             re.escape(text)
             for text in (self.call_begin, self.call_header_end, self.key_begin, self.call_end)
         )
-        return re.compile(rf"{begin}{_NAME}{header_end}\s*(?:{key_begin}|{call_end})")
+        self._other_call = re.compile(rf"{begin}{_NAME}{header_end}\s*(?:{key_begin}|{call_end})")
 
     def read_calls(self, cursor: Cursor) -> Reading:
         """The call that the text begins with."""
-        if cursor.take(self.section, self.call_begin) == self.section and (
-            cursor.take(self.call_begin) is None
-        ):
-            raise Unreadable
-        name = cursor.take_until(self.call_header_end, _MAX_HEADER).strip()
-        if "<" in name or "\n" in name:
+        if cursor.text.startswith(self.section):
+            cursor.expect(self.section)
+        cursor.expect(self.call_begin)
+        name = cursor.take_until(self.call_header_end or "<", _MAX_HEADER).strip()
+        cursor.at -= not self.call_header_end
+        if any(character.isspace() or character in "<{[" for character in name):
             raise Unreadable
         arguments: dict[str, Any] = {}
         while (tag := cursor.take(self.key_begin, self.call_end)) == self.key_begin:
-            header = self.key_pattern.fullmatch(cursor.take_until(">", _MAX_HEADER))
+            header = self.key_pattern.fullmatch(cursor.take_until(self.key_end, _MAX_HEADER))
             if header is None:
                 raise Unreadable
-            value = self._read_value(cursor)
+            cursor.expect(*filter(None, [self.value_begin]))
+            followers = (self.key_begin, self.call_end)
+            value = _take_value(cursor, self.value_end, followers, self._other_call)
+            if self.has_lines:
+                value = value.removeprefix("\n").removesuffix("\n")
             key = header.group("key").strip()
             is_text = header.groupdict().get("is_text")
             arguments[key] = value if is_text == "true" else self.types.convert(name, key, value)
@@ -98,44 +104,8 @@ class XmlCalls(CallReader):
             raise Unreadable
         return cursor.end_call(build_call(name, arguments))
 
-    def _read_value(self, cursor: Cursor) -> str:
-        value = _take_value(
-            cursor, self.value_end, (self.key_begin, self.call_end), self._other_call
-        )
-        return value.removeprefix("\n").removesuffix("\n") if self.has_lines else value
-
-
-@dataclass(slots=True)
-class GlmCalls(CallReader):
-    """GLM's calls: ``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>``..."""
-
-    types: ArgumentTypes
-    starts = ("<tool_call>",)
-
-    def read_calls(self, cursor: Cursor) -> Reading:
-        """The call that the text begins with."""
-        cursor.expect("<tool_call>")
-        begin = cursor.at
-        cursor.take_until("<", _MAX_HEADER)
-        cursor.at -= 1
-        name = cursor.text[begin : cursor.at].strip()
-        if not name or any(c.isspace() or c in "{[" for c in name):
-            raise Unreadable
-        arguments = {}
-        while (tag := cursor.take("<arg_key>", "</tool_call>")) == "<arg_key>":
-            key = cursor.take_until("</arg_key>", _MAX_HEADER).strip()
-            if "<" in key or cursor.take("<arg_value>") is None:
-                raise Unreadable
-            value = _take_value(cursor, "</arg_value>", ("<arg_key>", "</tool_call>"), _GLM_CALL)
-            arguments[key] = self.types.convert(name, key, value)
-        if tag is None:
-            raise Unreadable
-        return cursor.end_call(build_call(name, arguments))
-
 
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
-
-
 #: White space around a string of which a schema says one of these is not part of it.
 _RESTRICTIONS = frozenset({"enum", "const", "pattern", "format"})
 #: Choices and references within one another are not followed further.

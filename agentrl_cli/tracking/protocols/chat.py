@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from agentrl_cli.engine.protocol import Generation, Sampling
+from pydantic import Field
+
+from agentrl_cli.engine.protocol import Generation
 from agentrl_cli.records import Message
 from agentrl_cli.tracking.formats.call_scanner import ParsedText
 from agentrl_cli.tracking.model_calls import (
@@ -18,185 +20,112 @@ from agentrl_cli.tracking.model_calls import (
     count_reasoning_tokens,
     format_token_logprobs,
 )
-from agentrl_cli.tracking.protocols.model_request import ModelRequest, Problem, RequestError
-from agentrl_cli.tracking.protocols.request_fields import (
-    EFFORTS,
-    MAX_TOP_LOGPROBS,
+from agentrl_cli.tracking.protocols.model_request import (
     NEUTRAL_KEYS,
-    VERBOSITIES,
-    check_keys,
-    drop_nulls,
+    CheckedFields,
+    Effort,
+    Function,
+    Limit,
+    ModelRequest,
+    Problem,
+    RequestBody,
+    RequestError,
+    RequestFields,
+    Stops,
+    Tool,
+    TopLogprobs,
+    Verbosity,
+    build_rules,
     parse_format,
-    parse_sampling,
-    parse_stops,
-    parse_template_inputs,
-    parse_tool_rules,
-    parse_tools,
-    take,
-    take_choice,
-    take_int,
+    parse_tool_choice,
+    texts_of,
+    validate,
 )
 from agentrl_cli.tracking.session import Session
 
-_NEUTRAL_KEYS = NEUTRAL_KEYS | {"store", "verbosity"}
-_HONOURED_KEYS = frozenset(
-    {
-        "messages",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "stream",
-        "stream_options",
-        "n",
-        "stop",
-        "max_tokens",
-        "max_completion_tokens",
-        "temperature",
-        "top_p",
-        "seed",
-        "logprobs",
-        "top_logprobs",
-        "response_format",
-        "reasoning_effort",
-        "chat_template_kwargs",
-    }
-)
-#: Keys that are accepted only at the value that means "not used".
-_UNUSED_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "top_k": (0, -1),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "modalities": (["text"],),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-}
 #: Keys of messages that no chat template reads, and what says the same.
 _UNREAD_MESSAGE_KEYS: Mapping[str, str] = {
     "audio": "send its transcript as content",
     "function_call": "use tool_calls, and role 'tool' for the result",
     "refusal": "send it as content",
 }
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def parse_chat_request(body: dict[str, Any], defaults: Sampling) -> ModelRequest:
-    """The request in a JSON body; ``defaults`` hold where the body says nothing.
-
-    Raises:
-        RequestError: naming the key, what was found and what is allowed.
-    """
-    body = drop_nulls(body)
-    check_keys(body, _HONOURED_KEYS, _NEUTRAL_KEYS, _UNUSED_VALUES)
-    take_choice(body, "verbosity", VERBOSITIES)
-    tools = parse_tools(body)
-    rules, parse_calls = parse_tool_rules(body, tools, _parse_response_format(body))
-    logprobs = take(body, "logprobs", bool, False)
-    num_top_logprobs = take_int(body, "top_logprobs", 0, minimum=0, maximum=MAX_TOP_LOGPROBS)
-    if num_top_logprobs and not logprobs:
-        raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
-    stop = body.get("stop", [])
-    messages = parse_messages(body)
-    _check_all_is_read(messages)
-    return ModelRequest(
-        messages=messages,
-        inputs=parse_template_inputs(body, tools, take_choice(body, "reasoning_effort", EFFORTS)),
-        sampling=parse_sampling(
-            body,
-            defaults,
-            limits=("max_tokens", "max_completion_tokens"),
-            stop=parse_stops([stop] if isinstance(stop, str) else stop, "stop"),
-            num_top_logprobs=num_top_logprobs,
-        ),
-        rules=rules,
-        num_choices=take_int(body, "n", 1, minimum=1, maximum=128),
-        stream=take(body, "stream", bool, False),
-        include_usage=_parse_stream_options(body),
-        logprobs=logprobs,
-        parse_tools=parse_calls,
-    )
+class _CalledFunction(RequestFields):
+    name: str
+    arguments: str | dict[str, Any] | None = None
 
 
-def parse_messages(body: Mapping[str, Any]) -> tuple[Message, ...]:
-    """The checked messages of a request body.
-
-    Raises:
-        RequestError: naming the message that is wrong.
-    """
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages must be a list with at least one message", "messages")
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message, dict):
-            raise RequestError(f"{where} must be an object", where)
-        if message.get("role") not in _ROLES:
-            raise RequestError(
-                f"{where}.role is {message.get('role')!r:.80}; allowed: {', '.join(_ROLES)}",
-                f"{where}.role",
-            )
-        _check_content(message.get("content"), where)
-        for key in ("name", "tool_call_id", "reasoning_content", "reasoning", "refusal"):
-            take(message, key, str, "", f"{where}.")
-        for index_of_call, call in enumerate(take(message, "tool_calls", list, [], f"{where}.")):
-            _check_tool_call(call, f"{where}.tool_calls[{index_of_call}]")
-    return tuple(messages)
+class _Call(RequestFields):
+    id: str | None = None
+    function: _CalledFunction
 
 
-def _check_all_is_read(messages: tuple[Message, ...]) -> None:
-    for index, message in enumerate(messages):
-        for key, remedy in _UNREAD_MESSAGE_KEYS.items():
-            if message.get(key):
-                where = f"messages[{index}].{key}"
-                raise RequestError(f"{where} is not supported here; {remedy}", where)
+class _Message(RequestFields):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[list[str], texts_of("text")] = Field([])
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[_Call] | None = None
 
 
-def _check_content(content: Any, where: str) -> None:
-    if content is None or isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        raise RequestError(f"{where}.content must be text or a list of parts", f"{where}.content")
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(
-                f"{where}.content has a part of type {kind!r:.80}; this engine reads text parts "
-                "only: no images, no audio, no files",
-                f"{where}.content",
-            )
+class _Tool(RequestFields):
+    type: Literal["function"]
+    function: Function
 
 
-def _check_tool_call(call: Any, where: str) -> None:
-    function = call.get("function") if isinstance(call, dict) else None
-    if (
-        not isinstance(function, dict)
-        or not isinstance(function.get("name"), str)
-        or not isinstance(function.get("arguments") or "", str | dict)
-        or not isinstance(call.get("id") or "", str)
-    ):
-        raise RequestError(
-            f"{where} must be {{'id', 'type': 'function', 'function': {{'name', 'arguments'}}}} "
-            "with texts",
-            where,
-        )
+class _Conversation(RequestFields):
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    tools: Annotated[list[_Tool], Field(max_length=1024)] | None = None
 
 
-def _parse_response_format(body: Mapping[str, Any]) -> dict[str, Any] | None:
-    asked = take(body, "response_format", dict, {"type": "text"})
-    schema = take(asked, "json_schema", dict, {}, "response_format.")
-    return parse_format(asked, schema, "response_format")
-
-
-def _parse_stream_options(body: Mapping[str, Any]) -> bool:
-    """Whether usage is wanted at the end of a stream."""
-    options = take(body, "stream_options", dict, {})
+class _StreamOptions(CheckedFields):
     # Obfuscation pads events against eavesdroppers, who do not exist on a loopback socket.
-    check_keys(options, ("include_usage",), ("include_obfuscation",), {}, path="stream_options.")
-    return take(options, "include_usage", bool, False, "stream_options.")
+    neutral = frozenset({"include_obfuscation"})
+    include_usage: bool = False
+
+
+class _Body(_Conversation, RequestBody):
+    neutral = NEUTRAL_KEYS | {"store"}
+    unused: ClassVar = {
+        "frequency_penalty": (0,),
+        "presence_penalty": (0,),
+        "repetition_penalty": (1,),
+        "logit_bias": ({},),
+        "top_k": (0, -1),
+        "min_p": (0,),
+        "min_tokens": (0,),
+        "ignore_eos": (False,),
+        "modalities": (["text"],),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+    }
+    tool_choice: Any = "auto"
+    parallel_tool_calls: bool = True
+    stream_options: _StreamOptions = _StreamOptions()
+    n: Annotated[int, Field(ge=1, le=128)] = 1
+    stop: Stops = Field([])
+    max_tokens: Limit | None = None
+    max_completion_tokens: Limit | None = None
+    seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
+    logprobs: bool = False
+    top_logprobs: TopLogprobs = 0
+    response_format: dict[str, Any] = Field({"type": "text"})
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
+
+
+def parse_conversation(body: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[Tool, ...]]:
+    """The checked messages and tools of a request body, as they were sent.
+
+    Raises:
+        RequestError: naming the message or the tool that is wrong.
+    """
+    validate(_Conversation, body)
+    return tuple(body["messages"]), tuple(body.get("tools") or ())
 
 
 class ChatProtocol:
@@ -206,8 +135,41 @@ class ChatProtocol:
     id_prefix = "chatcmpl-"
 
     def parse(self, body: dict[str, Any], session: Session) -> ModelRequest:
-        """The request; see :func:`parse_chat_request`."""
-        return parse_chat_request(body, session.sampling)
+        """The request; the session's sampling holds where the body says nothing."""
+        fields = validate(_Body, body)
+        messages, tools = tuple(body["messages"]), tuple(body.get("tools") or ())
+        for index, message in enumerate(messages):
+            for key, remedy in _UNREAD_MESSAGE_KEYS.items():
+                if message.get(key):
+                    where = f"messages[{index}].{key}"
+                    raise RequestError(f"{where} is not supported here; {remedy}", where)
+        if fields.top_logprobs and not fields.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+        wanted = fields.response_format
+        rules, parse_calls = build_rules(
+            *parse_tool_choice(fields.tool_choice),
+            tools,
+            parallel=fields.parallel_tool_calls,
+            response_format=parse_format(wanted, wanted.get("json_schema"), "response_format"),
+        )
+        return ModelRequest(
+            messages=messages,
+            inputs=fields.build_template_inputs(tools, fields.reasoning_effort),
+            sampling=fields.build_sampling(
+                session.sampling,
+                fields.max_tokens,
+                fields.max_completion_tokens,
+                stop=fields.stop,
+                seed=fields.seed,
+                num_top_logprobs=fields.top_logprobs,
+            ),
+            rules=rules,
+            num_choices=fields.n,
+            stream=fields.stream,
+            include_usage=fields.stream_options.include_usage,
+            logprobs=fields.logprobs,
+            parse_tools=parse_calls,
+        )
 
     def format_reply(self, calls: ModelCalls, choices: Sequence[Choice]) -> dict[str, Any]:
         """A ``chat.completion``."""
@@ -229,7 +191,8 @@ class ChatProtocol:
 
     def format_error(self, problem: Problem) -> dict[str, Any]:
         """OpenAI's error object."""
-        return format_error(problem)
+        error = {"message": problem.message, "type": problem.kind}
+        return {"error": {**error, "param": problem.param, "code": problem.code}}
 
 
 class ChunkWriter:
@@ -271,7 +234,7 @@ class ChunkWriter:
 
     def fail(self, problem: Problem) -> bytes:
         """The error as an event."""
-        return format_event(format_error(problem))
+        return format_event(ChatProtocol().format_error(problem))
 
     def _build_deltas(self, index: int, parsed: ParsedText) -> list[dict[str, Any]]:
         deltas: list[dict[str, Any]] = []
@@ -304,12 +267,6 @@ class ChunkWriter:
 def format_event(data: dict[str, Any]) -> bytes:
     """A server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
-
-
-def format_error(problem: Problem) -> dict[str, Any]:
-    """An error in OpenAI's shape."""
-    error = {"message": problem.message, "type": problem.kind}
-    return {"error": {**error, "param": problem.param, "code": problem.code}}
 
 
 def _format_envelope(calls: ModelCalls, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import queue
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.import_paths import import_object
-from agentrl_cli.engine.protocol import Generation, Sampling
+from agentrl_cli.engine.protocol import Generation
 from agentrl_cli.launch.model_serving import ListenAddress, serve_online
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.records import Trajectory
@@ -47,61 +48,53 @@ _TOKENS_PER_VERSION = 7
 _PLAY_SECONDS = 120.0
 
 
-class ScriptEngine:
-    """Plays the script; every token has a logprob of its own, and weights change between tokens."""
+class NumberingEngine:
+    """Gives every token a logprob of its own, as if weights changed between tokens, and streams."""
 
-    model_name = "script"
-    max_model_len = 4096
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
         self._num_tokens = 0
         self.deliveries: list[str] = []
         """How each call was asked for."""
 
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
-    ) -> Generation:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, prompt_ids: Any, sampling: Any, **options: Any) -> Generation:
         self.deliveries.append("whole")
-        ids = self._continue(prompt_ids)
-        return self._sample(ids, "stop")
+        return await self._sample(prompt_ids, sampling)
 
-    async def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
-    ) -> AsyncIterator[Generation]:
+    async def stream(self, prompt_ids: Any, sampling: Any, **options: Any) -> Any:
         self.deliveries.append("streamed")
-        ids = self._continue(prompt_ids)
-        for start in range(0, len(ids), _TOKENS_PER_PIECE):
-            end = start + _TOKENS_PER_PIECE
-            yield self._sample(ids[start:end], "stop" if end >= len(ids) else None)
+        whole = await self._sample(prompt_ids, sampling)
+        for start in range(0, len(whole.completion_ids), _TOKENS_PER_PIECE):
+            piece = slice(start, start + _TOKENS_PER_PIECE)
+            yield replace(
+                whole,
+                completion_ids=whole.completion_ids[piece],
+                rollout_logprobs=whole.rollout_logprobs[piece],
+                versions=whole.versions[piece],
+                finish_reason="stop" if piece.stop >= len(whole.completion_ids) else None,
+            )
 
-    def _continue(self, prompt_ids: Sequence[int]) -> list[int]:
-        reply = SCRIPT[self._tokenizer.decode(prompt_ids).count(_RESULT)]
-        ids = self._tokenizer.encode(reply, add_special_tokens=False)
-        return [*ids, self._tokenizer.eos_token_id]
-
-    def _sample(self, ids: Sequence[int], finish_reason: Any) -> Generation:
-        numbers = range(self._num_tokens + 1, self._num_tokens + 1 + len(ids))
-        self._num_tokens += len(ids)
-        return Generation(
-            completion_ids=tuple(ids),
+    async def _sample(self, prompt_ids: Any, sampling: Any) -> Generation:
+        generation = await self._engine.generate(prompt_ids, sampling)
+        begin = self._num_tokens + 1
+        self._num_tokens += len(generation.completion_ids)
+        numbers = range(begin, self._num_tokens + 1)
+        return replace(
+            generation,
             # Exact in float32.
             rollout_logprobs=tuple(-number / 1024 for number in numbers),
             versions=tuple(number // _TOKENS_PER_VERSION for number in numbers),
-            finish_reason=finish_reason,
         )
-
-    async def policy_version(self) -> int:
-        return self._num_tokens // _TOKENS_PER_VERSION
-
-    async def close(self) -> None:
-        """Nothing is held."""
 
 
 @pytest.fixture(scope="module")
-def engine(chat_tokenizer: Any, recording_engine: Any) -> Any:
+def engine(scripted_engine: Any, recording_engine: Any) -> Any:
     """The script, and what of it was played: forget that before a cell."""
-    return recording_engine(ScriptEngine(chat_tokenizer))
+    script = scripted_engine(lambda prompt: SCRIPT[prompt.count(_RESULT)])
+    return recording_engine(NumberingEngine(script))
 
 
 def configure(rollout: Mapping[str, Any], **more: Any) -> ExperimentConfig:

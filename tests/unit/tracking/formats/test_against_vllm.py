@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +39,6 @@ SGLANG_ALONE = {
     "qwen", "qwen25", "nanbeige", "deepseekv3", "deepseekv31", "deepseekv32", "gpt-oss", "glm",
     "llama3", "minimax-m2", "interns1",
 }  # fmt: skip
-_SCRIPT = Path(__file__).with_name("read_with_vllm.py")
 
 
 def write_variants(write: Callable[[Calls], str]) -> dict[str, str]:
@@ -70,7 +68,7 @@ def vllm_readings(tools: Sequence[Any], writers: dict[str, Callable[[Calls], str
     request = json.dumps({"texts": texts, "tools": tools, "marks": [*marks, "<think>", "</think>"]})
     env = {**os.environ, "VLLM_TARGET_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(_SCRIPT)], input=request, env=env, text=True, capture_output=True,
+        [sys.executable, __file__], input=request, env=env, text=True, capture_output=True,
         timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
@@ -97,3 +95,46 @@ def test_calls_are_those_that_vllm_reads(
     assert differences == []
     num_aliases = len(set(TOOL_CALL_ALIASES) - SGLANG_ALONE)
     assert len(vllm_readings) == 6 * (len(writers) - 1 + num_aliases)
+
+
+# -- run as a program of its own, for vLLM changes the process that imports it ---------------
+
+
+def build_tokenizer(marks: list[str]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(["hello"], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    tokenizer.add_tokens(marks)
+    return tokenizer
+
+
+def main() -> None:
+    """Reads texts with vLLM's tool parsers: JSON on stdin, the calls found as JSON on stdout."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    data = json.load(sys.stdin)
+    tokenizer = build_tokenizer(data["marks"])
+    readings = []
+    for name, variant, text in data["texts"]:
+        messages = [{"role": "user", "content": "x"}]
+        request = ChatCompletionRequest(model="m", messages=messages, tools=data["tools"])
+        parser = ToolParserManager.get_tool_parser(name)(tokenizer, request.tools)
+        try:
+            found = parser.extract_tool_calls(text, request).tool_calls
+            calls: Any = [[c.function.name, json.loads(c.function.arguments)] for c in found]
+        except Exception as error:  # what is shown is that it raises
+            calls = f"{type(error).__name__}: {error}"
+        readings.append([name, variant, calls])
+    print(json.dumps(readings))
+
+
+if __name__ == "__main__":
+    main()

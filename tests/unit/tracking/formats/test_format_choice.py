@@ -33,59 +33,34 @@ class FakeTokenizer:
         self.name_or_path = "some/model"
 
 
-#: Lines of published chat templates that show how a family writes calls and reasoning.
-FAMILIES = {
-    "Qwen2.5": ('{{- \'\\n<tool_call>\\n{"name": "\' }}', "hermes", None),
-    "Qwen3": (
-        "{%- if '</think>' in content %}{{- '\\n<tool_call>\\n{\"name\": \"' }}",
-        "hermes",
-        "qwen3",
-    ),
-    "Qwen3-Coder": (
-        "{{- '\\n<tool_call>\\n<function=' + tool_call.name + '>\\n' }}<parameter=",
-        "qwen3_coder",
-        None,
-    ),
-    "Qwen3.5": (
-        "<tool_call>\\n<function=' + name + '>\\n<parameter='{{- '<think>\\n' }}</think>",
-        "qwen3_coder",
-        "qwen3",
-    ),
-    "DeepSeek-R1": (
-        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>"
-        "' + '\\n' + '```json' {% set content = content.split('</think>')[-1] %}",
-        "deepseek_v3",
-        "qwen3",
-    ),
-    "DeepSeek-V3.1": (
-        "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>'"
-        "{{'</think>'}}",
-        "deepseek_v31",
-        "qwen3",
-    ),
-    "Kimi-K2": ("<|tool_calls_section_begin|>", "kimi_k2", None),
-    "gpt-oss": ("<|start|>assistant<|channel|>analysis<|message|>", "openai", None),
-    "GLM-4.5": ("{{ '<think></think>' }}<tool_call>{{ tc.name }}<arg_key>", "glm45", "qwen3"),
-    "Llama-3.1": (
-        '{"name": function name, "parameters": dictionary}<|eot_id|><|python_tag|>',
-        "llama3_json",
-        None,
-    ),
-    "Llama-4": ("<|python_start|><|python_end|><|eot|>", "llama4_pythonic", None),
-    "Mistral": ("{{- '[TOOL_CALLS]' }}[THINK]", "mistral", "mistral"),
-    "Phi-4-mini": ("'<|tool|>' + message['tools'] + '<|/tool|>'", "phi4_mini_json", None),
-    "Granite-3.3": ("<|tool_call|> Here is my thought process:", "granite", "granite"),
-    "Granite-4": ('<tool_call>\\n{"name": <function-name>', "hermes", None),
-    "MiniMax-M2": ("<minimax:tool_call><invoke name= </think>", "minimax_m2", "qwen3"),
-    "Seed-OSS": ("<seed:tool_call>\\n<function=<seed:think>", "seed_oss", "seed_oss"),
-    "LFM2": ("<|tool_call_start|>", "lfm2", None),
-    "no tools": ("{{ messages[0].content }}", "hermes", None),
-}
+QWEN3 = "{%- if '</think>' in content %}{{- '\\n<tool_call>\\n{\"name\": \"' }}"
+#: What published chat templates say of calls and reasoning, and the formats that they mean.
+TEMPLATES: list[tuple[str, str, str | None]] = [
+    ('{{- \'\\n<tool_call>\\n{"name": "\' }}', "hermes", None),
+    (QWEN3, "hermes", "qwen3"),
+    ("{{- '\\n<tool_call>\\n<function=' + name + '>\\n' }}<parameter=", "qwen3_coder", None),
+    ("<tool_call>\\n<function=' + name + '>\\n<parameter='</think>", "qwen3_coder", "qwen3"),
+    ("<｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>```json'</think>", "deepseek_v3", "qwen3"),
+    ("'<｜tool▁call▁begin｜>'+ name + '<｜tool▁sep｜>'{{'</think>'}}", "deepseek_v31", "qwen3"),
+    ("<|tool_calls_section_begin|>", "kimi_k2", None),
+    ("<|start|>assistant<|channel|>analysis<|message|>", "openai", None),
+    ("{{ '<think></think>' }}<tool_call>{{ tc.name }}<arg_key>", "glm45", "qwen3"),
+    ('"parameters": dictionary}<|eot_id|><|python_tag|>', "llama3_json", None),
+    ("<|python_start|><|python_end|><|eot|>", "llama4_pythonic", None),
+    ("{{- '[TOOL_CALLS]' }}[THINK]", "mistral", "mistral"),
+    ("'<|tool|>' + message['tools'] + '<|/tool|>'", "phi4_mini_json", None),
+    ("<|tool_call|> Here is my thought process:", "granite", "granite"),
+    ("<minimax:tool_call><invoke name= </think>", "minimax_m2", "qwen3"),
+    ("<seed:tool_call>\\n<function=<seed:think>", "seed_oss", "seed_oss"),
+    ("<|tool_call_start|>", "lfm2", None),
+    ("{{ messages[0].content }}", "hermes", None),
+]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_auto_tells_the_family_by_its_template(family: str) -> None:
-    template, calls, reasoning = FAMILIES[family]
+@pytest.mark.parametrize(("template", "calls", "reasoning"), TEMPLATES)
+def test_auto_tells_the_family_by_its_template(
+    template: str, calls: str, reasoning: str | None
+) -> None:
     formats = choose_formats(FakeTokenizer(template))
     assert formats.tool_calls is TOOL_CALL_FORMATS[calls]
     assert (formats.reasoning and formats.reasoning.name) == reasoning
@@ -107,14 +82,14 @@ def test_auto_takes_the_tokenizers_own_template_where_the_family_is_unknown() ->
 
 def test_auto_says_what_it_takes_for_an_unknown_family(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="agentrl_cli"):
-        choose_formats(FakeTokenizer(FAMILIES["Qwen2.5"][0]))
+        choose_formats(FakeTokenizer(TEMPLATES[0][0]))
         assert caplog.text == ""
         choose_formats(FakeTokenizer("{{ x }}"))
     assert "no known format of tool calls: they are read as 'hermes'" in caplog.text
 
 
 def test_names_choose_whatever_the_template_says() -> None:
-    tokenizer = FakeTokenizer(FAMILIES["Qwen3"][0])
+    tokenizer = FakeTokenizer(QWEN3)
     formats = choose_formats(tokenizer, "llama3_json", "none")
     assert formats.tool_calls is TOOL_CALL_FORMATS["llama3_json"]
     assert formats.reasoning is None
@@ -135,13 +110,7 @@ def test_own_template_that_is_missing_is_refused() -> None:
 @pytest.mark.parametrize(
     ("calls", "reasoning", "message"),
     [
-        (
-            "hermess",
-            "auto",
-            "engine.tool_call_parser: 'hermess' is not known; did you mean 'hermes'",
-        ),
-        ("qwen3coder", "auto", "did you mean 'qwen3_coder'"),
-        ("llama3.1", "auto", "did you mean 'llama3"),
+        ("hermess", "auto", "tool_call_parser: 'hermess' is not known; did you mean 'hermes'"),
         ("auto", "qwen", "engine.reasoning_parser: 'qwen' is not known; did you mean 'qwen3'"),
     ],
 )
@@ -152,12 +121,10 @@ def test_unknown_name_is_refused_with_the_nearest(calls: str, reasoning: str, me
 
 def test_every_name_leads_somewhere() -> None:
     assert find_unknown_parsers("auto", "auto") == []
-    for name in TOOL_CALL_NAMES:
-        if name not in ("auto", "none", "hf", "response_template"):
-            assert find_tool_call_format(name) is not None
-    assert set(REASONING_ALIASES) | set(REASONING_FORMATS) < set(REASONING_NAMES)
-    assert not set(TOOL_CALL_ALIASES) & set(TOOL_CALL_FORMATS)
-    assert set(TOOL_CALL_ALIASES.values()) <= set(TOOL_CALL_FORMATS)
-    assert not set(REASONING_ALIASES) & set(REASONING_FORMATS)
-    assert set(REASONING_ALIASES.values()) <= set(REASONING_FORMATS)
-    assert set(REASONING_BY_TOOL_CALLS.values()) <= set(TOOL_CALL_FORMATS)
+    for name in {*TOOL_CALL_NAMES} - {"auto", "none", "hf", "response_template"}:
+        assert find_tool_call_format(name) is not None
+    assert {*REASONING_ALIASES, *REASONING_FORMATS} < {*REASONING_NAMES}
+    assert {*REASONING_ALIASES.values()} <= {*REASONING_FORMATS}
+    assert not {*REASONING_ALIASES} & {*REASONING_FORMATS}
+    assert not {*TOOL_CALL_ALIASES} & {*TOOL_CALL_FORMATS}
+    assert {*REASONING_BY_TOOL_CALLS.values()} <= {*TOOL_CALL_FORMATS}

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from agentrl_cli.tracking.formats.call_scanner import ParsedText
 from agentrl_cli.tracking.formats.format_table import TOOL_CALL_FORMATS
-from agentrl_cli.tracking.formats.reply_formats import ReplyContext
+from agentrl_cli.tracking.formats.reply_formats import ReplyContext, ReplyFormats
+from agentrl_cli.tracking.formats.xml_calls import ArgumentTypes
+from agentrl_cli.tracking.protocols.model_request import ReplyRules
+from agentrl_cli.tracking.structured_output import build_structural_tag
 
 Write = Callable[[Sequence[tuple[str, dict[str, Any]]]], str]
 NAMES = sorted(TOOL_CALL_FORMATS)
@@ -215,3 +218,104 @@ def test_bare_word_where_an_object_is_wanted_is_text(
 ) -> None:
     parsed = read(name, writers[name]([("note", {"more": "word", "tags": "[word]"})]), tools)
     assert list_calls(parsed) == [("note", {"more": "word", "tags": "[word]"})]
+
+
+def convert(schema: Any, text: str, **parameters: Any) -> Any:
+    parameters = {"type": "object", "properties": {"x": schema}, **parameters}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    return ArgumentTypes([tool]).convert("f", "x", text)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "expected"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": "string"}, " kept\n", " kept\n"),
+        ({"type": "string", "minLength": 1}, "  kept", "  kept"),
+        ({"type": "integer"}, "12", 12),
+        ({"type": "number"}, "12", 12),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "array"}, "['a', 1]", ["a", 1]),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "12", "12"),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "null", None),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"const": "1"}, "1", "1"),
+        ({}, "12", 12),
+        ({}, "text", "text"),
+        # What xgrammar lets a model write around a string that is not free.
+        ({"enum": ["a", " b "]}, "\t a\n", "a"),
+        ({"enum": ["a", " b "]}, " b ", " b "),
+        ({"const": "a"}, "\na", "a"),
+        ({"type": "string", "pattern": "^[a-c]+$"}, " \rab", "ab"),
+        ({"type": "string", "format": "date"}, "2026-01-01\n", "2026-01-01"),
+        ({"anyOf": [{"type": "string", "maxLength": 2}, {"type": "null"}]}, "\tab", "ab"),
+    ],
+)
+def test_text_becomes_what_the_schema_says(schema: Any, text: str, expected: Any) -> None:
+    found = convert(schema, text)
+    assert (found, type(found)) == (expected, type(expected))
+
+
+def test_references_are_followed() -> None:
+    definitions = {
+        "Zip": {"type": "string"},
+        "Loop": {"$ref": "#/$defs/Loop"},
+        "Maybe": {"anyOf": [{"$ref": "#/$defs/Zip"}, {"type": "null"}]},
+    }
+    for schema, text, expected in (
+        ({"$ref": "#/$defs/Zip"}, "01234", "01234"),
+        ({"allOf": [{"$ref": "#/$defs/Zip"}], "default": "1"}, "12", "12"),
+        ({"$ref": "#/$defs/Maybe"}, "12", "12"),
+        ({"$ref": "#/$defs/Maybe"}, "null", None),
+        ({"$ref": "#/$defs/Loop"}, "12", 12),
+        ({"$ref": "#/$defs/Nowhere"}, "12", 12),
+        ({"$ref": 5}, "text", "text"),
+    ):
+        assert convert(schema, text, **{"$defs": definitions}) == expected
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        None, 5, [], "string", {"type": 5}, {"type": [["string"]]}, {"type": {}}, {"anyOf": 5},
+        {"anyOf": "string"}, {"oneOf": [5, None]}, {"enum": 5}, {"enum": [[1], {}]},
+        {"type": "string", "enum": [["1"]], "maxLength": "2"}, {"$ref": []},
+    ],
+)  # fmt: skip
+def test_schema_that_is_none_raises_nothing(schema: Any) -> None:
+    for text in ("1", "text", " ", '{"a": 1}'):
+        convert(schema, text)
+
+
+def test_choices_within_choices_end() -> None:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(900):
+        schema = {"anyOf": [schema, {"type": "null"}]}
+    assert convert(schema, "12") == 12
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(
+    "name", sorted(name for name, one in TOOL_CALL_FORMATS.items() if one.grammar is not None)
+)
+def test_what_models_write_is_what_sampling_is_constrained_to(
+    name: str,
+    number: int,
+    tools: list[Any],
+    writers: dict[str, Write],
+) -> None:
+    xgrammar = pytest.importorskip("xgrammar")
+    from xgrammar.testing import _is_grammar_accept_string
+
+    tag = build_structural_tag(
+        ReplyRules(tool_choice="required"),
+        tools[:1],
+        ReplyFormats(tool_calls=TOOL_CALL_FORMATS[name]),
+    )
+    grammar = xgrammar.Grammar.from_structural_tag(tag)
+    # DeepSeek V3.2 leaves an empty line before its calls, also where no text precedes them.
+    text = ("\n\n" if name == "deepseek_v32" else "") + writers[name]([CALLS[0], CALLS[0]][:number])
+    assert _is_grammar_accept_string(grammar, text), text
+    assert not _is_grammar_accept_string(grammar, text.replace("get_weather", "other"))
+    assert not _is_grammar_accept_string(grammar, text[:-1])

@@ -1,13 +1,15 @@
-"""Anthropic's official SDK on a gateway whose engine follows a script."""
+"""Anthropic's official SDK on a gateway whose engine follows a script, and an engine that dies."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from agentrl_cli.engine.protocol import Generation
+from agentrl_cli.errors import EngineError
 from agentrl_cli.records import Interaction
 from agentrl_cli.tracking.client import TrackingClient
 
@@ -79,3 +81,16 @@ def read_stream() -> Callable[..., Any]:
         return events
 
     return read
+
+
+@pytest.fixture
+def let_engine_die(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Has an engine fail after the first token of a stream."""
+
+    async def die(*args: Any, **options: Any) -> AsyncIterator[Generation]:
+        yield Generation(
+            completion_ids=(80,), rollout_logprobs=(-1.0,), versions=(0,), finish_reason=None
+        )
+        raise EngineError("the server died")
+
+    return lambda engine: monkeypatch.setattr(engine, "stream", die)

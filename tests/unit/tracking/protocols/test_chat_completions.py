@@ -11,10 +11,6 @@ import pytest
 
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.tracking.client import TrackingClient
-from agentrl_cli.tracking.formats.format_choice import choose_formats
-from agentrl_cli.tracking.protocols.model_request import ModelRequest, ReplyRules, RequestError
-from agentrl_cli.tracking.structured_output import constrain
-from agentrl_cli.tracking.template import TemplateInputs
 
 Open = Callable[..., TrackingClient]
 USER: Any = {"role": "user", "content": "What?"}
@@ -39,7 +35,7 @@ def list_samplings(client: TrackingClient) -> Any:
 
 
 async def test_logprobs_have_bytes_and_the_likeliest_tokens(open_client: Open) -> None:
-    client = open_client("Ünï", "Ünï")
+    client = open_client("Ünï", "Ünï", "a")
     options: Any = {"logprobs": True, "top_logprobs": 3}
     completion = await create(client, **options)
     content = completion.choices[0].logprobs.content
@@ -52,14 +48,8 @@ async def test_logprobs_have_bytes_and_the_likeliest_tokens(open_client: Open) -
     chunks = [chunk async for chunk in await create(client, stream=True, **options)]
     streamed = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
     assert streamed == content
-
-
-async def test_no_top_logprobs_are_sampled_unless_asked_for(open_client: Open) -> None:
-    client = open_client("a", "b")
-    await create(client, logprobs=True)
-    completion = await create(client)
-    assert [s.num_top_logprobs for s in list_samplings(client)] == [0, 0]
-    assert completion.choices[0].logprobs is None
+    assert (await create(client)).choices[0].logprobs is None
+    assert [sampling.num_top_logprobs for sampling in list_samplings(client)] == [3, 3, 0]
 
 
 async def test_usage_comes_last_and_is_null_before(open_client: Open) -> None:
@@ -73,28 +63,17 @@ async def test_usage_comes_last_and_is_null_before(open_client: Open) -> None:
     assert all("usage" not in chunk for chunk in without)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_thoughts_are_reasoning_content(
-    open_client: Open, thinking_tokenizer: Any, stream: bool
-) -> None:
-    client = open_client("<think>\nI see\n</think>\n\nYes", tokenizer=thinking_tokenizer)
-    if stream:
-        chunks = [chunk async for chunk in await create(client, stream=True)]
-        deltas = [chunk.choices[0].delta.to_dict() for chunk in chunks]
-        assert sum("reasoning_content" in delta for delta in deltas) > 1
-        thought = "".join(delta.get("reasoning_content", "") for delta in deltas)
-        message = {
-            "role": "assistant",
-            "content": "".join(delta.get("content") or "" for delta in deltas),
-            "reasoning_content": thought,
-        }
-    else:
-        completion = await create(client)
-        message = completion.choices[0].message.to_dict()
-        message.pop("refusal")
-        assert 0 < completion.usage.completion_tokens_details.reasoning_tokens < 30
-    assert message == client.interactions[0].reply
-    assert (message["reasoning_content"].strip(), message["content"]) == ("I see", "Yes")
+async def test_thoughts_are_reasoning_content(open_client: Open, thinking_tokenizer: Any) -> None:
+    text = "<think>\nI see\n</think>\n\nYes"
+    client = open_client(text, text, tokenizer=thinking_tokenizer)
+    completion = await create(client)
+    message = completion.choices[0].message
+    assert (message.reasoning_content, message.content) == ("I see", "Yes")
+    assert 0 < completion.usage.completion_tokens_details.reasoning_tokens < 30
+    deltas = [c.choices[0].delta.to_dict() async for c in await create(client, stream=True)]
+    assert sum("reasoning_content" in delta for delta in deltas) > 1
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "I see"
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Yes"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -171,29 +150,15 @@ async def test_one_call_a_turn_is_read_with_its_end(
     assert without.stop == ()
 
 
-@pytest.mark.parametrize(
-    ("parser", "is_held"), [("mistral", True), ("llama3_json", True), ("pythonic", False)]
-)
-async def test_one_call_a_turn_where_no_text_ends_a_call(
-    tokenizer: Any, parser: str, is_held: bool
-) -> None:
-    request = ModelRequest(
-        messages=(USER,),
-        inputs=TemplateInputs(tuple(TOOLS)),
-        sampling=Sampling(),
-        rules=ReplyRules(parallel_tool_calls=False),
-        parse_tools=True,
-    )
-    formats = choose_formats(tokenizer, parser)
-    if not is_held:
-        with pytest.raises(
-            RequestError, match="without response_format and parallel_tool_calls=False"
-        ):
-            await constrain(request, formats, "")
+@pytest.mark.parametrize("parser", ["mistral", "llama3_json", "pythonic"])
+async def test_one_call_a_turn_where_no_text_ends_a_call(open_client: Open, parser: str) -> None:
+    client = open_client("never called", reading={"tool_call_parser": parser})
+    if parser == "pythonic":
+        with pytest.raises(openai.BadRequestError, match="and parallel_tool_calls=False"):
+            await create(client, tools=TOOLS, parallel_tool_calls=False)
         return
-    sampling = await constrain(request, formats, "")
-    assert sampling.structural_tag is not None
-    assert '"stop_after_first": true' in sampling.structural_tag
+    await create(client, tools=TOOLS, parallel_tool_calls=False)
+    assert '"stop_after_first": true' in list_samplings(client)[0].structural_tag
 
 
 async def test_several_choices_stream_side_by_side(open_client: Open) -> None:
@@ -219,15 +184,6 @@ async def test_a_seed_repeats_a_reply_and_not_its_choices(open_client: Open) -> 
     assert len({one, two, other, another}) == 4
 
 
-async def test_effort_goes_to_the_template(
-    open_client: Open, make_tokenizer: Callable[[str], Any]
-) -> None:
-    tokenizer = make_tokenizer("{{ reasoning_effort }} {{ enable_thinking }}")
-    client = open_client("a", tokenizer=tokenizer)
-    await create(client, reasoning_effort="none")
-    assert tokenizer.decode(client.interactions[0].prompt_ids) == "none False"
-
-
 async def test_developer_role_and_neutral_keys_are_taken(open_client: Open) -> None:
     client = open_client("a")
     developer = {"role": "developer", "content": [{"type": "text", "text": "Be "}, {
@@ -250,85 +206,3 @@ async def test_developer_role_and_neutral_keys_are_taken(open_client: Open) -> N
     tokenizer = client.gateway.template.tokenizer
     prompt = tokenizer.decode(client.interactions[0].prompt_ids)
     assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>")
-
-
-IMAGE = {"type": "image_url", "image_url": {"url": "data:,x"}}
-AUDIO = {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}
-FILE = {"type": "file", "file": {"file_id": "x"}}
-
-
-@pytest.mark.parametrize(
-    ("options", "param", "message"),
-    [
-        *(
-            ({"messages": [{"role": "user", "content": [part]}]}, "messages[0].content", "images")
-            for part in (IMAGE, AUDIO, FILE)
-        ),
-        ({"messages": []}, "messages", "at least one message"),
-        ({"messages": [{"role": "robot"}]}, "messages[0].role", "messages.0..role is 'robot'"),
-        ({"messages": [{**USER, "name": 5}]}, "messages[0].name", "must be text"),
-        (
-            {"messages": [{"role": "assistant", "content": None, "reasoning_content": 5}]},
-            "messages[0].reasoning_content",
-            "must be text",
-        ),
-        *(
-            ({"messages": [{"role": "assistant", key: value}]}, f"messages[0].{key}", remedy)
-            for key, value, remedy in [
-                ("function_call", {"name": "f", "arguments": "{}"}, "use tool_calls"),
-                ("audio", {"id": "a"}, "send its transcript as content"),
-                ("refusal", "No.", "send it as content"),
-            ]
-        ),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}]},
-            "messages[0].tool_calls[0]",
-            "with texts",
-        ),
-        ({"tools": [{**TOOLS[0], "function": {"name": "a b"}}]}, "tools[0].function.name", "a b"),
-        ({"tools": [TOOLS[0]] * 2}, "tools", "two functions named 'f'"),
-        (
-            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "ff"}}},
-            "tool_choice",
-            "did you mean 'f'",
-        ),
-        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice", "'required'"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]", "built-in tools"),
-        ({"tool_choice": "required"}, "tool_choice", "no tools are given"),
-        ({"temperature": 11}, "temperature", "from 0 to 10"),
-        ({"temperature": "hot"}, "temperature", "must be a number"),
-        ({"max_tokens": 0}, "max_tokens", "whole number"),
-        ({"n": 0}, "n", "whole number"),
-        ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
-        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", "0 to 20"),
-        ({"presence_penalty": 1}, "presence_penalty", "leave it out"),
-        ({"logit_bias": {"1": 5}}, "logit_bias", "leave it out"),
-        ({"reasoning_effort": "most"}, "reasoning_effort", "allowed: high"),
-        ({"verbosity": "chatty"}, "verbosity", "allowed: high, low, medium"),
-        ({"stream_options": {"x": 1}}, "stream_options.x", "'stream_options.x' is not supported"),
-        ({"stop": ["x"] * 65}, "stop", "at most 64"),
-        ({"stop": [""]}, "stop", "none of them empty"),
-        ({"response_format": {"type": "xml"}}, "response_format", "allowed: text, json_object"),
-        ({"extra_body": {"temprature": 1}}, "temprature", "did you mean 'temperature'"),
-        ({"seed": 2**63}, "seed", "whole number"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-            "response_format",
-            "needs a name and a schema",
-        ),
-        (
-            {"extra_body": {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}},
-            "chat_template_kwargs",
-            "enable_thinking",
-        ),
-        ({"extra_body": {"prediction": {"type": "content"}}}, "prediction", "not supported"),
-    ],
-)
-async def test_what_cannot_be_honoured_is_refused_with_its_place(
-    open_client: Open, options: dict[str, Any], param: str, message: str
-) -> None:
-    client = open_client("never")
-    with pytest.raises(openai.BadRequestError, match=message) as caught:
-        await create(client, stream=True, **options)
-    assert (caught.value.param, caught.value.type) == (param, "invalid_request_error")
-    assert client.interactions == ()

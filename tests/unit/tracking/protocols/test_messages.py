@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.records import Interaction
 from agentrl_cli.tracking.credit import build_sequences
-from agentrl_cli.tracking.protocols.messages_input import convert_messages, convert_system
+from agentrl_cli.tracking.protocols.messages import sign_thinking
 
 pytestmark = pytest.mark.anthropic
 
@@ -26,6 +27,10 @@ TOOL: Any = {
 }
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
 OTHER_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": [1, {"y": "ü 😀"}]}}\n</tool_call>'
+
+
+def as_texts(*texts: str) -> list[Any]:
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def read_text(message: Any) -> str:
@@ -160,24 +165,6 @@ async def test_a_tool_conversation_continues_the_sampled_tokens(
     check_continued(conversation.interactions)
 
 
-async def test_an_edited_turn_is_another_turn(open_conversation: Open) -> None:
-    conversation = open_conversation(f"Let me see. {CALL}", "Yes.", "Yes.")
-    first = await conversation.create(stream=False, messages=[USER], tools=[TOOL])
-    blocks = [block.model_dump() for block in first.content]
-    result = {"type": "tool_result", "tool_use_id": blocks[1]["id"], "content": "5"}
-    for edited in (
-        [blocks[0], {**blocks[1], "input": {"x": 2}}],
-        [{**blocks[0], "text": "Let me think. "}, blocks[1]],
-    ):
-        messages = [USER, {"role": "assistant", "content": edited}]
-        await conversation.create(
-            stream=False, messages=[*messages, {"role": "user", "content": [result]}], tools=[TOOL]
-        )
-    _, arguments, text = conversation.interactions
-    assert arguments.mismatch_cause == "tool_arguments_changed"
-    assert text.mismatch_cause == "history_edited"
-
-
 async def test_tokens_are_counted_as_the_next_call_has_them(open_conversation: Open) -> None:
     conversation = open_conversation(f"\n\nLet me see. {CALL}", "Yes.", sampling=Sampling(seed=1))
     options: Any = {"tools": [TOOL], "system": "Be brief."}
@@ -256,50 +243,30 @@ async def test_sampling_parameters_reach_the_engine(open_conversation: Open) -> 
 
 async def test_prompts_are_those_of_chat_completions(open_conversation: Open) -> None:
     """One model, one prompt, whichever API asks for it."""
-    conversation = open_conversation(CALL, "b", "c", "d")
-    first = await conversation.create(
-        stream=False, messages=[USER], tools=[TOOL], system=[{"type": "text", "text": "Brief."}]
-    )
-    tool = {
-        "type": "function",
-        "function": {
-            "name": "f",
-            "description": "Does it.",
-            "parameters": TOOL["input_schema"],
-        },
-    }
-    chat = conversation.tracking.chat.completions
-    asked: list[Any] = [{"role": "system", "content": "Brief."}, USER]
-    await chat.create(model="m", messages=asked, tools=[tool])
+    conversation = open_conversation(CALL, "b", "c")
+    cached = {"cache_control": {"type": "ephemeral"}}
+    options: Any = {"system": as_texts("Brief."), "tools": [{**TOOL, **cached, "type": "custom"}]}
+    first = await conversation.create(stream=False, messages=[USER], **options)
     call_id = first.content[0].id
-    result = {
-        "type": "tool_result",
-        "tool_use_id": call_id,
-        "content": [{"type": "text", "text": "5"}],
-        "cache_control": {"type": "ephemeral"},
-    }
-    await conversation.create(
-        stream=False,
-        messages=[
-            USER,
-            {"role": "assistant", "content": first.content},
-            {"role": "user", "content": [result, {"type": "text", "text": "Go on."}]},
-        ],
-        tools=[{**TOOL, "cache_control": {"type": "ephemeral"}, "type": "custom"}],
-        system="Brief.",
-    )
-    reply = conversation.interactions[0].reply
-    asked += [
-        reply,
+    result = {"type": "tool_result", "tool_use_id": call_id, "content": as_texts("5"), **cached}
+    answer = {"role": "assistant", "content": first.content}
+    given = {"role": "user", "content": [result, *as_texts("Go on.")]}
+    await conversation.create(stream=False, messages=[USER, answer, given], **options)
+    function = {"name": "f", "description": "Does it.", "parameters": TOOL["input_schema"]}
+    tool: Any = {"type": "function", "function": function}
+    asked: list[Any] = [
+        {"role": "system", "content": "Brief."},
+        USER,
+        conversation.interactions[0].reply,
         {"role": "tool", "tool_call_id": call_id, "content": "5"},
         {"role": "user", "content": "Go on."},
     ]
+    chat = conversation.tracking.chat.completions
     await chat.create(model="m", messages=asked, tools=[tool])
-    one, other, longer, other_longer = conversation.interactions
-    assert one.prompt_ids == other.prompt_ids
-    assert longer.prompt_ids == other_longer.prompt_ids
-    assert longer.tools == other_longer.tools == (tool,)
-    assert other_longer.parent_id == one.id, "a chat may go on where messages began"
+    one, longer, other = conversation.interactions
+    assert longer.prompt_ids == other.prompt_ids
+    assert longer.tools == other.tools == (tool,)
+    assert other.parent_id == one.id, "a chat may go on where messages began"
 
 
 async def test_the_sdks_tool_runner_leaves_the_conversation_to_the_server(
@@ -342,56 +309,188 @@ async def test_a_thread_that_is_lost_is_sent_whole_by_the_sdk(open_conversation:
     ]  # fmt: skip
 
 
-def test_the_system_prompt_is_text_without_what_only_anthropic_reads() -> None:
-    header = "x-anthropic-billing-header: cc_version=2.1; cch=71fea;"
-    text = [{"role": "system", "content": "Be brief."}]
-    assert convert_system("Be brief.") == text
-    assert convert_system(f"{header}\nBe brief.") == text
-    blocks = [{"type": "text", "text": t} for t in (header, "Be brief.")]
-    assert convert_system(blocks) == text
-    assert convert_system([]) == convert_system("") == convert_system(header) == []
-    blocks = [{"type": "text", "text": t} for t in ("a", "b")]
-    assert convert_system(blocks) == [{"role": "system", "content": "a\nb"}]
+HEADER = "x-anthropic-billing-header: cc_version=2.1; cch=71fea;"
 
 
 @pytest.mark.parametrize(
-    ("blocks", "expected"),
+    ("system", "expected"),
     [
-        ([{"content": "5"}], "5"),
-        ([{"content": [{"type": "text", "text": "5"}, {"type": "text", "text": "6"}]}], "5\n6"),
-        ([{}], ""),
-        ([{"content": "no file", "is_error": True}], "Error: no file"),
-        ([{"content": "error: no file", "is_error": True}], "error: no file"),
-        ([{"content": "fine", "is_error": False}], "fine"),
+        (f"{HEADER}\nBe brief.", ["Be brief."]),
+        (as_texts(HEADER, "Be brief."), ["Be brief."]),
+        (HEADER, []),
+        ([], []),
+        (as_texts("a", "b"), ["a\nb"]),
     ],
 )
-def test_a_tools_result_becomes_a_tools_message(blocks: Any, expected: str) -> None:
-    content = [{"type": "tool_result", "tool_use_id": "t1", **block} for block in blocks]
-    [message] = convert_messages([{"role": "user", "content": content}], lambda _: "")
-    assert message == {"role": "tool", "tool_call_id": "t1", "content": expected}
+async def test_the_system_prompt_is_text_without_what_only_anthropic_reads(
+    open_conversation: Open, system: Any, expected: list[str]
+) -> None:
+    conversation = open_conversation("a")
+    await conversation.create(stream=False, messages=[USER], system=system)
+    *system_messages, _ = conversation.interactions[0].messages
+    assert [m["content"] for m in system_messages] == expected
 
 
-def test_neighbours_of_one_role_are_one_turn() -> None:
+async def test_blocks_and_neighbours_of_one_role_become_chat_messages(
+    open_conversation: Open,
+) -> None:
+    results: list[Any] = [
+        {"content": as_texts("5", "6")},
+        {},
+        {"content": "no file", "is_error": True},
+        {"content": "error: no file", "is_error": True},
+        {"content": "fine", "is_error": False},
+    ]
     call = {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}
     messages = [
         {"role": "user", "content": "a"},
-        {"role": "user", "content": [{"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}]},
-        {"role": "assistant", "content": [{"type": "text", "text": "c"}, call]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]},
-        {"role": "user", "content": "d"},
-        {"role": "system", "content": "e"},
-    ]
-    function = {"name": "f", "arguments": '{"x": 1}'}
-    assert convert_messages(messages, lambda _: "") == [
-        {"role": "user", "content": "a\nb"},
+        {"role": "user", "content": as_texts("b")},
+        # Thoughts of another model are no error.
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "EmwKAhgB"}]},
         {
             "role": "assistant",
-            "content": "c",
-            "tool_calls": [{"id": "t1", "type": "function", "function": function}],
-            "reasoning_content": "hm",
+            "content": [{"type": "thinking", "thinking": "hm", "signature": "x"}],
         },
-        {"role": "tool", "tool_call_id": "t1", "content": ""},
+        {"role": "assistant", "content": [*as_texts("c"), call]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "t1", **r} for r in results],
+        },
         {"role": "user", "content": "d"},
         {"role": "system", "content": "e"},
     ]
+    conversation = open_conversation("a")
+    await conversation.create(stream=False, messages=messages)
+    question, answer, *shown, last, system = conversation.interactions[0].messages
+    assert question == {"role": "user", "content": "a\nb"}
+    function = {"name": "f", "arguments": '{"x": 1}'}
+    assert answer == {
+        "role": "assistant",
+        "content": "c",
+        "tool_calls": [{"id": "t1", "type": "function", "function": function}],
+        "reasoning_content": "hm",
+    }
+    assert {(m["role"], m["tool_call_id"]) for m in shown} == {("tool", "t1")}
+    assert [m["content"] for m in shown] == [
+        "5\n6", "", "Error: no file", "error: no file", "fine",
+    ]  # fmt: skip
+    assert last == {"role": "user", "content": "d"}
+    assert system == {"role": "system", "content": "e"}
+
+
+THOUGHT = "They ask for Paris.\nI look."
+SAMPLED = f"<think>\n{THOUGHT}\n</think>\n\n{CALL}"
+ENABLED = {"type": "enabled", "budget_tokens": 2000}
+OMITTED = {"type": "adaptive", "display": "omitted"}
+
+
+@pytest.fixture
+def open_thinking(open_conversation: Open, tokenizer: Any) -> Open:
+    """Conversations of a model whose template shows every turn's thought."""
+    thinking = copy.deepcopy(tokenizer)
+    thought = (
+        "{%- if m.reasoning_content %}"
+        "{{- '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{%- endif %}"
+    )
+    begin = "'<|im_start|>assistant\\n' + (m.content or '')"
+    assert begin in thinking.chat_template
+    thinking.chat_template = thinking.chat_template.replace(
+        "{{- " + begin + " }}",
+        "{{- '<|im_start|>assistant\\n' }}" + thought + "{{- m.content or '' }}",
+    )
+    return lambda *script: open_conversation(*script, tokenizer=thinking)
+
+
+def answer(message: Any) -> list[Any]:
+    """A conversation in which the message's one call was answered."""
+    [call] = [block for block in message.content if block.type == "tool_use"]
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "5"}
+    return [
+        USER,
+        {"role": "assistant", "content": message.content},
+        {"role": "user", "content": [result]},
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("thinking", "shown"),
+    [
+        (ENABLED, [("thinking", THOUGHT)]),
+        ({"type": "adaptive"}, [("thinking", THOUGHT)]),
+        (OMITTED, [("thinking", "")]),
+        ({"type": "disabled"}, []),
+        (None, []),
+    ],
+)
+async def test_a_thought_is_shown_as_asked_and_stays_in_the_conversation(
+    open_thinking: Open, thinking: Any, shown: Any, stream: bool
+) -> None:
+    conversation = open_thinking(SAMPLED, "It is 5.")
+    options = {"tools": [TOOL], **({"thinking": thinking} if thinking else {})}
+    first = await conversation.create(stream=stream, messages=[USER], **options)
+    blocks = [(b.type, b.thinking) for b in first.content if b.type == "thinking"]
+    assert blocks == shown
+    assert [b.type for b in first.content] == [*(kind for kind, _ in shown), "tool_use"]
+    assert all(b.signature == sign_thinking(THOUGHT) for b in first.content if b.type == "thinking")
+    await conversation.create(stream=stream, messages=answer(first), **options)
+    one, two = conversation.interactions
+    assert one.reply["reasoning_content"] == THOUGHT
+    assert two.parent_id == one.id
+    assert two.mismatch_cause is None
+    known = one.prompt_ids + one.completion_ids
+    assert two.prompt_ids[: len(known)] == known
+
+
+async def test_thoughts_that_were_left_out_are_told_apart_by_their_signatures(
+    open_thinking: Open,
+) -> None:
+    other = SAMPLED.replace(THOUGHT, "I know.").replace(CALL, "Rain.")
+    conversation = open_thinking(SAMPLED.replace(CALL, "Rain."), other, "Yes.", "Yes.")
+    replies = [
+        await conversation.create(stream=False, messages=[USER], thinking=OMITTED) for _ in range(2)
+    ]
+    for reply in replies:
+        messages = [USER, {"role": "assistant", "content": reply.content}, USER]
+        await conversation.create(stream=False, messages=messages, thinking=OMITTED)
+    first, second, on_first, on_second = conversation.interactions
+    assert (on_first.parent_id, on_second.parent_id) == (first.id, second.id)
+
+
+async def test_a_thought_streams_before_its_signature(
+    open_thinking: Open, read_stream: Any
+) -> None:
+    conversation = open_thinking(SAMPLED)
+    events = await read_stream(
+        conversation, {"messages": [USER], "tools": [TOOL], "thinking": ENABLED}
+    )
+    data = [json.loads(text) for _, text in events]
+    first = [d for d in data if d.get("index") == 0]
+    assert first[0]["content_block"] == {"type": "thinking", "thinking": "", "signature": ""}
+    deltas = [d["delta"] for d in first if d["type"] == "content_block_delta"]
+    assert len(deltas) > 3
+    assert {d["type"] for d in deltas[:-1]} == {"thinking_delta"}
+    assert "".join(d["thinking"] for d in deltas[:-1]) == THOUGHT
+    assert deltas[-1] == {"type": "signature_delta", "signature": sign_thinking(THOUGHT)}
+    assert first[-1]["type"] == "content_block_stop"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"thinking": ENABLED}, {"enable_thinking": True, "thinking": True}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
+        ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
+        ({}, {}),
+    ],
+)
+async def test_the_template_is_passed_whether_to_think(
+    open_conversation: Open, make_tokenizer: Any, options: Any, expected: Any
+) -> None:
+    names = ("enable_thinking", "thinking", "reasoning_effort")
+    shown = "".join(f"{{% if {n} is defined %}}{n}={{{{ {n} }}}};{{% endif %}}" for n in names)
+    tokenizer = make_tokenizer("prompt:" + shown)
+    conversation = open_conversation("a", tokenizer=tokenizer)
+    await conversation.create(stream=False, messages=[USER], **options)
+    prompt = tokenizer.decode(conversation.interactions[0].prompt_ids)
+    assert prompt == "prompt:" + "".join(f"{n}={v};" for n, v in expected.items())
