@@ -95,6 +95,21 @@ class BackgroundLoop:
         self.close()
 
 
+class LoopSemaphore:
+    """A limit for one event loop after another: asyncio's belongs to the loop that first waits."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    def get(self) -> asyncio.Semaphore:
+        """The running loop's semaphore."""
+        loop = asyncio.get_running_loop()
+        if self._held is None or self._held[0] is not loop:
+            self._held = (loop, asyncio.Semaphore(self._limit))
+        return self._held[1]
+
+
 async def _cancel_all(timeout_seconds: float) -> None:
     """Cancels every other task of the running loop and waits until they have ended."""
     others = asyncio.all_tasks() - {asyncio.current_task()}

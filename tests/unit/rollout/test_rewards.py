@@ -15,12 +15,12 @@ import torch
 
 from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.errors import DatasetError, RewardError, RewardSignatureError
-from agentrl_cli.rollout.reward_workers import (
+from agentrl_cli.rollout.rewards import (
     MAX_STUCK_THREADS,
+    AsyncRewardWrapper,
     find_import_path,
     parse_reward_result,
 )
-from agentrl_cli.rollout.rewards import AsyncRewardWrapper
 from rewards.gsm8k import gsm8k_reward_fn
 
 WORKER_FILE = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +13,14 @@ from hypothesis import strategies as st
 from agentrl_cli.agents.agent_building import AgentSpec
 from agentrl_cli.agents.agent_runner import AgentOutcome
 from agentrl_cli.errors import RunError
-from agentrl_cli.rollout.workers.worker_log import WorkerLog, WorkerOutput
 from agentrl_cli.rollout.workers.worker_pool import WorkerPool
-from agentrl_cli.rollout.workers.worker_process import AgentCrashError, AgentExitError
-from agentrl_cli.rollout.workers.worker_program import (
-    MessageError,
-    build_environment,
-    encode_message,
-    read_message,
+from agentrl_cli.rollout.workers.worker_process import (
+    AgentCrashError,
+    AgentExitError,
+    WorkerLog,
+    WorkerOutput,
 )
+from agentrl_cli.rollout.workers.worker_program import build_environment
 
 SPEC = AgentSpec(path="x", kwargs={}, key="agent_builder_path")
 
@@ -57,7 +55,10 @@ class FakeWorker:
             raise AgentExitError("exit status 5")
         return self._how != "leave"
 
-    async def run(self, spec: AgentSpec, call: Any, *, label: str, modules: str) -> AgentOutcome:
+    def begin(self, label: str) -> None:
+        """Writes nothing."""
+
+    async def run(self, spec: AgentSpec, call: Any) -> AgentOutcome:
         assert not self.has_ended
         self.num_tasks += 1
         self._how, script = call, self._script
@@ -82,8 +83,8 @@ class FakeWorker:
 
 
 async def run_one(pool: WorkerPool, how: str) -> str | None:
-    async with pool.take(how) as slot:
-        running = slot.run(SPEC, how)  # type: ignore[arg-type]
+    async with pool.take(how) as worker:
+        running = worker.run(SPEC, how)  # type: ignore[arg-type]
         return (await asyncio.wait_for(running, 0.01 if how == "late" else 5)).final_answer
 
 
@@ -120,8 +121,9 @@ def test_every_trajectory_gets_a_worker_and_its_own_end(hows, num_workers, max_t
 async def test_a_worker_is_free_while_its_trajectory_is_judged():
     script = Script()
     pool = WorkerPool(1, script.start, max_tasks=3)  # type: ignore[arg-type]
-    async with pool.take("first") as slot:
-        await slot.run(SPEC, "a")  # type: ignore[arg-type]
+    async with pool.take("first") as worker:
+        await worker.run(SPEC, "a")  # type: ignore[arg-type]
+        pool.give_back(worker)
         # Here its reward would be computed.
         assert await asyncio.wait_for(run_one(pool, "b"), 5) == "b"
     assert await run_one(pool, "c") == "c"
@@ -150,30 +152,9 @@ def test_the_pool_serves_one_loop_after_another():
     pool.close()
 
 
-@pytest.mark.parametrize(
-    "line", [b"no json\n", b"[1]\n", b'{"a": 1}\n', b'{"op": 1}\n', b"[" * 100_000 + b"\n"]
-)
-def test_what_is_no_message_is_refused(line):
-    with pytest.raises(MessageError):
-        read_message(io.BytesIO(line))
-
-
-def test_messages_arrive_as_they_were_sent_and_have_a_limit(monkeypatch):
-    message = {"op": "x", "text": "half a pair: \ud83d\n", "number": 1e-320, "none": [None, {}]}
-    reader = io.BytesIO(encode_message(message) * 2 + b'{"op": "cut')
-    assert read_message(reader) == read_message(reader) == message
-    assert read_message(reader) is None
-    monkeypatch.setattr("agentrl_cli.rollout.workers.worker_program._MAX_MESSAGE_BYTES", 20)
-    with pytest.raises(MessageError, match="are too many"):
-        encode_message(message)
-    with pytest.raises(MessageError, match="longer than 20"):
-        read_message(io.BytesIO(b"x" * 50 + b"\n"))
-
-
 def test_the_log_says_whose_line_it_is_and_keeps_no_key(tmp_path):
     log = WorkerLog()
     first, second = WorkerOutput(log), WorkerOutput(log)
-    first.write(b"early\n")
     log.open(tmp_path / "x.log")
     first.begin("000001.000/0")
     first.write(b"one\ntw")
@@ -183,7 +164,6 @@ def test_the_log_says_whose_line_it_is_and_keeps_no_key(tmp_path):
     assert first.quote().splitlines()[2:] == ["  | one", "  | two", "  | key ***", "  | no end"]
     log.close()
     assert (tmp_path / "x.log").read_text().splitlines() == [
-        "agent worker | early",
         "000001.000/0 | one",
         "agent worker | grüße",
         "000001.000/0 | two",
