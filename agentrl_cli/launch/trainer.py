@@ -28,8 +28,13 @@ from agentrl_cli.models.builtin_models import resolve_model_folder
 from agentrl_cli.models.pretrained import load_tokenizer_of
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background_loop import BackgroundLoop
-from agentrl_cli.rollout.curriculum import build_task_stream, recall_outcomes
-from agentrl_cli.rollout.dataset import Row, build_eval_tasks, load_rows
+from agentrl_cli.rollout.dataset import (
+    Row,
+    build_eval_tasks,
+    build_task_stream,
+    load_rows,
+    recall_outcomes,
+)
 from agentrl_cli.rollout.external.external_workflow import ExternalListener
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow

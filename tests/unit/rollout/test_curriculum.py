@@ -12,18 +12,19 @@ from hypothesis import strategies as st
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError
 from agentrl_cli.records import Trajectory
-from agentrl_cli.rollout.curriculum import (
-    CooldownTaskStream,
+from agentrl_cli.rollout.dataset import (
+    GroupOutcome,
+    TaskStream,
     build_task_stream,
+    list_outcomes,
     recall_outcomes,
 )
-from agentrl_cli.rollout.dataset import GroupOutcome, TaskStream, list_outcomes
 from agentrl_cli.store.run_folder import RunFolder
 
 
 def open_stream(num_rows=4, batch_size=2, **options):
     options = {"shuffle": False, "seed": 1, "max_staleness": 0, "max_cooldown_epochs": 2} | options
-    return CooldownTaskStream([{}] * num_rows, batch_size=batch_size, **options)
+    return TaskStream([{}] * num_rows, batch_size=batch_size, **options)
 
 
 def find_rows(tasks):
@@ -261,7 +262,6 @@ def test_a_resumed_run_recalls_what_is_stored(tmp_path):
     config = ExperimentConfig.model_validate(CONFIG | {"output_dir": str(tmp_path)})
     rows = [{}] * 7
     stream = build_task_stream(config, rows)
-    assert isinstance(stream, CooldownTaskStream)
     with RunFolder.create_or_resume(config) as folder:
         for step in range(1, 9):
             batch = make_batch(stream, step, flat={1, 4, 6})
@@ -285,7 +285,6 @@ def test_a_plain_stream_needs_nothing_of_earlier_steps(tmp_path):
         CONFIG | {"output_dir": str(tmp_path), "rollout": {"max_staleness": 1}}
     )
     stream = build_task_stream(config, [{}] * 7)
-    assert type(stream) is TaskStream
     assert stream.backup_tasks(1) == []
     with RunFolder.create_or_resume(config) as folder:
         recall_outcomes(stream, folder, 9)

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from agentrl_cli.config.experiment import RolloutConfig
 from agentrl_cli.errors import RolloutFailedError
 from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
-from agentrl_cli.rollout.curriculum import CooldownTaskStream, StepGroups
 from agentrl_cli.rollout.dataset import TaskStream, list_outcomes
-from agentrl_cli.rollout.scheduler import RolloutScheduler
+from agentrl_cli.rollout.scheduler import RolloutScheduler, StepGroups
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.scores import compute_score
 
@@ -74,17 +73,12 @@ class Setting:
     flat_tasks: frozenset[int] = frozenset()
 
     def build_stream(self):
-        options = {
-            "batch_size": self.batch_size,
-            "shuffle": self.shuffle,
-            "seed": 3,
-            "num_backup_tasks": self.num_backup_tasks,
-        }
-        if self.max_cooldown_epochs is None:
-            return TaskStream(rows(self.num_rows), **options)
-        return CooldownTaskStream(
+        return TaskStream(
             rows(self.num_rows),
-            **options,
+            batch_size=self.batch_size,
+            shuffle=self.shuffle,
+            seed=3,
+            num_backup_tasks=self.num_backup_tasks,
             max_staleness=self.max_staleness,
             max_cooldown_epochs=self.max_cooldown_epochs,
         )
