@@ -1,4 +1,4 @@
-"""The pool's scheduling on workers without a process, their log, and the environment of agents."""
+"""The pool's scheduling on workers without a process, and their log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from agentrl_cli.rollout.workers.worker_process import (
     WorkerLog,
     WorkerOutput,
 )
-from agentrl_cli.rollout.workers.worker_program import build_environment
 
 SPEC = AgentSpec(path="x", kwargs={}, key="agent_builder_path")
 
@@ -194,18 +193,3 @@ def test_a_log_that_cannot_be_written_is_reported_and_agents_continue(tmp_path, 
     output = WorkerOutput(log)
     output.write(b"continues\n")
     assert "  | continues" in output.quote()
-
-
-def test_the_environment_leads_to_the_model_and_past_every_proxy():
-    environment = {"NO_PROXY": "example.org", "HTTP_PROXY": "http://proxy", "OPENAI_API_KEY": "own"}
-    changed = build_environment(
-        environment | {"OPENAI_DEFAULT_MODEL": "gpt-5"}, "http://127.0.0.1:5/v1", "key"
-    )
-    assert changed["NO_PROXY"] == "example.org,127.0.0.1,localhost"
-    assert changed["no_proxy"] == "127.0.0.1,localhost"
-    assert changed["HTTP_PROXY"] == "http://proxy"
-    assert changed["OPENAI_API_KEY"] == changed["ANTHROPIC_API_KEY"] == "key"
-    assert changed["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:5"
-    # The Agents SDK sends no traces, and no settings of another model.
-    assert changed["OPENAI_AGENTS_DISABLE_TRACING"] == "1"
-    assert not changed["OPENAI_DEFAULT_MODEL"].startswith("gpt")

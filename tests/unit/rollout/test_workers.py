@@ -52,57 +52,44 @@ def find_sockets():
     return [int(n) for n in names if os.path.islink(f"/proc/self/fd/{n}")
             and os.readlink(f"/proc/self/fd/{n}").startswith("socket:")]
 
+def close_all():
+    for number in find_sockets():
+        os.close(number)
+    time.sleep(600)
+
+def write_nonsense():
+    for number in find_sockets():
+        os.write(number, b'{"op": "done"}\\n')
+    time.sleep(600)
+
+def fill_memory():
+    held = []
+    while True:
+        held.append(bytearray(b"1") * 20_000_000)
+        time.sleep(0.005)
+
+def fill_memory_by_a_child():
+    code = "held = bytearray(b'1') * 700_000_000; import time; time.sleep(60)"
+    subprocess.run([sys.executable, "-c", code], start_new_session=True)
+
+def leave_a_child():
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    open("child", "w").write(str(child.pid))
+    os._exit(0)
+
+def leave_a_writer():
+    # One line surely, whatever the machine is busy with.
+    subprocess.run(["echo", "no end"])
+    subprocess.Popen(["yes", "no end"], start_new_session=True)
+    os._exit(0)
+
 def solve(data):
-    what = data["question"]
-    print("about to", what)
+    """Does what the question says, in Python."""
+    print("about to", data["question"])
     print("in", os.getpid())
     speak(data)
-    if what == "crash":
-        ctypes.string_at(0)
-    elif what == "exit":
-        os._exit(3)
-    elif what == "sys.exit":
-        sys.exit("enough")
-    elif what == "be killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif what == "fill memory":
-        held = []
-        while True:
-            held.append(bytearray(b"1") * 20_000_000)
-            time.sleep(0.005)
-    elif what == "fill memory by a child":
-        code = "held = bytearray(b'1') * 700_000_000; import time; time.sleep(60)"
-        subprocess.run([sys.executable, "-c", code], start_new_session=True)
-    elif what == "hang":
-        time.sleep(600)
-    elif what == "leave a child":
-        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        open("child", "w").write(str(child.pid))
-        os._exit(0)
-    elif what == "raise":
-        raise KeyError("state")
-    elif what == "leave a writer":
-        # One line surely, whatever the machine is busy with.
-        subprocess.run(["echo", "no end"])
-        subprocess.Popen(["yes", "no end"], start_new_session=True)
-        os._exit(0)
-    elif what == "close the channel":
-        for number in find_sockets():
-            os.close(number)
-        time.sleep(600)
-    elif what == "write nonsense to the channel":
-        for number in find_sockets():
-            os.write(number, b'{"op": "done"}\\n')
-        time.sleep(600)
-    elif what == "say too much":
-        return "x" * 34_000_000
-    elif what == "ask the person":
-        return input("name? ")
-    elif what == "leave a sleeper":
-        subprocess.Popen(["sleep", "600"])
-    elif what == "return nonsense":
-        return object()
-    return 1
+    returned = eval(data["question"])
+    return 1 if returned is None else returned
 
 async def reward_by_client(data, client, model):
     first = await client.chat.completions.create(
@@ -129,7 +116,11 @@ def tell_environment(data, base_url, api_key):
     assert os.environ["ANTHROPIC_BASE_URL"] == base_url.removesuffix("/v1")
     assert os.environ["OPENAI_API_KEY"] == os.environ["ANTHROPIC_API_KEY"] == api_key
     assert "ANTHROPIC_AUTH_TOKEN" not in os.environ
-    assert "127.0.0.1" in os.environ["NO_PROXY"]
+    assert os.environ["NO_PROXY"] == "example.org,127.0.0.1,localhost"
+    assert os.environ["HTTP_PROXY"] == "http://proxy"
+    # The Agents SDK sends no traces, and no settings of another model.
+    assert os.environ["OPENAI_AGENTS_DISABLE_TRACING"] == "1"
+    assert not os.environ["OPENAI_DEFAULT_MODEL"].startswith("gpt")
     os.environ["LEFT_BEHIND"] = os.environ.get("LEFT_BEHIND", "") + "x"
     speak(data)
     return f"{os.getpid()} {os.environ['LEFT_BEHIND']} {ANSWER}"
@@ -159,6 +150,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_agents.py").write_text(AGENTS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "a person's own")
+    monkeypatch.setenv("OPENAI_DEFAULT_MODEL", "gpt-5")
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy")
+    monkeypatch.setenv("NO_PROXY", "example.org")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     return tmp_path
 
@@ -209,26 +203,26 @@ def run(folder, chat_tokenizer, scripted_engine, open_client):
 
 async def test_each_fault_is_one_trajectorys_own(run, folder):
     faults = {
-        "crash": (Boundary.AGENT, "AgentCrashError", "killed by SIGSEGV"),
-        "exit": (Boundary.AGENT, "AgentExitError", "exit status 3"),
-        "sys.exit": (Boundary.AGENT, "RuntimeError", "the agent called exit('enough')"),
-        "be killed": (Boundary.AGENT, "AgentCrashError", "ran out of memory"),
-        "hang": (Boundary.TIMEOUT, "DeadlineError", "its process was killed"),
-        "raise": (Boundary.AGENT, "KeyError", "state"),
-        "leave a writer": (Boundary.AGENT, "AgentExitError", "exit status 0"),
-        "close the channel": (Boundary.AGENT, "AgentProcessError", "the connection to the trainer"),
-        "write nonsense to the channel": (Boundary.AGENT, "AgentProcessError", "wrote to"),
-        "say too much": (Boundary.AGENT, "TypeError", "bytes are too many"),
-        "ask the person": (Boundary.AGENT, "EOFError", "EOF"),
-        "return nonsense": (Boundary.AGENT, "TypeError", "object"),
+        "ctypes.string_at(0)": (Boundary.AGENT, "AgentCrashError", "killed by SIGSEGV"),
+        "os._exit(3)": (Boundary.AGENT, "AgentExitError", "exit status 3"),
+        "sys.exit('enough')": (Boundary.AGENT, "RuntimeError", "the agent called exit('enough')"),
+        "os.kill(os.getpid(), 9)": (Boundary.AGENT, "AgentCrashError", "ran out of memory"),
+        "time.sleep(600)": (Boundary.TIMEOUT, "DeadlineError", "its process was killed"),
+        "{}['state']": (Boundary.AGENT, "KeyError", "state"),
+        "leave_a_writer()": (Boundary.AGENT, "AgentExitError", "exit status 0"),
+        "close_all()": (Boundary.AGENT, "AgentProcessError", "the connection to the trainer"),
+        "write_nonsense()": (Boundary.AGENT, "AgentProcessError", "wrote to"),
+        "'x' * 34_000_000": (Boundary.AGENT, "TypeError", "bytes are too many"),
+        "input('name? ')": (Boundary.AGENT, "EOFError", "EOF"),
+        "object()": (Boundary.AGENT, "TypeError", "object"),
     }
-    questions = [q for fault in faults for q in (fault, "answer")]
+    questions = [q for fault in faults for q in (fault, "1")]
     trajectories = await run(*questions, timeout_seconds=8)
     assert "my_agents" not in sys.modules, "what may crash is imported by workers alone"
     for question, trajectory in zip(questions, trajectories, strict=True):
         # What was sampled is kept, whatever happened afterwards.
         assert trajectory.num_turns == 1, (question, trajectory.failure)
-        if question == "answer":
+        if question == "1":
             assert (trajectory.failure, trajectory.reward) == (None, 1.0)
             continue
         boundary, kind, words = faults[question]
@@ -237,18 +231,18 @@ async def test_each_fault_is_one_trajectorys_own(run, folder):
         assert words in failure.message
         if kind in ("AgentCrashError", "AgentExitError") or boundary is Boundary.TIMEOUT:
             # The last lines that it, or what it has started, wrote.
-            if question == "leave a writer":
+            if question == "leave_a_writer()":
                 question = "no end"
             assert question in failure.message.partition("\n")[2]
     # The traceback of the other process, with the user's own line.
-    assert 'raise KeyError("state")' in trajectories[10].failure.traceback
+    assert "returned = eval(" in trajectories[10].failure.traceback
     lines = (folder / LOG_NAME).read_text().splitlines()
-    assert f"{trajectories[0].id} | about to crash" in lines
-    assert f"{trajectories[1].id} | about to answer" in lines
+    assert f"{trajectories[0].id} | about to ctypes.string_at(0)" in lines
+    assert f"{trajectories[1].id} | about to 1" in lines
 
 
 async def test_memory_is_limited_with_what_an_agent_starts(run):
-    questions = ("fill memory", "fill memory by a child", "answer")
+    questions = ("fill_memory()", "fill_memory_by_a_child()", "1")
     alone, child, answer = await run(*questions, worker_max_memory_gib=0.5, timeout_seconds=30)
     for trajectory in (alone, child):
         failure = trajectory.failure
@@ -258,7 +252,7 @@ async def test_memory_is_limited_with_what_an_agent_starts(run):
 
 
 async def test_nothing_that_an_agent_starts_outlives_its_process(run, folder):
-    left, _ = await run("leave a child", "answer")
+    left, _ = await run("leave_a_child()", "1")
     assert left.failure.kind == "AgentExitError"
     pid = int((folder / "child").read_text())
     wait_until_gone([pid])
@@ -276,7 +270,7 @@ async def test_agents_give_rewards_as_they_do_inline(run, folder):
 
 
 async def test_a_worker_whose_agent_left_something_is_replaced(run, folder):
-    questions = ["leave a sleeper", "raise", "answer", "answer"]
+    questions = ["subprocess.Popen(['sleep', '600']) and None", "{}['state']", "1", "1"]
     trajectories = await run(*questions, num_workers=1)
     assert [t.reward for t in trajectories] == [1.0, None, 1.0, 1.0]
     pids = [int(line.split("in ")[1]) for line in (folder / LOG_NAME).read_text().splitlines()
