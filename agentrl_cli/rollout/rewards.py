@@ -171,10 +171,7 @@ class AsyncRewardWrapper:
             except TimeoutError:
                 if not deadline.expired():
                     raise
-                raise RewardError(
-                    f"reward function {self.name} did not finish in {self._timeout_seconds:g} "
-                    "seconds (rollout.reward_timeout_seconds)"
-                ) from None
+                raise _build_late(self._timeout_seconds) from None
         return Score(reward=reward, parts=parts, seconds=time.perf_counter() - started)
 
     def close(self) -> None:
@@ -290,7 +287,7 @@ class RewardWorkers:
             # only ends the wait for workers that cannot start at all.
             parsed, error = await asyncio.wait_for(calling, self._timeout_seconds + STARTUP_SECONDS)
         except TimeoutError:
-            raise self._late() from None
+            raise _build_late(self._timeout_seconds) from None
         except ProcessExpired as expired:
             raise RewardError(
                 f"the process of reward function {import_path} died (exit code "
@@ -322,24 +319,25 @@ class RewardWorkers:
             return calling.result()
         self._num_stuck += 1
         calling.add_done_callback(self._unstick)
-        raise self._late()
+        raise _build_late(self._timeout_seconds)
 
     def _unstick(self, call: asyncio.Future[Parsed]) -> None:
         self._num_stuck -= 1
         if not call.cancelled() and call.exception() is not None:
             _log.debug("a reward function raised after its deadline", exc_info=call.exception())
 
-    def _late(self) -> RewardError:
-        return RewardError(
-            f"the reward function did not finish in {self._timeout_seconds:g} seconds "
-            "(rollout.reward_timeout_seconds)"
-        )
-
     def close(self) -> None:
         """Ends the processes; may be called twice."""
         self._pool = None
         if self._finalizer is not None:
             self._finalizer()
+
+
+def _build_late(seconds: float) -> RewardError:
+    return RewardError(
+        f"the reward function did not finish in {seconds:g} seconds "
+        "(rollout.reward_timeout_seconds)"
+    )
 
 
 def _stop_pool(pool: ProcessPool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -97,23 +96,18 @@ async def test_text_goes_to_the_reward_function_and_the_record_is_complete(run):
 
     trajectory = await run(solve, reward_fn)
     assert trajectory.failure is None
-    ids = (trajectory.id, trajectory.group_id, trajectory.task_id)
-    assert ids == ("000003.001/0", "000003.001", "5")
+    assert (trajectory.id, trajectory.task_id, trajectory.task) == ("000003.001/0", "5", ROW)
     assert (trajectory.reward, trajectory.final_answer) == (1.0, "4")
     assert trajectory.reward_parts == {"length": 1.0}
-    assert trajectory.task == ROW
     (interaction,) = trajectory.interactions
     assert (interaction.reward, interaction.turn_return) == (1.0, 1.0)
-    assert trajectory.seconds > 0
 
 
 @pytest.mark.parametrize(
     ("returned", "reward"),
     [
         (1, 1.0),
-        (True, 1.0),
         (np.float32(0.5), 0.5),
-        (np.int64(2), 2.0),
         (float("nan"), None),
     ],
 )
@@ -232,7 +226,8 @@ async def test_an_engine_error_that_the_agent_survived_is_not_blamed(run):
     assert (trajectory.failure.boundary, trajectory.failure.kind) == (Boundary.AGENT, "IndexError")
 
 
-LIMITS = pytest.mark.parametrize(
+@pytest.mark.parametrize("way", ["raises", "returns", "nobody judges"])
+@pytest.mark.parametrize(
     ("limits", "num_turns", "stop_reason"),
     [
         ({"max_turns": 2}, 2, StopReason.MAX_TURNS),
@@ -240,39 +235,29 @@ LIMITS = pytest.mark.parametrize(
     ],
     ids=["turns", "tokens"],
 )
-
-
-@LIMITS
-async def test_budgets_end_trajectories(run, limits, num_turns, stop_reason):
-    async def agent(data, client):
-        await _ask(client, *"abcdefg")
-
-    trajectory = await run(agent, replies=lambda _: "4", **limits)
-    assert trajectory.failure.boundary is Boundary.BUDGET
-    (key,) = limits
-    assert f"rollout.{key} = 2" in trajectory.failure.message
-    assert (trajectory.num_turns, trajectory.stop_reason) == (num_turns, stop_reason)
-
-
-@pytest.mark.parametrize("catches", [False, True], ids=["raises", "returns"])
-@LIMITS
 async def test_what_a_budget_ended_is_judged_by_what_it_said(
-    run, limits, num_turns, stop_reason, catches
+    run, limits, num_turns, stop_reason, way
 ):
     async def agent(data, client):
         try:
             await _ask(client, *"abcdefg")
         except openai.BadRequestError:
-            if not catches:
+            if way != "returns":
                 raise
 
     async def reward_fn(completions):
         return 0.5 if completions == "4" else 0.0
 
-    trajectory = await run(agent, reward_fn, replies=lambda _: "4", **limits)
-    assert (trajectory.failure, trajectory.stop_reason) == (None, stop_reason)
-    assert (trajectory.reward, trajectory.num_turns) == (0.5, num_turns)
-    assert trajectory.interactions[-1].turn_return == 0.5
+    judge = None if way == "nobody judges" else reward_fn
+    trajectory = await run(agent, judge, replies=lambda _: "4", **limits)
+    assert (trajectory.num_turns, trajectory.stop_reason) == (num_turns, stop_reason)
+    if judge is None:
+        assert trajectory.failure.boundary is Boundary.BUDGET
+        (key,) = limits
+        assert f"rollout.{key} = 2" in trajectory.failure.message
+    else:
+        assert (trajectory.failure, trajectory.reward) == (None, 0.5)
+        assert trajectory.interactions[-1].turn_return == 0.5
 
 
 @pytest.mark.parametrize("returns", [False, True])
@@ -300,19 +285,6 @@ async def test_the_deadline_ends_a_trajectory_and_its_call(run, returns):
         assert "rollout.timeout_seconds = 1 was reached" in trajectory.failure.message
 
 
-async def test_cancelling_a_trajectory_leaves_nothing_behind(make_workflow, scripted_engine):
-    engine = scripted_engine(reply_late)
-    workflow = make_workflow(solve)
-    task = asyncio.create_task(workflow.arun_trajectory(engine, _attempt()))
-    while not engine.num_running:
-        await asyncio.sleep(0.01)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert engine.num_cancelled == 1
-    assert len(asyncio.all_tasks()) == 1
-
-
 async def test_sampling_defaults_and_seeds(make_workflow, scripted_engine):
     gconfig = GenerationConfig(max_tokens=7, temperature=0.5, top_p=0.9)
     engine = scripted_engine(lambda _: "4")
@@ -335,57 +307,6 @@ async def test_an_agent_may_write_into_its_row(run):
     trajectory = await run(agent)
     assert trajectory.failure is None
     assert trajectory.task == ROW == {"question": "What is 2 + 2?", "answer": "4"}
-
-
-async def test_agents_that_make_their_own_client(run):
-    """By the shared in-process HTTP client, and by a socket with base_url and key."""
-
-    async def in_process(data, base_url, api_key, http_client, model):
-        return await _ask(
-            openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client), "x"
-        )
-
-    async def by_socket(data, **extra):
-        assert set(extra) == {
-            "base_url", "api_key", "http_client", "client", "model", "max_turns",
-        }  # fmt: skip
-        async with httpx.AsyncClient(base_url=extra["base_url"]) as http:
-            reply = await http.post(
-                "/chat/completions",
-                headers={"Authorization": f"Bearer {extra['api_key']}"},
-                json={"model": "m", "messages": [{"role": "user", "content": "x"}]},
-            )
-        return reply.json()["choices"][0]["message"]["content"]
-
-    for agent in (in_process, by_socket):
-        trajectory = await run(agent, lambda completions: completions == "4")
-        assert (trajectory.reward, trajectory.num_turns) == (1.0, 1), trajectory.failure
-
-
-async def test_builders_that_name_the_client_are_called_for_every_trajectory(
-    make_workflow, scripted_engine
-):
-    built = []
-
-    def build(client, model):
-        class Solver:
-            async def run(self, data):
-                self.seen = getattr(self, "seen", 0) + 1
-                await _ask(client, data["question"])
-                return self.seen
-
-        built.append((model, client))
-        return Solver()
-
-    workflow = make_workflow(None, per_trajectory=build)
-    for index in range(3):
-        trajectory = await workflow.arun_trajectory(
-            scripted_engine(["4"]), _attempt(sample_index=index)
-        )
-        assert trajectory.reward == 1.0
-    # Once on trial, then three times in earnest, with as many clients.
-    assert [model for model, _ in built] == ["model", "scripted", "scripted", "scripted"]
-    assert len({id(client) for _, client in built}) == 4
 
 
 async def test_a_builder_that_fails_later_is_data_but_a_wrong_return_is_not(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError
-from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.dataset import (
     GroupOutcome,
     TaskStream,
@@ -19,6 +17,7 @@ from agentrl_cli.rollout.dataset import (
     list_outcomes,
     recall_outcomes,
 )
+from agentrl_cli.rollout.workflow import Attempt
 from agentrl_cli.store.run_folder import RunFolder
 
 
@@ -56,21 +55,10 @@ def test_the_cooldown_of_a_task_without_signal_by_hand():
 
 
 def test_a_cooldown_doubles_until_the_limit_and_ends_with_a_signal():
-    """Of one task at a time: its appearances by epoch."""
     stream = open_stream(num_rows=2, batch_size=1, max_cooldown_epochs=8)
-    seen = []
-    for step in range(1, 80):
-        (row,) = find_rows(stream.batch(step))
-        # Row 1 always has signal, so it marks the epochs.
-        observe(stream, step, flat={0} if step < 60 else ())
-        seen.append(row)
-    epochs, epoch = [], 0
-    for row in seen:
-        if row == 0:
-            epochs.append(epoch)
-        else:
-            epoch += 1
-    gaps = [b - a for a, b in pairwise(epochs)]
+    batches = run(stream, 59, flat={0}) + run(stream, 20, flat=(), first_step=60)
+    # Row 1 always has signal, so it marks the epochs between two turns of row 0.
+    gaps = [len(ones) for ones in "".join(str(row) for (row,) in batches).split("0")[1:-1]]
     # One epoch later than without a cooldown: 1 + 1, 1 + 2, 1 + 4, 1 + 8, 1 + 8 ...
     assert gaps[:5] == [2, 3, 5, 9, 9]
     assert gaps[-3:] == [1, 1, 1]
@@ -84,11 +72,6 @@ def test_without_flat_groups_it_is_the_plain_stream():
         assert cooling.backup_tasks(step) == plain.backup_tasks(step)
         assert cooling.count_cooling(step) == plain.count_cooling(step) == 0
         observe(cooling, step, flat=())
-
-
-def test_when_every_task_has_a_cooldown_the_next_epochs_come_at_once():
-    batches = run(open_stream(num_rows=3, batch_size=3, max_cooldown_epochs=4), 6, flat={0, 1, 2})
-    assert all(sorted(batch) == [0, 1, 2] for batch in batches)
 
 
 @pytest.mark.timeout(20)
@@ -204,30 +187,19 @@ def test_a_backup_task_without_signal_has_a_cooldown_at_once():
 def test_groups_that_show_nothing_change_nothing():
     stream = open_stream()
     first, second = stream.batch(1)
-    stream.observe(
-        1,
-        [
-            GroupOutcome(first.group_id, first.task_id, None),
-            # A program's own task, named as a row is, in the place of row 1.
-            GroupOutcome(second.group_id, "3", False),
-        ],
-    )
+    # A program's own task, named as a row is, in the place of row 1.
+    own = GroupOutcome(second.group_id, "3", False)
+    stream.observe(1, [GroupOutcome(first.group_id, first.task_id, None), own])
     stream.batch(2)
     observe(stream, 2, flat=())
     assert find_rows(stream.batch(3)) == [0, 1]
 
 
 def test_outcomes_of_groups():
-    scores = [
-        ("a", "0", 1.0), ("a", "0", 0.5), ("b", "1", 1.0), ("b", "1", 1.0), ("b", "1", None),
-        ("c", "2", 1.0), ("c", "2", None), ("d", "3", None),
-    ]  # fmt: skip
-    assert list_outcomes(scores) == [
-        GroupOutcome("a", "0", True),
-        GroupOutcome("b", "1", False),
-        GroupOutcome("c", "2", None),
-        GroupOutcome("d", "3", None),
-    ]
+    scores = {"a": (1.0, 0.5), "b": (1.0, 1.0, None), "c": (1.0, None), "d": (None,)}
+    outcomes = list_outcomes((name, "0", score) for name in scores for score in scores[name])
+    assert [o.has_signal for o in outcomes] == [True, False, None, None]
+    assert outcomes[0] == GroupOutcome("a", "0", True)
 
 
 CONFIG = {
@@ -244,18 +216,12 @@ CONFIG = {
 
 
 def make_batch(stream, step, flat):
-    return [
-        Trajectory(
-            id=f"{task.group_id}/{index}",
-            group_id=task.group_id,
-            task_id=task.task_id,
-            sample_index=index,
-            step=step,
-            reward=1.0 if int(task.task_id) in flat else float(index),
-        )
-        for task in stream.batch(step)
-        for index in range(2)
-    ]
+    def make(task, index):
+        reward = 1.0 if int(task.task_id) in flat else float(index)
+        attempt = Attempt(task=task, sample_index=index, step=step)
+        return attempt.begin_trajectory(reward=reward)
+
+    return [make(task, index) for task in stream.batch(step) for index in range(2)]
 
 
 def test_a_resumed_run_recalls_what_is_stored(tmp_path):
@@ -278,13 +244,7 @@ def test_a_resumed_run_recalls_what_is_stored(tmp_path):
         (folder.path / "trajectories" / "step-000003.parquet").unlink()
         with pytest.raises(RunFolderError, match=r"step 3 are gone \(1 of 8 steps\)"):
             recall_outcomes(build_task_stream(config, rows), folder, 9)
-
-
-def test_a_plain_stream_needs_nothing_of_earlier_steps(tmp_path):
-    config = ExperimentConfig.model_validate(
-        CONFIG | {"output_dir": str(tmp_path), "rollout": {"max_staleness": 1}}
-    )
-    stream = build_task_stream(config, [{}] * 7)
-    assert stream.backup_tasks(1) == []
-    with RunFolder.create_or_resume(config) as folder:
-        recall_outcomes(stream, folder, 9)
+        # A plain stream needs nothing of earlier steps.
+        plain = config.rollout.model_copy(update={"curriculum": None})
+        config = config.model_copy(update={"rollout": plain})
+        recall_outcomes(build_task_stream(config, rows), folder, 9)

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import anthropic
 import httpx2
 import openai
 import pytest
@@ -161,20 +160,6 @@ async def test_rewards_of_the_program_go_before_the_reward_function(outside: Out
     assert (unscored.reward, unscored.failure) == (None, None)
     assert (failed.failure.boundary, failed.reward) == (Boundary.AGENT, None)
     assert failed.failure.message == "the browser crashed"
-
-
-async def test_anthropics_sdk_speaks_through_the_same_session(outside: Outside) -> None:
-    async with outside([attempt()]) as it:
-        session = await it.program.start()
-        async with anthropic.AsyncAnthropic(
-            base_url=session.base_urls["anthropic"], api_key=session.api_key
-        ) as client:
-            await client.messages.create(
-                model="m", max_tokens=9, messages=[{"role": "user", "content": "hi"}]
-            )
-        await it.program.call("POST", f"/{session.id}/end", reward=1)
-        trajectory = await it.tasks[0]
-    assert (trajectory.num_turns, trajectory.reward) == (1, 1.0)
 
 
 async def test_a_task_given_back_or_left_alone_goes_to_another_program(outside: Outside) -> None:

@@ -75,47 +75,14 @@ def wrap(tmp_path):
         wrapper.close()
 
 
-@pytest.mark.parametrize(
-    ("result", "reward"),
-    [
-        (1, 1.0),
-        (True, 1.0),
-        (False, 0.0),
-        (0.5, 0.5),
-        (None, None),
-        (float("nan"), None),
-        (np.float32(0.5), 0.5),
-        (np.int64(3), 3.0),
-        (np.bool_(True), 1.0),
-        (np.array(2.0), 2.0),
-        (np.float64("nan"), None),
-        (torch.tensor(0.25), 0.25),
-    ],
-)
-def test_numbers_of_every_kind(result, reward):
-    assert parse_reward_result(result) == (reward, {})
-    assert parse_reward_result({"reward": result}) == (reward, {})
-
-
-@pytest.mark.parametrize(
-    "result",
-    [
-        "1.0",
-        [1.0],
-        (1.0, 2.0),
-        float("inf"),
-        np.array([1.0, 2.0]),
-        torch.zeros(2),
-        object(),
-        10**999,
-    ],
-)
-def test_anything_else_is_refused(result):
+@pytest.mark.parametrize("result", ["1.0", [1.0], float("inf"), torch.zeros(2)])
+def test_what_is_no_number_is_refused(result):
     with pytest.raises(RewardError, match="Allowed: a number"):
         parse_reward_result(result)
 
 
 def test_parts_are_kept_and_reward_is_required():
+    assert parse_reward_result(float("nan")) == (None, {})
     parts = {"reward": 1, "format": True, "style": np.float32(0.5), "unknown": None}
     assert parse_reward_result(parts) == (1.0, {"format": 1.0, "style": 0.5})
     with pytest.raises(RewardError, match=r"without 'reward'.*it has: total"):
@@ -148,6 +115,8 @@ async def test_async_deadline_is_told_from_the_functions_own_timeout():
 async def test_blocking_functions_run_in_another_process(wrap):
     wrapper = wrap("pid")
     assert await wrapper(completions="") != os.getpid()
+    # Ctrl-C of the terminal does not reach it.
+    assert await wrap("group")() != os.getpgid(0)
     parts = await wrap("count").score(completions="", answer="", question="")
     assert (parts.reward, parts.parts) == (3.0, {"first": 1.0})
 
@@ -218,26 +187,11 @@ async def test_stuck_threads_do_not_hold_up_others_and_are_counted():
     assert await wrapper(completions="fast") == 1.0
 
 
-async def test_cancelled_thread_calls_end_quietly():
-    release = threading.Event()
-    wrapper = AsyncRewardWrapper(lambda: float(release.wait(60)))
-    call = asyncio.create_task(wrapper())
-    await asyncio.sleep(0.05)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    release.set()
-    assert await wrapper() == 1.0
-
-
-def test_import_paths_of_functions(tmp_path):
+def test_import_paths_of_functions(wrap):
     assert find_import_path(gsm8k_reward_fn) == "rewards.gsm8k:gsm8k_reward_fn"
-    assert find_import_path(lambda: 1) is None
     assert find_import_path(functools.partial(gsm8k_reward_fn)) is None
-    path = tmp_path / "judge.py"
-    path.write_text("def score(completions):\n    return 1\n")
-    fn = import_object(f"{path}:score", "reward_fn_path")
-    assert find_import_path(fn) == f"{path}:score"
+    wrapper = wrap("pid")
+    assert find_import_path(wrapper._fn) == wrapper.name
 
 
 def test_signature_is_held_against_the_dataset():
@@ -263,10 +217,6 @@ def test_what_is_no_function_or_not_callable_by_keyword_is_refused():
         AsyncRewardWrapper(positional)
     with pytest.raises(RewardSignatureError, match="is float, not a function"):
         AsyncRewardWrapper(0.5)
-
-
-async def test_ctrl_c_of_the_terminal_does_not_reach_reward_processes(wrap):
-    assert await wrap("group")() != os.getpgid(0)
 
 
 async def test_reward_processes_that_were_killed_are_replaced(wrap):

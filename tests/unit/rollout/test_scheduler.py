@@ -30,7 +30,7 @@ def rows(count):
 
 class FakeWorkflow(RolloutWorkflow):
     """Notes when trajectories start and end. ``ending(attempt)`` gives their reward, None for a
-    failure, or an exception that is raised; an awaitable is awaited for it."""
+    failure, an exception that is raised, or ``hang``."""
 
     def __init__(self, ending=lambda _attempt: 1.0, timing_seed=0):
         self.ending = ending
@@ -50,8 +50,8 @@ class FakeWorkflow(RolloutWorkflow):
             for _ in range(self.random.randrange(6)):
                 await asyncio.sleep(0)
             reward = self.ending(attempt)
-            if asyncio.iscoroutine(reward):
-                reward = await reward
+            if reward == "hang":
+                await asyncio.sleep(60)
         except asyncio.CancelledError:
             self.num_cancelled += 1
             raise
@@ -64,10 +64,6 @@ class FakeWorkflow(RolloutWorkflow):
             failure=FAILURE if reward is None else None,
             interactions=(Interaction(id="call"),),
         )
-
-
-async def hang(_attempt=None):
-    await asyncio.sleep(60)
 
 
 @dataclass(frozen=True)
@@ -253,64 +249,23 @@ def test_killed_at_any_point_a_run_has_the_same_batches(setting, timing_seeds):
     assert not disk.waiting
 
 
-def finish_groups(stream, score, pick=lambda _: 0):
-    """All trajectories of step 1, scored by position and sample, finished as picked."""
-    groups = StepGroups(1, stream.batch(1), stream.backup_tasks(1), 2)
-    pending = list(groups.first_attempts)
-    while pending:
-        attempt = pending.pop(pick(len(pending)))
-        position = int(attempt.task.group_id.rpartition(".")[2])
-        reward = score(position, attempt.sample_index)
-        pending += groups.add(attempt.begin_trajectory(reward=reward))
-    assert groups.is_complete
-    return groups.list_trajectories()
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    flat=st.lists(st.booleans(), min_size=1, max_size=12),
-    batch_size=st.integers(1, 4),
-    order=st.randoms(use_true_random=False),
-)
-def test_the_groups_of_a_step_do_not_depend_on_the_order_in_which_they_end(flat, batch_size, order):
-    num_backup_tasks = max(0, len(flat) - batch_size)
-    stream = TaskStream(
-        rows(20), batch_size=batch_size, shuffle=True, seed=1, num_backup_tasks=num_backup_tasks
-    )
-
-    def score(position, sample_index):
-        is_flat = position < len(flat) and flat[position]
-        return 0.0 if is_flat else float(sample_index)
-
-    in_any_order = finish_groups(stream, score, lambda count: order.randrange(count))
-    assert in_any_order == finish_groups(stream, score)
-
-
 def test_a_group_that_replaces_may_be_replaced():
     stream = TaskStream(rows(9), batch_size=2, shuffle=False, seed=1, num_backup_tasks=3)
     rewards = {0: (1, 1), 1: (0, 1), 2: (0, 0), 3: (1, 0)}
-    trajectories = finish_groups(stream, lambda position, index: float(rewards[position][index]))
-    assert [(t.id, t.task_id, t.replaced_by) for t in trajectories] == [
-        ("000001.000/0", "0", "000001.002"),
-        ("000001.000/1", "0", "000001.002"),
-        ("000001.001/0", "1", None),
-        ("000001.001/1", "1", None),
-        ("000001.002/0", "2", "000001.003"),
-        ("000001.002/1", "2", "000001.003"),
-        ("000001.003/0", "3", None),
-        ("000001.003/1", "3", None),
-    ]
-
-
-def test_a_group_with_one_scored_trajectory_has_no_signal_and_is_replaced():
-    stream = TaskStream(rows(4), batch_size=1, shuffle=False, seed=1, num_backup_tasks=1)
     groups = StepGroups(1, stream.batch(1), stream.backup_tasks(1), 2)
-    first, second = groups.first_attempts
-    failure = Failure(boundary=Boundary.TOOL, kind="KeyError", message="")
-    assert groups.add(first.begin_trajectory(failure=failure)) == []
-    further = groups.add(second.begin_trajectory(reward=1.0))
-    assert [a.id for a in further] == ["000001.001/0", "000001.001/1"]
-    assert not groups.is_complete
+    pending = list(groups.first_attempts)
+    while pending:
+        attempt = pending.pop(0)
+        reward = rewards[int(attempt.task.task_id)][attempt.sample_index]
+        pending += groups.add(attempt.begin_trajectory(reward=float(reward)))
+    assert groups.is_complete
+    first_of_groups = groups.list_trajectories()[::2]
+    assert [(t.group_id, t.task_id, t.replaced_by) for t in first_of_groups] == [
+        ("000001.000", "0", "000001.002"),
+        ("000001.001", "1", None),
+        ("000001.002", "2", "000001.003"),
+        ("000001.003", "3", None),
+    ]
 
 
 async def test_an_earlier_steps_replacement_goes_before_later_steps():
@@ -376,28 +331,6 @@ async def test_generation_runs_ahead_of_training_exactly_as_far_as_allowed():
     await scheduler.close()
 
 
-async def test_a_slow_trajectory_delays_its_step_and_is_not_dropped():
-    release = asyncio.Event()
-
-    async def wait_for_release():
-        await release.wait()
-        return 1.0
-
-    def end(attempt):
-        return wait_for_release() if (attempt.step, attempt.sample_index) == (1, 1) else 1.0
-
-    kept = []
-    setting = replace(PLAIN, batch_size=1, max_staleness=2)
-    scheduler = setting.schedule(FakeWorkflow(end), on_finished=kept.append)
-    waiting = asyncio.create_task(scheduler.next_batch(1))
-    await asyncio.sleep(0.02)
-    assert not waiting.done()
-    assert [(t.step, t.sample_index) for t in kept if t.step == 1] == [(1, 0)]
-    release.set()
-    assert [t.sample_index for t in await waiting] == [0, 1]
-    await scheduler.close()
-
-
 async def test_a_batch_whose_weights_never_come_is_refused_instead_of_awaited():
     scheduler = PLAIN.schedule(FakeWorkflow())
     await scheduler.next_batch(1)
@@ -411,7 +344,7 @@ async def test_a_batch_whose_weights_never_come_is_refused_instead_of_awaited():
 
 
 async def test_close_cancels_what_runs_and_wakes_who_waits():
-    workflow = FakeWorkflow(hang)
+    workflow = FakeWorkflow(lambda _: "hang")
     scheduler = replace(PLAIN, max_concurrent=4).schedule(workflow)
     waiting = asyncio.create_task(scheduler.next_batch(1))
     await asyncio.sleep(0.02)
@@ -513,7 +446,7 @@ async def test_run_tasks_ends_on_mistakes_cancellation_and_total_failure():
         await run_tasks(FakeWorkflow(lambda _: DatasetError("x")), None, tasks, **options)
     with pytest.raises(RolloutFailedError, match="evaluation after step 4"):
         await run_tasks(FakeWorkflow(lambda _: None), None, tasks, **options)
-    hanging = FakeWorkflow(hang)
+    hanging = FakeWorkflow(lambda _: "hang")
     task = asyncio.create_task(run_tasks(hanging, None, tasks, **options))
     await asyncio.sleep(0.02)
     task.cancel()

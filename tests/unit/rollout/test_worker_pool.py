@@ -151,9 +151,11 @@ def test_the_pool_serves_one_loop_after_another():
     pool.close()
 
 
-def test_the_log_says_whose_line_it_is_and_keeps_no_key(tmp_path):
+def test_the_log_says_whose_line_it_is_and_keeps_no_key(tmp_path, caplog):
     log = WorkerLog()
     first, second = WorkerOutput(log), WorkerOutput(log)
+    log.open(tmp_path / "nowhere" / "x.log")
+    assert "No such file" in caplog.text
     log.open(tmp_path / "x.log")
     first.begin("000001.000/0")
     first.write(b"one\ntw")
@@ -184,12 +186,3 @@ def test_a_trajectory_that_prints_for_ever_does_not_fill_the_disk(tmp_path):
     lines = (tmp_path / "x.log").read_text().splitlines()
     assert (tmp_path / "x.log").stat().st_size < 5 * 2**20
     assert lines[-2:] == ["first | (what it wrote after 4 MiB is not kept)", "second | heard"]
-
-
-def test_a_log_that_cannot_be_written_is_reported_and_agents_continue(tmp_path, caplog):
-    log = WorkerLog()
-    log.open(tmp_path / "nowhere" / "x.log")
-    assert "No such file" in caplog.text
-    output = WorkerOutput(log)
-    output.write(b"continues\n")
-    assert "  | continues" in output.quote()
