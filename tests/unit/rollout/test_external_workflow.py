@@ -328,14 +328,12 @@ MISTAKES = [
     ("/ID/nope", {}, "unknown_path"),
     ("/ID/reward", {}, "invalid_reward"),
     ("/ID/reward", {"reward": "1"}, "invalid_reward"),
-    ("/ID/reward", {"reward": 10**400}, "invalid_reward"),
     ("/ID/reward", {"reward": 1, "interaction_id": [1]}, "invalid_request"),
     ("/ID/reward", {"reward": 1, "interaction_id": None}, "invalid_request"),
     ("/ID/reward", {"reward": 1, "interaction_id": "chatcmpl-x"}, "unknown_interaction"),
     ("/ID/reward", {"rewards": "FAILED"}, "unknown_interaction"),
     ("/ID/reward", {"rewards": [1]}, "invalid_reward"),
     ("/ID/reward", {"rewards": {}}, "invalid_reward"),
-    ("/ID/reward", {"rewords": {}}, "unknown_field"),
     ("/ID/reward", {"reward": "x" * 65 * 2**20}, "request_too_large"),
 ]
 

@@ -286,10 +286,12 @@ async def test_an_earlier_steps_replacement_goes_before_later_steps():
 
 async def test_a_run_in_which_nothing_works_stops_in_spite_of_backup_tasks():
     setting = Setting(num_rows=9, batch_size=2, num_backup_tasks=3, shuffle=True)
-    workflow = FakeWorkflow(lambda _: None)
+    workflow, told = FakeWorkflow(lambda _: None), []
+    scheduler = setting.schedule(workflow, on_backup_task=lambda *what: told.append(what))
     with pytest.raises(RolloutFailedError, match="all 10 trajectories failed") as caught:
-        await train(setting, workflow, Disk())
-    assert len(workflow.started) == 10
+        await scheduler.next_batch(1)
+    await scheduler.close()
+    assert (len(workflow.started), told) == (10, [(1, 2)] * 3)
     assert {t.group_id for t in caught.value.trajectories if t.replaced_by} == {
         "000001.000", "000001.001", "000001.002",
     }  # fmt: skip
@@ -303,16 +305,6 @@ async def test_a_finished_trajectory_of_another_task_is_made_again():
     await train(setting, workflow, disk)
     assert sorted(id_ for _, id_, _ in workflow.started) == ["000001.000/0", "000001.000/1"]
     assert {t.task_id for t in disk.steps[1]} == {"0"}
-
-
-async def test_every_backup_task_is_reported():
-    setting = Setting(num_rows=12, batch_size=3, num_backup_tasks=2)
-    told = []
-    scheduler = setting.schedule(FakeWorkflow(), on_backup_task=lambda *what: told.append(what))
-    batch = await scheduler.next_batch(1)
-    await scheduler.close()
-    assert told == [(1, 2), (1, 2)]
-    assert len(batch) == 10
 
 
 PLAIN = Setting(num_rows=7, batch_size=3, last_step=4, shuffle=True, max_concurrent=64)

@@ -173,17 +173,9 @@ def configure(builder: str = "my_agents.build", **options: Any) -> ExperimentCon
 def run(folder, chat_tokenizer, scripted_engine, open_client):
     """Runs one agent on a row for each question; the trajectories, in order."""
 
-    async def run_questions(*questions, name="solve", agents=None, **rollout):
-        kwargs = {"agent_builder_kwargs": {"name": name}}
-        if agents is not None:
-            builder = {"agent_builder_path": "my_agents.build"}
-            kwargs = {
-                "agents": {n: {**builder, "agent_builder_kwargs": {"name": n}} for n in agents}
-            }
-        config = configure(None if agents else "my_agents.build", rollout=rollout, **kwargs)
-        names = agents or [None] * len(questions)
-        rows = [{"question": q} | ({"agent_name": n} if n else {})
-                for q, n in zip(questions, names, strict=True)]  # fmt: skip
+    async def run_questions(*questions, name="solve", **rollout):
+        config = configure(rollout=rollout, agent_builder_kwargs={"name": name})
+        rows = [{"question": question} for question in questions]
         with open_workers(config) as workers:
             workflow = build_workflow(
                 config, chat_tokenizer, open_client=open_client, workers=workers
@@ -259,8 +251,9 @@ async def test_nothing_that_an_agent_starts_outlives_its_process(run, folder):
 
 
 async def test_agents_give_rewards_as_they_do_inline(run, folder):
-    names = ["reward_by_client", "reward_by_blocking_client", "reward_by_dict"]
-    by_client, blocking, by_dict = await run("a", "b", "c", agents=names)
+    (by_client,) = await run("a", name="reward_by_client")
+    (blocking,) = await run("a", name="reward_by_blocking_client")
+    (by_dict,) = await run("a", name="reward_by_dict")
     assert [i.reward for i in by_client.interactions] == [0.25, 1.0], by_client.failure
     assert [i.turn_return for i in by_client.interactions] == [0.25, 1.0]
     assert by_client.reward == 1.0
