@@ -333,8 +333,6 @@ async def test_a_missing_reward_argument_stops_the_run(make_workflow, scripted_e
     workflow = make_workflow(solve, reward_fn)
     with pytest.raises(RewardSignatureError):
         await workflow.arun_trajectory(scripted_engine(["4"]), _attempt())
-    with pytest.raises(RewardSignatureError):
-        workflow.check_rows([ROW], "train_dataset")
 
 
 async def test_rows_choose_their_agent(open_client, scripted_engine):

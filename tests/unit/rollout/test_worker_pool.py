@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_cli.agents.agent_building import AgentSpec
@@ -87,9 +87,7 @@ async def run_one(pool: WorkerPool, how: str) -> str | None:
         return (await asyncio.wait_for(running, 0.01 if how == "late" else 5)).final_answer
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, deadline=None)
 @given(
     hows=st.lists(st.sampled_from(["answer", "crash", "late", "leave"]), min_size=1, max_size=20),
     num_workers=st.integers(1, 4),
