@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from agentrl_cli.config.experiment import RolloutConfig
 from agentrl_cli.errors import DatasetError, RolloutFailedError, RunError, StoreError
 from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
-from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.dataset import TaskStream, build_eval_tasks, list_outcomes
 from agentrl_cli.rollout.scheduler import RolloutScheduler, StepGroups, run_tasks
 from agentrl_cli.rollout.workflow import RolloutWorkflow
@@ -408,15 +407,6 @@ async def test_what_is_not_data_reaches_the_trainer(error, on_finished):
     assert len(workflow.started) < 6
     await scheduler.close()
     assert len(asyncio.all_tasks()) == 1
-
-
-def test_works_from_a_trainers_thread():
-    with BackgroundLoop() as loop:
-        scheduler = PLAIN.schedule(FakeWorkflow())
-        for step in range(1, 5):
-            assert len(loop.run(scheduler.next_batch(step), 5)) == 6
-            scheduler.set_policy_version(step)
-        loop.run(scheduler.close(), 5)
 
 
 async def test_run_tasks_keeps_order_and_limits_concurrency():
