@@ -22,8 +22,9 @@ from agentrl_cli.launch.trainer import PPOTrainer, check_input, run_trainer, tak
 from agentrl_cli.log import Observer, file_log
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.dataset import build_eval_tasks
+from agentrl_cli.rollout.external.external_workflow import ExternalListener
 from agentrl_cli.rollout.workflow import RolloutWorkflow
-from agentrl_cli.rollout.workflow_building import build_workflow, open_external_access, open_workers
+from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
 from agentrl_cli.store.resume_check import find_secrets
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.train.loop import StopFlag
@@ -159,7 +160,7 @@ def _build_eval_workflow(
 ) -> RolloutWorkflow:
     external = None
     if config.rollout.agent_mode == "external":
-        external = open_external_access(config, observer.on_message, waits="limited")
+        external = ExternalListener(config.rollout, observer.on_message)
     return build_workflow(
         config,
         source.tokenizer if config.workflow_path is not None else None,

@@ -22,13 +22,10 @@ from agentrl_cli.log import Observer, file_log, format_count
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.dataset import Row, TaskStream
+from agentrl_cli.rollout.external.external_workflow import ExternalListener
 from agentrl_cli.rollout.scheduler import TrajectoryPool
 from agentrl_cli.rollout.workflow import Attempt
-from agentrl_cli.rollout.workflow_building import (
-    ExternalAccess,
-    build_workflow,
-    open_external_access,
-)
+from agentrl_cli.rollout.workflow_building import build_workflow
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.tracking.gateway import get_gateway
 from agentrl_cli.tracking.gateway_socket import LOOPBACK, check_binding, open_listener
@@ -179,7 +176,7 @@ def serve_online(
     config = _listen_at(config, address)
     rows = take_rows(None, config.train_dataset, "train_dataset")
     shown: list[str] = []
-    access = open_external_access(config, shown.append, waits="ever", key=address.api_key)
+    access = ExternalListener(config.rollout, shown.append, waits="ever", key=address.api_key)
     source = EngineSource(config, resolve_run_here(config, "eval"), observer)
     with ExitStack() as stack:
         workflow = build_workflow(
@@ -228,9 +225,9 @@ async def _feed(pool: TrajectoryPool, config: ExperimentConfig, rows: Sequence[R
         pool.fail(error)
 
 
-def _wait_for_listener(access: ExternalAccess, check: Callable[[], None]) -> None:
+def _wait_for_listener(access: ExternalListener, check: Callable[[], None]) -> None:
     deadline = time.monotonic() + _OPEN_SECONDS
-    while not access.listener.is_open:
+    while not access.is_open:
         check()
         if time.monotonic() > deadline:
             raise RunError(f"the listener for programs did not open within {_OPEN_SECONDS:g} s")

@@ -28,11 +28,17 @@ from agentrl_cli.models.builtin_models import resolve_model_folder
 from agentrl_cli.models.pretrained import load_tokenizer_of
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background_loop import BackgroundLoop
-from agentrl_cli.rollout.curriculum import build_task_stream, recall_outcomes
-from agentrl_cli.rollout.dataset import Row, build_eval_tasks, load_rows
+from agentrl_cli.rollout.dataset import (
+    Row,
+    build_eval_tasks,
+    build_task_stream,
+    load_rows,
+    recall_outcomes,
+)
+from agentrl_cli.rollout.external.external_workflow import ExternalListener
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
-from agentrl_cli.rollout.workflow_building import build_workflow, open_external_access, open_workers
+from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.gateway import get_gateway
@@ -448,7 +454,7 @@ def build_workflows(trainer: PPOTrainer, stack: ExitStack) -> list[RolloutWorkfl
     workers = stack.enter_context(open_workers(config))
     external = None
     if config.rollout.agent_mode == "external":
-        external = open_external_access(config, trainer.observer.on_message, waits="limited")
+        external = ExternalListener(config.rollout, trainer.observer.on_message)
     workflows: list[RolloutWorkflow] = []
     purposes = (("train", config.gconfig), ("eval", config.resolve_eval_gconfig()))
     for split, gconfig in purposes:

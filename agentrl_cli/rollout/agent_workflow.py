@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from openai import AsyncOpenAI
-
-from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome, AgentRunner, find_prompt_text
+from agentrl_cli.agents.agent_building import AgentSource
+from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome, find_prompt_text
 from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import DatasetError, RewardError, UserInputError, format_nearest
@@ -23,10 +22,10 @@ from agentrl_cli.records import (
     StopReason,
     Trajectory,
 )
-from agentrl_cli.rollout.reward_workers import parse_reward_result
-from agentrl_cli.rollout.rewards import AsyncRewardWrapper, Score
+from agentrl_cli.rollout.rewards import AsyncRewardWrapper, Score, parse_reward_result
 from agentrl_cli.rollout.rollout_failures import describe_failure, run_with_deadline
-from agentrl_cli.rollout.workers.worker_pool import RemoteAgent, WorkerAgents, WorkerSlot
+from agentrl_cli.rollout.workers.worker_pool import RemoteAgent, WorkerAgents
+from agentrl_cli.rollout.workers.worker_process import AgentWorker
 from agentrl_cli.rollout.workflow import (
     Attempt,
     RolloutWorkflow,
@@ -42,19 +41,6 @@ _WIND_DOWN_SECONDS = 5.0
 
 #: Opens the client of one trajectory; anything with TrackingClient's methods will do.
 ClientFactory = Callable[[InferenceEngine, Sampling, Budget], TrackingClient]
-
-
-class RunnerSource(Protocol):
-    """The agent of a config key, such as an AgentSource."""
-
-    @property
-    def runner(self) -> AgentRunner:
-        """Tells what it is."""
-        ...
-
-    def get_runner(self, client: AsyncOpenAI, model: str) -> AgentRunner:
-        """The agent for one trajectory. Raises what the builder raises."""
-        ...
 
 
 class AgentRolloutWorkflow(RolloutWorkflow):
@@ -73,7 +59,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
 
     def __init__(
         self,
-        agents: Mapping[str | None, RunnerSource | RemoteAgent],
+        agents: Mapping[str | None, AgentSource | RemoteAgent],
         *,
         workers: WorkerAgents | None = None,
         reward: AsyncRewardWrapper | None,
@@ -135,30 +121,31 @@ class AgentRolloutWorkflow(RolloutWorkflow):
             return await self._make_trajectory(engine, attempt, worker)
 
     async def _make_trajectory(
-        self, engine: InferenceEngine, attempt: Attempt, worker: WorkerSlot | None
+        self, engine: InferenceEngine, attempt: Attempt, worker: Any
     ) -> Trajectory:
         row, started = attempt.task.row, time.perf_counter()
         client = self._open(engine, None if self._seed is None else f"{self._seed}/{attempt.id}")
-        score, answer, failure, scoring = Score(reward=None), None, None, False
+        score, answer, failure, boundary = Score(reward=None), None, None, None
         try:
             outcome = await self._run_to_its_end(engine, client, attempt, worker)
-            answer, scoring = _find_answer(outcome, client), True
+            answer, boundary = _find_answer(outcome, client), Boundary.REWARD
             score = await self._score(client, row, outcome, answer)
         except UserInputError:
             raise
         except Exception as error:
-            failure = _describe(error, client, Boundary.REWARD if scoring else None)
+            failure = _describe(error, client, boundary)
         finally:
             await client.close()
         client.apply_reward_discount(self._rollout.turn_discount)
         interactions = client.interactions
+        is_late = failure is not None and failure.boundary is Boundary.TIMEOUT
         return attempt.begin_trajectory(
             agent_name=row.get("agent_name"),
             interactions=interactions,
             reward=find_last_reward(interactions) if failure else score.reward,
             reward_parts=score.parts,
             final_answer=answer,
-            stop_reason=_find_stop_reason(client, failure),
+            stop_reason=StopReason.MAX_SECONDS if is_late else client.session.stop_reason,
             failure=failure,
             seconds=time.perf_counter() - started,
             reward_seconds=score.seconds,
@@ -190,7 +177,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
 
     def _find_source(
         self, row: Mapping[str, Any], place: str = "the row"
-    ) -> RunnerSource | RemoteAgent:
+    ) -> AgentSource | RemoteAgent:
         name = row.get("agent_name")
         if name not in self._agents:
             names = [n for n in self._agents if n is not None]
@@ -202,16 +189,12 @@ class AgentRolloutWorkflow(RolloutWorkflow):
             raise DatasetError(f"{place} {problem}; {format_nearest(str(name), names)}")
         return self._agents[name]
 
-    def _admit(self, label: str) -> AbstractAsyncContextManager[WorkerSlot | None]:
+    def _admit(self, label: str) -> AbstractAsyncContextManager[AgentWorker | None]:
         """A worker for one trajectory, as soon as there is one; None where agents run here."""
         return nullcontext() if self._workers is None else self._workers.take(label)
 
     async def _run_to_its_end(
-        self,
-        engine: InferenceEngine,
-        client: TrackingClient,
-        attempt: Attempt,
-        worker: WorkerSlot | None,
+        self, engine: InferenceEngine, client: TrackingClient, attempt: Attempt, worker: Any
     ) -> AgentOutcome:
         """What the agent ended with. Raises what it raised.
 
@@ -225,7 +208,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
                 self.timeout_seconds,
                 f"trajectory {attempt.id}",
                 grace=min(_WIND_DOWN_SECONDS, 0.2 + self.timeout_seconds / 10),
-                describe_late=None if worker is None else worker.describe_late,
+                describe_late=worker.describe_late if isinstance(worker, AgentWorker) else None,
             )
         except UserInputError:
             raise
@@ -241,43 +224,32 @@ class AgentRolloutWorkflow(RolloutWorkflow):
             return AgentOutcome()
 
     async def _run_agent(
-        self,
-        engine: InferenceEngine,
-        client: TrackingClient,
-        row: Mapping[str, Any],
-        worker: WorkerSlot | None,
+        self, engine: InferenceEngine, client: TrackingClient, row: Mapping[str, Any], worker: Any
     ) -> AgentOutcome:
         source = self._find_source(row)
-        if isinstance(source, RemoteAgent):
-            assert worker is not None
-            return await worker.run(
-                source.spec, await self._build_call(engine, client, row, needs_base_url=True)
-            )
-        runner = source.get_runner(client, engine.model_name)
-        return await runner.run(
-            await self._build_call(engine, client, row, needs_base_url=runner.needs_base_url)
-        )
-
-    async def _build_call(
-        self,
-        engine: InferenceEngine,
-        client: TrackingClient,
-        row: Mapping[str, Any],
-        *,
-        needs_base_url: bool,
-    ) -> AgentCall:
-        base_url = str(client.base_url)
-        if needs_base_url:
-            base_url = await client.gateway.serve()
-        return AgentCall(
+        runner = None
+        if isinstance(source, AgentSource):
+            runner = source.get_runner(client, engine.model_name)
+        needs_base_url = runner is None or runner.needs_base_url
+        call = AgentCall(
             row=row,
             client=client,
             model=engine.model_name,
-            base_url=base_url,
+            base_url=await client.gateway.serve() if needs_base_url else str(client.base_url),
             api_key=client.session_key,
             http_client=client.gateway.http_client,
             max_turns=self._rollout.max_turns,
         )
+        if runner is not None:
+            return await runner.run(call)
+        assert isinstance(source, RemoteAgent)
+        assert self._workers is not None
+        try:
+            outcome: AgentOutcome = await worker.run(source.spec, call)
+            return outcome
+        finally:
+            # It is free while the trajectory is judged.
+            self._workers.give_back(worker)
 
     async def _score(
         self,
@@ -314,24 +286,10 @@ class AgentRolloutWorkflow(RolloutWorkflow):
 
 
 def _describe(
-    error: Exception,
-    client: TrackingClient,
-    boundary: Boundary | None = None,
+    error: Exception, client: TrackingClient, boundary: Boundary | None = None
 ) -> Failure:
-    return describe_failure(
-        error,
-        boundary=boundary,
-        budget_exceeded=client.session.budget_exceeded,
-        stop_reason=client.session.stop_reason,
-        engine_error=client.session.engine_error,
-        own_urls=(str(client.base_url), *client.gateway.socket_urls),
-    )
-
-
-def _find_stop_reason(client: TrackingClient, failure: Failure | None) -> StopReason | None:
-    if failure is not None and failure.boundary is Boundary.TIMEOUT:
-        return StopReason.MAX_SECONDS
-    return client.session.stop_reason
+    own_urls = (str(client.base_url), *client.gateway.socket_urls)
+    return describe_failure(error, boundary=boundary, session=client.session, own_urls=own_urls)
 
 
 def _find_answer(outcome: AgentOutcome, client: TrackingClient) -> str | None:

@@ -6,7 +6,6 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Coroutine
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from agentrl_cli.log import get_logger
@@ -86,13 +85,23 @@ class BackgroundLoop:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
+
+
+class LoopSemaphore:
+    """A limit for one event loop after another: asyncio's belongs to the loop that first waits."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+
+    def get(self) -> asyncio.Semaphore:
+        """The running loop's semaphore."""
+        loop = asyncio.get_running_loop()
+        if self._held is None or self._held[0] is not loop:
+            self._held = (loop, asyncio.Semaphore(self._limit))
+        return self._held[1]
 
 
 async def _cancel_all(timeout_seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Dataset rows, and the tasks of every step: a pure function of the seed and the step."""
+"""Dataset rows, and the tasks of every step: a function of the seed and of what is stored."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from agentrl_cli.config.experiment import DatasetConfig
+from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.config.import_paths import import_object
-from agentrl_cli.errors import DatasetError, format_nearest
+from agentrl_cli.errors import DatasetError, RunFolderError, format_nearest
 from agentrl_cli.scores import compute_statistics
+from agentrl_cli.store.run_folder import RunFolder
 
 Row = dict[str, Any]
 
@@ -40,8 +41,25 @@ class Task:
     place of others have the positions after the batch's."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The rows that were chosen for one step."""
+
+    batch: list[int]
+    backup_tasks: list[int]
+    epochs: list[int]
+    """That of every row of the batch, where tasks have cooldowns."""
+
+
 class TaskStream:
     """The tasks of every step, the same for the same seed however often a run is resumed.
+
+    With ``max_cooldown_epochs``, a task is left out of the next epoch after a group without
+    signal; of two, four, ... and at most so many epochs when the group after that has none
+    either; and comes every epoch again once a group of it has signal. The batch of step k is then
+    also a function of the outcomes of the steps up to k - 1 - ``max_staleness``: those that are
+    certain to be known when its first trajectory may begin. Every step's outcomes must be given to
+    :meth:`observe` once, those from before an interruption too.
 
     Args:
         rows: the dataset.
@@ -49,6 +67,8 @@ class TaskStream:
         shuffle: a new order every epoch, from ``seed``; else that of the rows.
         seed: see ``shuffle``.
         num_backup_tasks: tasks per step that may take the place of others in its batch.
+        max_cooldown_epochs: see above; None: every task comes every epoch.
+        max_staleness: see above.
     """
 
     def __init__(
@@ -59,6 +79,8 @@ class TaskStream:
         shuffle: bool,
         seed: int,
         num_backup_tasks: int = 0,
+        max_cooldown_epochs: int | None = None,
+        max_staleness: int = 0,
     ) -> None:
         if not rows:
             raise DatasetError("the dataset has no rows: give one with at least one row")
@@ -67,41 +89,104 @@ class TaskStream:
         self._shuffle = shuffle
         self._seed = seed
         self._num_backup_tasks = num_backup_tasks
+        self.max_cooldown_epochs = max_cooldown_epochs
+        self._lag = max_staleness + 1
         self._orders: dict[int, list[int]] = {}
-
-    @property
-    def batch_size(self) -> int:
-        """Tasks per step."""
-        return self._batch_size
+        self._outcomes: dict[int, Sequence[GroupOutcome]] = {}
+        self._plans: dict[int, _Plan] = {}
+        self._next_step = 1
+        self._epoch = self._offset = 0
+        self._cooldowns: dict[int, tuple[int, int]] = {}
+        """By row: its groups without signal since the last one with it, and the last epoch in which
+        it is left out."""
+        self._num_cooling: dict[int, int] = {}
 
     def batch(self, step: int) -> list[Task]:
         """The tasks of ``step`` (from 1); a batch continues into the next epoch where one ends."""
-        return self._build_tasks(step, self._choose_batch(step), first_position=0)
+        return self._build_tasks(step, self._plan(step).batch, first_position=0)
 
     def backup_tasks(self, step: int) -> list[Task]:
         """Tasks that may take the place of others in the batch of ``step``, in order of use.
 
-        Tasks that are not in the batch, while there are any: drawn again for every step, or
-        those that follow the batch where rows are not shuffled. They come in their own turn
-        all the same.
+        Tasks that are neither in the batch nor in cooldown, while there are any: drawn again for
+        every step, or those that follow the batch where rows are not shuffled. They come in their
+        own turn all the same.
         """
-        chosen = self._choose_backup_rows(step, self._choose_batch(step))
+        chosen = self._plan(step).backup_tasks
         return self._build_tasks(step, chosen, first_position=self._batch_size)
 
     def observe(self, step: int, outcomes: Sequence[GroupOutcome]) -> None:
-        """Takes note of how the groups of a step scored; it has no effect on the order here."""
+        """Takes note of how the groups of ``step`` scored."""
+        if self.max_cooldown_epochs is not None:
+            self._outcomes[step] = outcomes
 
     def count_cooling(self, step: int) -> int:
-        """Tasks in cooldown when the batch of ``step`` was chosen: none here."""
-        return 0
+        """Tasks in cooldown in the epoch in which the batch of ``step``, already chosen, ends."""
+        return self._num_cooling.get(step, 0)
 
-    def _choose_batch(self, step: int) -> list[int]:
-        """The rows of the batch of ``step``."""
+    def _plan(self, step: int) -> _Plan:
         if step < 1:
             raise ValueError(f"steps count from 1, found {step}")
-        first = (step - 1) * self._batch_size
-        places = (divmod(first + n, len(self._rows)) for n in range(self._batch_size))
-        return [self._order(epoch)[offset] for epoch, offset in places]
+        if self.max_cooldown_epochs is None:
+            first = (step - 1) * self._batch_size
+            places = [divmod(first + n, len(self._rows)) for n in range(self._batch_size)]
+            batch = [self._order(epoch)[offset] for epoch, offset in places]
+            return _Plan(batch, self._choose_backup_rows(step, batch), [])
+        while self._next_step <= step:
+            planned, known = self._next_step, self._next_step - self._lag
+            if known >= 1:
+                if known not in self._outcomes:
+                    raise RuntimeError(f"observe step {known} before step {planned} is chosen")
+                plan, outcomes = self._plans.pop(known), self._outcomes.pop(known)
+                self._take_in(plan, outcomes, self.max_cooldown_epochs)
+            self._plans[planned] = self._choose(planned)
+            self._num_cooling[planned] = len(self._list_cooling())
+            self._next_step += 1
+        return self._plans[step]
+
+    def _take_in(
+        self, plan: _Plan, outcomes: Sequence[GroupOutcome], max_cooldown_epochs: int
+    ) -> None:
+        rows = [*plan.batch, *plan.backup_tasks]
+        for outcome in outcomes:
+            position = int(outcome.group_id.rpartition(".")[2])
+            row = rows[position]
+            # A program may have put a task of its own in the row's place.
+            if outcome.task_id != str(row) or outcome.has_signal is None:
+                continue
+            if outcome.has_signal:
+                self._cooldowns.pop(row, None)
+                continue
+            epoch = plan.epochs[min(position, len(plan.epochs) - 1)]
+            num_before, _ = self._cooldowns.get(row, (0, 0))
+            # 2 ** n grows without end, and no cooldown is longer than the limit.
+            length = min(2 ** min(num_before, 30), max_cooldown_epochs)
+            self._cooldowns[row] = (num_before + 1, epoch + length)
+
+    def _choose(self, step: int) -> _Plan:
+        batch: list[int] = []
+        epochs: list[int] = []
+        while len(batch) < self._batch_size:
+            if self._offset == len(self._rows):
+                self._epoch, self._offset = self._find_next_epoch(), 0
+            row = self._order(self._epoch)[self._offset]
+            self._offset += 1
+            if not self._is_cooling(row):
+                batch.append(row)
+                epochs.append(self._epoch)
+        return _Plan(batch, self._choose_backup_rows(step, batch, self._list_cooling()), epochs)
+
+    def _find_next_epoch(self) -> int:
+        """The first after this one in which any task takes part."""
+        if len(self._cooldowns) < len(self._rows):
+            return self._epoch + 1
+        return max(self._epoch, min(last for _, last in self._cooldowns.values())) + 1
+
+    def _is_cooling(self, row: int) -> bool:
+        return row in self._cooldowns and self._cooldowns[row][1] >= self._epoch
+
+    def _list_cooling(self) -> list[int]:
+        return [row for row in self._cooldowns if self._is_cooling(row)]
 
     def _choose_backup_rows(
         self, step: int, batch: Sequence[int], left_out: Collection[int] = ()
@@ -152,6 +237,65 @@ class TaskStream:
                 order.sort(key=[generator.random() for _ in order].__getitem__)
             self._orders[epoch] = order
         return self._orders[epoch]
+
+
+def build_task_stream(config: ExperimentConfig, rows: Sequence[Row]) -> TaskStream:
+    """The training tasks of a run, with the curriculum that ``rollout.curriculum`` names."""
+    dataset, curriculum = config.train_dataset, config.rollout.curriculum
+    return TaskStream(
+        rows,
+        batch_size=dataset.batch_size,
+        shuffle=dataset.shuffle,
+        seed=config.seed,
+        num_backup_tasks=config.resolve_max_backup_tasks(),
+        max_cooldown_epochs=None if curriculum is None else curriculum.max_cooldown_epochs,
+        max_staleness=config.rollout.max_staleness,
+    )
+
+
+def recall_outcomes(stream: TaskStream, folder: RunFolder, first_step: int) -> None:
+    """Tells a stream with cooldowns what is stored of the steps before ``first_step``.
+
+    Raises:
+        RunFolderError: a step's trajectories are gone.
+    """
+    if stream.max_cooldown_epochs is None:
+        return
+    steps = range(1, first_step)
+    missing = sorted(set(steps) - set(folder.trajectory_steps()))
+    if missing:
+        raise RunFolderError(
+            f"{folder.path}: rollout.curriculum chooses tasks by what earlier steps showed of "
+            f"them, and the trajectories of step {missing[0]} are gone ({len(missing)} of "
+            f"{len(steps)} steps). Put the files back, or start a new run: trial_name=NAME "
+            "model.path=CHECKPOINT"
+        )
+    for step in steps:
+        summaries = folder.list_trajectories(step)
+        stream.batch(step)
+        stream.observe(step, list_outcomes((t.group_id, t.task_id, t.score) for t in summaries))
+
+
+@dataclass(frozen=True, slots=True)
+class GroupOutcome:
+    """How the trajectories of one group scored."""
+
+    group_id: str
+    task_id: str
+    has_signal: bool | None
+    """False: all scored alike; None: fewer than two were scored, which shows nothing."""
+
+
+def list_outcomes(scores: Iterable[tuple[str, str, float | None]]) -> list[GroupOutcome]:
+    """The outcome of every group, from (group id, task id, score) of its trajectories."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for group_id, task_id, score in scores:
+        groups.setdefault((group_id, task_id), []).extend(() if score is None else (score,))
+    outcomes = []
+    for (group_id, task_id), known in groups.items():
+        has_signal = compute_statistics(known).has_signal if len(known) > 1 else None
+        outcomes.append(GroupOutcome(group_id, task_id, has_signal))
+    return outcomes
 
 
 def build_eval_tasks(rows: Sequence[Mapping[str, Any]], step: int = 0) -> list[Task]:
@@ -308,25 +452,3 @@ def _load_hub(config: DatasetConfig, key: str) -> Any:
             f"{next(iter(loaded), 'train')}"
         )
     return loaded
-
-
-@dataclass(frozen=True, slots=True)
-class GroupOutcome:
-    """How the trajectories of one group scored."""
-
-    group_id: str
-    task_id: str
-    has_signal: bool | None
-    """False: all scored alike; None: fewer than two were scored, which shows nothing."""
-
-
-def list_outcomes(scores: Iterable[tuple[str, str, float | None]]) -> list[GroupOutcome]:
-    """The outcome of every group, from (group id, task id, score) of its trajectories."""
-    groups: dict[tuple[str, str], list[float]] = {}
-    for group_id, task_id, score in scores:
-        groups.setdefault((group_id, task_id), []).extend(() if score is None else (score,))
-    outcomes = []
-    for (group_id, task_id), known in groups.items():
-        has_signal = compute_statistics(known).has_signal if len(known) > 1 else None
-        outcomes.append(GroupOutcome(group_id, task_id, has_signal))
-    return outcomes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from agentrl_cli.agents.agent_runner import BoundaryError
@@ -14,6 +14,7 @@ from agentrl_cli.log import get_logger
 from agentrl_cli.records import Boundary, Failure, StopReason, Trajectory
 from agentrl_cli.tracking.client import IN_PROCESS_URL, BlockingCallError
 from agentrl_cli.tracking.gateway_socket import OwnLoopError
+from agentrl_cli.tracking.session import Session
 
 _MAX_TRACEBACK_CHARS = 8_000
 _SHOWN_LINES = 12
@@ -49,9 +50,7 @@ def describe_failure(
     error: BaseException,
     *,
     boundary: Boundary | None = None,
-    budget_exceeded: str | None = None,
-    stop_reason: StopReason | None = None,
-    engine_error: BaseException | None = None,
+    session: Session | None = None,
     own_urls: Collection[str] | None = None,
 ) -> Failure:
     """The failure that ``error`` was, attributed once.
@@ -59,64 +58,54 @@ def describe_failure(
     Args:
         error: what ended the rollout.
         boundary: the boundary, where the place of the exception tells (the reward).
-        budget_exceeded: the budget that the session ran out of, if it did, in words.
-        stop_reason: the same as a name.
-        engine_error: the last engine error that a call of the session crossed.
+        session: knows which budget or engine error was behind a call that failed.
         own_urls: the gateway's addresses: an error of a call to another one is the agent's.
-            None: not known.
+            None: not known, so every call counts as its.
     """
     chain = list(_walk_causes(error))
-    remote = next((e for e in chain if isinstance(e, AgentRunError)), None)
-    if remote is not None:
-        return _attribute(remote.failure, budget_exceeded, engine_error)
-    call = find_failed_call(chain, own_urls)
-    api_error = call is not None and call.is_own
-    shown = error
+    remote = next((e.failure for e in chain if isinstance(e, AgentRunError)), None)
+    failure = remote or _describe_chain(chain, boundary, own_urls)
+    return failure if session is None else _attribute(failure, session)
+
+
+def _describe_chain(
+    chain: Sequence[BaseException], boundary: Boundary | None, own_urls: Collection[str] | None
+) -> Failure:
+    """The failure by the error, the first of the chain, and its causes alone."""
+    error = shown = chain[0]
+    is_own_call, explanation = _explain_call(chain, own_urls)
     if boundary is None:
         carrier = next((e for e in chain if isinstance(e, BoundaryError)), None)
-        engine = next((e for e in chain if isinstance(e, EngineError)), None)
+        engine_error = next((e for e in chain if isinstance(e, EngineError)), None)
         if carrier is not None:
             boundary, shown = carrier.boundary, carrier.original
         elif isinstance(error, DeadlineError):
             boundary = Boundary.TIMEOUT
-        elif budget_exceeded is not None and api_error:
-            is_time = stop_reason is StopReason.MAX_SECONDS
-            boundary = Boundary.TIMEOUT if is_time else Boundary.BUDGET
-        elif engine is not None or (engine_error is not None and api_error):
-            boundary, shown = Boundary.ENGINE, engine or engine_error or error
+        elif engine_error is not None:
+            boundary, shown = Boundary.ENGINE, engine_error
         else:
-            boundary = Boundary.GATEWAY if api_error else Boundary.AGENT
-    message = str(shown)
-    if call is not None and shown is error:
-        message += call.explain()
-    out_of_time = boundary is Boundary.TIMEOUT and stop_reason is StopReason.MAX_SECONDS
-    if budget_exceeded is not None and (boundary is Boundary.BUDGET or out_of_time):
-        message = f"{budget_exceeded} was reached: {message}"
-    text = "".join(traceback.format_exception(error))
+            boundary = Boundary.GATEWAY if is_own_call else Boundary.AGENT
     return Failure(
         boundary=boundary,
         kind=type(shown).__name__,
-        message=message,
-        traceback=text[-_MAX_TRACEBACK_CHARS:],
+        message=str(shown) + (explanation if shown is error else ""),
+        traceback="".join(traceback.format_exception(error))[-_MAX_TRACEBACK_CHARS:],
     )
 
 
-def _attribute(
-    failure: Failure, budget_exceeded: str | None, engine_error: BaseException | None
-) -> Failure:
-    """A failure from another process, by what the session knows and that process does not."""
-    if failure.boundary is not Boundary.GATEWAY:
-        return failure
-    if budget_exceeded is not None:
-        message = f"{budget_exceeded} was reached: {failure.message}"
-        return replace(failure, boundary=Boundary.BUDGET, message=message)
-    if engine_error is not None:
-        return replace(
-            failure,
-            boundary=Boundary.ENGINE,
-            kind=type(engine_error).__name__,
-            message=str(engine_error),
-        )
+def _attribute(failure: Failure, session: Session) -> Failure:
+    """The failure by what the session knows of the calls."""
+    boundary, engine_error = failure.boundary, session.engine_error
+    if session.budget_exceeded is not None:
+        is_time = session.stop_reason is StopReason.MAX_SECONDS
+        if boundary is Boundary.GATEWAY:
+            boundary = Boundary.TIMEOUT if is_time else Boundary.BUDGET
+        if boundary is Boundary.BUDGET or (boundary is Boundary.TIMEOUT and is_time):
+            message = f"{session.budget_exceeded} was reached: {failure.message}"
+            return replace(failure, boundary=boundary, message=message)
+    elif boundary is Boundary.GATEWAY and engine_error is not None:
+        kind, message = type(engine_error).__name__, str(engine_error)
+        return replace(failure, boundary=Boundary.ENGINE, kind=kind, message=message)
     return failure
 
 
@@ -145,11 +134,31 @@ def check_batch_worked(trajectories: Sequence[Trajectory], what: str) -> None:
             exception class, and none of them has a reward; or none made a call of the model;
             or none has a reward though agents ended as they should.
     """
-    _check_calls(trajectories, what)
-    _check_scores(trajectories, what)
-    failures = [t.failure for t in trajectories if t.failure is not None and t.reward is None]
-    causes = {(f.boundary, f.kind) for f in failures}
-    if not trajectories or len(failures) < len(trajectories) or len(causes) != 1:
+    ended = [t for t in trajectories if t.failure is None]
+    kept = "The trajectories are kept in the run folder: agentrl inspect-trajectories shows them."
+    if ended and not any(t.interactions for t in trajectories):
+        # The agents spoke, if at all, to another model: there is no token.
+        raise RolloutFailedError(
+            f"{what}: none of {len(trajectories)} trajectories called the model through agentrl, "
+            "so there is nothing to measure or to learn from. Does the agent make a client of its "
+            "own? Take agentrl's: def build(client, model), or async def solve(data, client, "
+            "model); or give yours the base_url and api_key that solve's signature can name. With "
+            "rollout.agent_mode: subprocess, clients made without arguments lead to agentrl. "
+            + kept,
+            trajectories,
+        )
+    if any(t.reward is not None for t in trajectories):
+        return
+    if ended:
+        raise RolloutFailedError(
+            f"{what}: none of {len(trajectories)} trajectories has a reward, and {len(ended)} of "
+            "them ended without an error, so there is nothing to measure or to learn from. Let "
+            "the function of reward_fn_path return a number (None leaves a trajectory unscored), "
+            "or without one let the agent return it or call client.set_final_reward. " + kept,
+            trajectories,
+        )
+    failures = [t.failure for t in trajectories if t.failure is not None]
+    if len({(f.boundary, f.kind) for f in failures}) != 1:
         return
     first = failures[0]
     lines = first.traceback.rstrip().splitlines()[-_SHOWN_LINES:]
@@ -157,39 +166,7 @@ def check_batch_worked(trajectories: Sequence[Trajectory], what: str) -> None:
         f"{what}: all {len(trajectories)} trajectories failed in the same way, at the boundary "
         f"'{first.boundary}' with {first.kind}: {first.message}\n"
         + "\n".join(f"  | {line}" for line in lines)
-        + f"\n{_ADVICE[first.boundary]}. The failed trajectories are kept in the run folder: "
-        "agentrl inspect-trajectories shows them.",
-        trajectories,
-    )
-
-
-def _check_calls(trajectories: Sequence[Trajectory], what: str) -> None:
-    """Refuses a batch whose agents spoke, if at all, to another model: there is no token in it."""
-    ended = [t for t in trajectories if t.failure is None]
-    if not ended or any(t.interactions for t in trajectories):
-        return
-    raise RolloutFailedError(
-        f"{what}: none of {len(trajectories)} trajectories called the model through agentrl, so "
-        "there is nothing to measure or to learn from. Does the agent make a client of its own? "
-        "Take agentrl's: def build(client, model), or async def solve(data, client, model); or "
-        "give yours the base_url and api_key that solve's signature can name. With "
-        "rollout.agent_mode: subprocess, clients made without arguments lead to agentrl. The "
-        "trajectories are kept in the run folder: agentrl inspect-trajectories shows them.",
-        trajectories,
-    )
-
-
-def _check_scores(trajectories: Sequence[Trajectory], what: str) -> None:
-    """Refuses a batch that nobody scored, though there was something to score."""
-    ended = [t for t in trajectories if t.failure is None]
-    if not ended or any(t.reward is not None for t in trajectories):
-        return
-    raise RolloutFailedError(
-        f"{what}: none of {len(trajectories)} trajectories has a reward, and {len(ended)} of them "
-        "ended without an error, so there is nothing to measure or to learn from. Let the function "
-        "of reward_fn_path return a number (None leaves a trajectory unscored), or without one "
-        "let the agent return it or call client.set_final_reward. The trajectories are kept in "
-        "the run folder: agentrl inspect-trajectories shows them.",
+        + f"\n{_ADVICE[first.boundary]}. {kept}",
         trajectories,
     )
 
@@ -262,51 +239,27 @@ async def _end(task: asyncio.Task[Any], what: str) -> None:
     _log.warning("%s ignored five cancellations and was left running", what)
 
 
-@dataclass(frozen=True, slots=True)
-class FailedCall:
-    """A call of a model's API that ended with an error."""
-
-    url: str
-    """Where it went; empty: the error does not say."""
-    is_own: bool
-    """False: it went to another API than agentrl's, that of a judge, say."""
-    is_unreachable: bool
-    """True: nothing could be connected to."""
-
-    def explain(self) -> str:
-        """What the error's message leaves out, as a clause to append."""
-        if not self.is_own:
-            return (
-                f" (the call went to {self.url}, not to agentrl. For the model that is trained, "
-                "take the client that agentrl gives, or its base_url and api_key)"
-            )
-        if self.is_unreachable and self.url.startswith(str(IN_PROCESS_URL)):
-            return (
-                f" ({self.url} is answered through `client` and `http_client` alone: for a client "
-                "of its own, a function names base_url in its signature)"
-            )
-        return ""
-
-
-def find_failed_call(
-    chain: Iterable[BaseException], own_urls: Collection[str] | None
-) -> FailedCall | None:
-    """The call whose error is in a chain of causes; None: there is none.
-
-    Args:
-        chain: an error and what it came from.
-        own_urls: the addresses of the gateway; None: not known, so every call counts as its.
-    """
-    errors = list(chain)
-    error = next((e for e in errors if _is_api_error(e)), None)
+def _explain_call(
+    chain: Sequence[BaseException], own_urls: Collection[str] | None
+) -> tuple[bool, str]:
+    """Whether a call of the gateway failed, and what its error leaves out, as a clause."""
+    error = next((e for e in chain if _is_api_error(e)), None)
     if error is None:
-        return None
+        return False, ""
+    # Empty: the error does not say.
     url = str(getattr(getattr(error, "request", None), "url", ""))
-    return FailedCall(
-        url,
-        is_own=not url or own_urls is None or url.startswith(tuple(own_urls)),
-        is_unreachable=any(type(e).__name__ == "ConnectError" for e in errors),
-    )
+    if url and own_urls is not None and not url.startswith(tuple(own_urls)):
+        return False, (
+            f" (the call went to {url}, not to agentrl. For the model that is trained, "
+            "take the client that agentrl gives, or its base_url and api_key)"
+        )
+    is_unreachable = any(type(e).__name__ == "ConnectError" for e in chain)
+    if is_unreachable and url.startswith(str(IN_PROCESS_URL)):
+        return True, (
+            f" ({url} is answered through `client` and `http_client` alone: for a client "
+            "of its own, a function names base_url in its signature)"
+        )
+    return True, ""
 
 
 def _is_api_error(error: BaseException) -> bool:

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any
 
-from agentrl_cli.agents.agent_building import list_agent_specs
+from agentrl_cli.agents.agent_building import AgentSource, list_agent_specs
 from agentrl_cli.config.experiment import EngineConfig, ExperimentConfig, GenerationConfig
 from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import ConfigError, ImportPathError
-from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow, ClientFactory, RunnerSource
+from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow, ClientFactory
 from agentrl_cli.rollout.external.external_workflow import ExternalListener, ExternalWorkflow
-from agentrl_cli.rollout.external.task_queue import TaskQueue
 from agentrl_cli.rollout.rewards import AsyncRewardWrapper
 from agentrl_cli.rollout.workers.worker_pool import RemoteAgent, WorkerAgents
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.session import Budget
-
-
-class ExternalAccess(NamedTuple):
-    """What the workflows of a run share where agents are programs elsewhere."""
-
-    queue: TaskQueue
-    listener: ExternalListener
 
 
 def build_workflow(
@@ -37,7 +29,7 @@ def build_workflow(
     open_client: ClientFactory | None = None,
     seed: int | None = None,
     workers: WorkerAgents | None = None,
-    external: ExternalAccess | None = None,
+    external: ExternalListener | None = None,
     split: str = "train",
 ) -> RolloutWorkflow:
     """The workflow of a configuration, its builders and reward function imported and tried.
@@ -57,58 +49,29 @@ def build_workflow(
         UserInputError: an import path, a builder, a signature or a combination that cannot work.
     """
     gconfig = gconfig or config.gconfig
-    open_client = open_client or _make_client_factory(tokenizer, config.engine)
-    if external is not None:
-        return ExternalWorkflow(
-            *external,
-            reward=_build_reward(config),
-            gconfig=gconfig,
-            rollout=config.rollout,
-            open_client=open_client,
-            split=split,
-            seed=seed,
-        )
-    if config.workflow_path is not None:
+    if config.workflow_path is not None and external is None:
         return _build_own_workflow(config, tokenizer, gconfig)
     reward = _build_reward(config)
-    agents = _build_agents(config, workers)
+    options: dict[str, Any] = {
+        "reward": reward,
+        "gconfig": gconfig,
+        "rollout": config.rollout,
+        "open_client": open_client or _make_client_factory(tokenizer, config.engine),
+        "seed": seed,
+    }
+    if external is not None:
+        return ExternalWorkflow(external, split=split, **options)
+    agents: dict[str | None, AgentSource | RemoteAgent]
+    if workers is None:
+        agents = {name: spec.load() for name, spec in list_agent_specs(config).items()}
+    else:
+        agents = {**workers.agents}
     if reward is None:
         _check_rewarded(agents)
-    return AgentRolloutWorkflow(
-        agents,
-        workers=workers,
-        reward=reward,
-        gconfig=gconfig,
-        rollout=config.rollout,
-        open_client=open_client,
-        seed=seed,
-    )
-
-
-def open_external_access(
-    config: ExperimentConfig,
-    announce: Callable[[str], None],
-    *,
-    waits: Literal["limited", "ever"],
-    key: str | None = None,
-) -> ExternalAccess:
-    """The way in for programs elsewhere, at ``rollout.external``; it opens with the first task.
-
-    Args:
-        config: the configuration.
-        announce: shows where it is, and its key, to the user.
-        waits: how long tasks wait for programs: ``max_wait_seconds``, or for ever.
-        key: opens it; None: that in AGENTRL_API_KEY, else a random one.
-
-    Raises:
-        UserInputError: the address cannot be used.
-    """
-    external = config.rollout.external
-    queue = TaskQueue(
-        max_wait_seconds=external.max_wait_seconds if waits == "limited" else None,
-        max_sessions=config.rollout.max_concurrent,
-    )
-    return ExternalAccess(queue, ExternalListener(external, announce, key=key))
+    if len(agents) == 1:
+        # There is nothing for rows to choose.
+        agents = {None: next(iter(agents.values())), **agents}
+    return AgentRolloutWorkflow(agents, workers=workers, **options)
 
 
 def _make_client_factory(tokenizer: Any, config: EngineConfig) -> ClientFactory:
@@ -130,18 +93,6 @@ def _make_client_factory(tokenizer: Any, config: EngineConfig) -> ClientFactory:
     return open_client
 
 
-def _build_agents(
-    config: ExperimentConfig, workers: WorkerAgents | None
-) -> dict[str | None, RunnerSource | RemoteAgent]:
-    agents: dict[str | None, RunnerSource | RemoteAgent]
-    if workers is None:
-        agents = {name: spec.load() for name, spec in list_agent_specs(config).items()}
-    else:
-        agents = {**workers.agents}
-    # With one agent there is nothing for rows to choose.
-    return {None: next(iter(agents.values())), **agents} if len(agents) == 1 else agents
-
-
 @contextmanager
 def open_workers(config: ExperimentConfig) -> Iterator[WorkerAgents | None]:
     """The workers that run the agents inside the block, if ``rollout.agent_mode`` asks for them.
@@ -153,11 +104,8 @@ def open_workers(config: ExperimentConfig) -> Iterator[WorkerAgents | None]:
     if config.rollout.agent_mode != "subprocess" or config.workflow_path is not None:
         yield None
         return
-    workers = WorkerAgents(config)
-    try:
+    with closing(WorkerAgents(config)) as workers:
         yield workers
-    finally:
-        workers.close()
 
 
 def _build_reward(config: ExperimentConfig) -> AsyncRewardWrapper | None:
@@ -171,9 +119,7 @@ def _build_reward(config: ExperimentConfig) -> AsyncRewardWrapper | None:
     )
 
 
-def _check_rewarded(
-    agents: Mapping[str | None, RunnerSource | RemoteAgent],
-) -> None:
+def _check_rewarded(agents: Mapping[str | None, AgentSource | RemoteAgent]) -> None:
     for name, source in agents.items():
         if not source.runner.gives_rewards:
             which = "the agent" if name is None else f"agents.{name}"

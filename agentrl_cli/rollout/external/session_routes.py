@@ -9,67 +9,41 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
+from pydantic import Field, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from agentrl_cli.errors import format_nearest
 from agentrl_cli.records import Interaction
-from agentrl_cli.tracking.credit import parse_reward
+from agentrl_cli.rollout.external.task_queue import (
+    AdminError,
+    ExternalSession,
+    RequestBody,
+    Reward,
+    SessionEnd,
+    SessionRequest,
+    TaskQueue,
+)
 from agentrl_cli.tracking.gateway import Limits, read_body
 from agentrl_cli.tracking.protocols.model_request import describe_error, parse_json
 
-if TYPE_CHECKING:
-    from agentrl_cli.rollout.external.external_workflow import ExternalSession
-    from agentrl_cli.rollout.external.task_queue import TaskQueue
+BodyT = TypeVar("BodyT", bound=RequestBody)
 
 PREFIX = "/agentrl/v1"
-_WAIT_SECONDS = 30.0
-_MAX_WAIT_SECONDS = 60.0
 
 
-class AdminError(Exception):
-    """A request that is refused.
+class RewardRequest(RequestBody):
+    """Rewards of a session: of the outcome, or of calls."""
 
-    Attributes:
-        status: of HTTP.
-        code: for programs.
-    """
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionRequest:
-    """Which task a program asks for."""
-
-    task_id: str | None = None
-    """A pending task of the dataset; None: the next one."""
-    task: Mapping[str, Any] | None = None
-    """A task of its own, in place of one of the dataset."""
-    group_id: str | None = None
-    """Its own name of the group that trajectories of its task are compared in."""
-    wait_seconds: float = _WAIT_SECONDS
-    """How long to wait for a task."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SessionEnd:
-    """What a program says of a session at its end."""
-
-    is_rewarded: bool = False
-    """True: ``reward`` is the outcome's, None included; False: the reward function judges."""
-    reward: float | None = None
-    final_answer: str | None = None
-    error: str | None = None
-    """Why it failed; None: it did not."""
+    reward: Reward = None
+    interaction_id: str = ""
+    """The call that ``reward`` is for; empty: it is the outcome's."""
+    rewards: dict[str, Reward] = Field(default_factory=dict)
+    """By the id of the call."""
 
 
 class AdminRoutes:
@@ -136,8 +110,17 @@ class AdminRoutes:
             )
 
     async def _start(self, request: Request) -> Response:
-        body = await self._read(request, ("task_id", "task", "group_id", "wait_seconds"))
-        given = await self._wait_for_session(request, _parse_session_request(body))
+        asked = await self._read(request, SessionRequest)
+        if asked.task is not None and asked.group_id is None:
+            raise AdminError(
+                400,
+                "missing_group_id",
+                "a task of your own needs a group_id of your choice: the sessions with the same "
+                "one are attempts at the same task, and are compared with each other",
+            )
+        if asked.group_id is not None and asked.task_id is not None:
+            raise AdminError(400, "invalid_request", "give task_id or group_id, not both")
+        given = await self._wait_for_session(request, asked)
         root = f"{request.url.scheme}://{request.headers.get('host', '')}"
         described = {
             "id": given.session.id,
@@ -191,93 +174,56 @@ class AdminRoutes:
         return JSONResponse({"id": request.path_params["session_id"], "state": "abandoned"})
 
     async def _reward(self, request: Request) -> Response:
-        body = await self._read(request, ("reward", "interaction_id", "rewards"))
+        body = await self._read(request, RewardRequest)
         given = self._tasks.find(request.path_params["session_id"])
         given.session.touch()
-        rewards = body.get("rewards", {})
-        if not isinstance(rewards, dict):
-            raise AdminError(400, "invalid_reward", "rewards must be {interaction id: number}")
-        if "interaction_id" in body:
-            if not isinstance(body["interaction_id"], str):
-                raise AdminError(400, "invalid_request", "interaction_id must be text")
-            rewards = {**rewards, body["interaction_id"]: body.get("reward")}
-        parsed = {name: _parse_reward(value) for name, value in rewards.items()}
+        rewards, is_given = dict(body.rewards), "reward" in body.model_fields_set
+        if body.interaction_id:
+            rewards[body.interaction_id] = body.reward
         completed = {i.id for i in given.session.interactions if i.ended and i.reply is not None}
-        for name in parsed:
+        for name in rewards:
             if name not in completed:
                 raise AdminError(
                     404,
                     "unknown_interaction",
                     f"{name!r} is no completed call of this session; "
-                    f"{format_nearest(str(name), completed)}",
+                    f"{format_nearest(name, completed)}",
                 )
-        if "reward" not in body and not rewards:
+        if not is_given and not rewards:
             raise AdminError(
                 400, "invalid_reward", "give reward, interaction_id and reward, or rewards"
             )
-        if "reward" in body and "interaction_id" not in body:
-            given.keep_reward(_parse_reward(body["reward"]))
-        for name, reward in parsed.items():
+        if is_given and not body.interaction_id:
+            given.keep_reward(body.reward)
+        for name, reward in rewards.items():
             given.session.set_reward(name, reward)
         return JSONResponse({"id": given.session.id, "state": "open"})
 
     async def _end(self, request: Request) -> Response:
-        body = await self._read(request, ("reward", "final_answer", "error"))
-        for name in ("final_answer", "error"):
-            if not isinstance(body.get(name), str | None):
-                raise AdminError(400, "invalid_request", f"{name} must be text")
-        session_id = request.path_params["session_id"]
-        end = SessionEnd(
-            is_rewarded="reward" in body,
-            reward=_parse_reward(body.get("reward")),
-            final_answer=body.get("final_answer"),
-            error=body.get("error"),
-        )
-        self._tasks.end(session_id, end)
-        return JSONResponse({"id": session_id, "state": "ended"})
+        end = await self._read(request, SessionEnd)
+        self._tasks.end(request.path_params["session_id"], end)
+        return JSONResponse({"id": request.path_params["session_id"], "state": "ended"})
 
-    async def _read(self, request: Request, allowed: tuple[str, ...]) -> dict[str, Any]:
+    async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
         data = await read_body(request.stream(), self._limits)
-        body = parse_json(data) if data.strip() else {}
-        for name in body:
-            if name not in allowed:
-                raise AdminError(
-                    400, "unknown_field", f"{name!r} is not known; {format_nearest(name, allowed)}"
-                )
-        return body
-
-
-_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-
-
-def _parse_session_request(body: dict[str, Any]) -> SessionRequest:
-    task, group_id, task_id = body.get("task"), body.get("group_id"), body.get("task_id")
-    wait_seconds = body.get("wait_seconds", _WAIT_SECONDS)
-    if not isinstance(task, dict | None):
-        raise AdminError(400, "invalid_task", "task must be an object, as a row of a dataset is")
-    for name in ("group_id", "task_id"):
-        if not isinstance(body.get(name), str | None):
-            raise AdminError(400, "invalid_request", f"{name} must be text")
-    if task is not None and group_id is None:
+        try:
+            return kind.model_validate(parse_json(data) if data.strip() else {})
+        except ValidationError as error:
+            problem = error.errors()[0]
+        name = str(problem["loc"][0])
+        if problem["type"] == "extra_forbidden":
+            nearest = format_nearest(name, list(kind.model_fields))
+            raise AdminError(400, "unknown_field", f"{name!r} is not known; {nearest}")
         raise AdminError(
             400,
-            "missing_group_id",
-            "a task of your own needs a group_id of your choice: the sessions with the same one "
-            "are attempts at the same task, and are compared with each other",
+            _CODES.get(name, "invalid_request"),
+            f"{name}: {problem['msg']}, found {problem['input']!r:.80}",
         )
-    if group_id is not None and task_id is not None:
-        raise AdminError(400, "invalid_request", "give task_id or group_id, not both")
-    if isinstance(wait_seconds, bool) or not isinstance(wait_seconds, int | float):
-        raise AdminError(400, "invalid_request", "wait_seconds must be a number")
-    wait_seconds = min(max(float(wait_seconds), 0.0), _MAX_WAIT_SECONDS)
-    return SessionRequest(task_id=task_id, task=task, group_id=group_id, wait_seconds=wait_seconds)
 
 
-def _parse_reward(value: Any) -> float | None:
-    try:
-        return parse_reward(value)
-    except (TypeError, ValueError) as error:
-        raise AdminError(400, "invalid_reward", str(error)) from None
+#: Of a field that holds something else than it may.
+_CODES = {"task": "invalid_task", "reward": "invalid_reward", "rewards": "invalid_reward"}
+_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
 
 
 def _describe_interaction(interaction: Interaction) -> dict[str, Any]:

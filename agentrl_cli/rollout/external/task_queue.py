@@ -6,51 +6,184 @@ import asyncio
 import bisect
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Annotated, Any
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+from agentrl_cli.agents.agent_runner import AgentOutcome
 from agentrl_cli.errors import RunError
 from agentrl_cli.rollout.dataset import Task
-from agentrl_cli.rollout.external.session_routes import (
-    AdminError,
-    SessionEnd,
-    SessionRequest,
-)
 from agentrl_cli.rollout.workflow import Attempt
-
-if TYPE_CHECKING:
-    from agentrl_cli.rollout.external.external_workflow import ExternalSession
+from agentrl_cli.tracking.client import TrackingClient
+from agentrl_cli.tracking.credit import parse_reward
+from agentrl_cli.tracking.session import Session
 
 #: From a taken task to its open session; all that happens is that a client is made.
 _OPEN_SECONDS = 30.0
 _MAX_PAST = 10_000
+#: Of one request for a task, in seconds.
+_MAX_WAIT = 60.0
 
 
-@dataclass(slots=True, eq=False)
-class PendingTask:
-    """An attempt that waits for a program, or has found one."""
-
-    attempt: Attempt
-    split: str
-    shown_group_id: str
-    taken: asyncio.Future[None] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-    opened: asyncio.Future[ExternalSession] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-    is_abandoned: bool = False
-    """True: the program that took it no longer waits."""
+class ExternalAgentError(Exception):
+    """The program said that it failed."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OwnGroup:
-    """A group of a program's own, in the place of one of the dataset."""
+class SessionLostError(Exception):
+    """The program gave its session back, or made no request for too long."""
 
-    group_id: str
-    row: Mapping[str, Any]
+
+class AdminError(Exception):
+    """A request that is refused.
+
+    Attributes:
+        status: of HTTP.
+        code: for programs.
+    """
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+def _parse_reward(value: Any) -> float | None:
+    try:
+        return parse_reward(value)
+    except TypeError as error:
+        # Pydantic lets it pass.
+        raise ValueError(str(error)) from None
+
+
+Reward = Annotated[float | None, BeforeValidator(_parse_reward)]
+
+
+class RequestBody(BaseModel):
+    """What a program sends."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class SessionRequest(RequestBody):
+    """Which task a program asks for."""
+
+    task_id: str | None = None
+    """A pending task of the dataset; None: the next one."""
+    task: dict[str, Any] | None = None
+    """A task of its own, in place of one of the dataset."""
+    group_id: str | None = None
+    """Its own name of the group that trajectories of its task are compared in."""
+    wait_seconds: float = 30.0
+    """How long to wait for a task."""
+
+
+class SessionEnd(RequestBody):
+    """What a program says of a session at its end."""
+
+    reward: Reward = None
+    """The outcome's, if it is given at all, None included; else the reward function judges."""
+    final_answer: str | None = None
+    error: str | None = None
+    """Why it failed; None: it did not."""
+
+    @property
+    def is_rewarded(self) -> bool:
+        """True where a reward was given."""
+        return "reward" in self.model_fields_set
+
+
+class ExternalSession:
+    """An attempt that waits for a program, then its session in the hands of that program.
+
+    Args:
+        queue: gives it to the program.
+        attempt: what it is for; the program may put a task of its own into it.
+        split: what the task is for; shown to the program.
+        idle_timeout_seconds: without a request for so long, it is lost.
+    """
+
+    session: Session
+    """Its live side; there once it runs."""
+
+    def __init__(
+        self, queue: TaskQueue, attempt: Attempt, split: str, idle_timeout_seconds: float
+    ) -> None:
+        self.attempt = attempt
+        self.split = split
+        self.shown_group_id = attempt.task.group_id
+        loop = asyncio.get_running_loop()
+        self.taken: asyncio.Future[None] = loop.create_future()
+        self.opened: asyncio.Future[None] = loop.create_future()
+        self.is_abandoned = False
+        """True: the program that took it no longer waits."""
+        self.is_lost = False
+        """True: the program gave it back, or is gone."""
+        self._queue = queue
+        self._idle_timeout_seconds = idle_timeout_seconds
+        self._kept: SessionEnd | None = None
+        self._ended: asyncio.Future[SessionEnd | None] = loop.create_future()
+
+    async def run(self, client: TrackingClient) -> AgentOutcome:
+        """What the program says at the end.
+
+        Raises:
+            ExternalAgentError: it says that it failed.
+            SessionLostError: it is gone.
+        """
+        self.session = client.session
+        self._queue.open(self)
+        state = "expired"
+        try:
+            end = await self._wait()
+            state = "abandoned" if end is None else "ended"
+        finally:
+            self._queue.close(self, state)
+        if end is None:
+            self.is_lost = True
+            raise SessionLostError("the program gave the session back")
+        if end.error is not None:
+            raise ExternalAgentError(end.error)
+        returned = None
+        if end.is_rewarded:
+            # None would ask the reward function; a reward that is not a number leaves it unscored.
+            returned = float("nan") if end.reward is None else end.reward
+        return AgentOutcome(final_answer=end.final_answer, returned=returned)
+
+    async def _wait(self) -> SessionEnd | None:
+        while not self._ended.done():
+            left = self._idle_timeout_seconds - self.session.idle_seconds
+            if left <= 0:
+                self.is_lost = True
+                raise SessionLostError(
+                    f"the program made no request for {self._idle_timeout_seconds:g} s "
+                    "(rollout.external.idle_timeout_seconds)"
+                )
+            await asyncio.wait({self._ended}, timeout=left)
+        return self._ended.result()
+
+    def describe(self) -> dict[str, Any]:
+        """Its task and names, for the program."""
+        return {
+            "trajectory_id": self.attempt.id,
+            "group_id": self.shown_group_id,
+            "task_id": self.attempt.task.task_id,
+            "split": self.split,
+            "task": dict(self.attempt.task.row),
+        }
+
+    def keep_reward(self, reward: float | None) -> None:
+        """Takes the outcome's reward, until the end."""
+        self._kept = SessionEnd(reward=reward)
+
+    def end(self, end: SessionEnd | None) -> None:
+        """Ends it, with the reward that was given before if there is none now; None: given back."""
+        if self._ended.done():
+            return
+        if end is not None and not end.is_rewarded and self._kept is not None:
+            end = end.model_copy(update={"reward": self._kept.reward})
+        self._ended.set_result(end)
 
 
 class TaskQueue:
@@ -64,11 +197,11 @@ class TaskQueue:
     def __init__(self, *, max_wait_seconds: float | None, max_sessions: int) -> None:
         self._max_wait_seconds = max_wait_seconds
         self._max_sessions = max_sessions
-        self._pending: list[PendingTask] = []
+        self._pending: list[ExternalSession] = []
         self._open: dict[str, ExternalSession] = {}
         self._past: OrderedDict[str, str] = OrderedDict()
-        self._own_groups: dict[str, _OwnGroup] = {}
-        self._own_names: dict[str, str] = {}
+        self._own_tasks: dict[str, Task] = {}
+        """Tasks of programs, by their name of the group; each in the place of a dataset's."""
         self._begun_groups: set[str] = set()
         self._changed = asyncio.Event()
         self._asked_at = time.monotonic()
@@ -76,39 +209,37 @@ class TaskQueue:
 
     # -- for workflows --------------------------------------------------------------------
 
-    async def wait_for_program(self, attempt: Attempt, split: str) -> PendingTask:
-        """The attempt, once a program has taken it; its task may be the program's own.
+    async def wait_for_program(self, session: ExternalSession) -> None:
+        """Returns once a program has taken it; its task may then be the program's own.
 
         Raises:
             RunError: nobody has asked for a task for too long.
         """
-        pending = PendingTask(attempt, split, attempt.task.group_id)
-        self._set_own_task(pending)
+        self._set_own_task(session)
         # The oldest first: its step waits for it.
-        bisect.insort(self._pending, pending, key=_order)
+        bisect.insort(self._pending, session, key=_order)
         self._wake()
         waiting_since = time.monotonic()
         try:
-            while not pending.taken.done():
-                await asyncio.wait({pending.taken}, timeout=self._find_patience(waiting_since))
-                if not pending.taken.done() and self._find_patience(waiting_since) == 0:
+            while not session.taken.done():
+                await asyncio.wait({session.taken}, timeout=self._find_patience(waiting_since))
+                if not session.taken.done() and self._find_patience(waiting_since) == 0:
                     raise RunError(
                         f"no program has asked for a task for {self._max_wait_seconds:g} s "
                         "(rollout.external.max_wait_seconds). Start the program, or see why it "
                         "stopped, then type the same command again: the run resumes"
                     )
         finally:
-            if pending in self._pending:
-                self._pending.remove(pending)
-        return pending
+            if session in self._pending:
+                self._pending.remove(session)
 
-    def open(self, session: ExternalSession, pending: PendingTask) -> None:
+    def open(self, session: ExternalSession) -> None:
         """Hands the session to the program that took the task."""
         self._open[session.session.id] = session
-        if pending.is_abandoned:
+        if session.is_abandoned:
             session.end(None)
-        elif not pending.opened.done():
-            pending.opened.set_result(session)
+        elif not session.opened.done():
+            session.opened.set_result(None)
 
     def close(self, session: ExternalSession, state: str) -> None:
         """Remembers how a session ended."""
@@ -118,10 +249,10 @@ class TaskQueue:
         if len(self._past) > _MAX_PAST:
             self._past.popitem(last=False)
 
-    def fail(self, pending: PendingTask) -> None:
+    def fail(self, session: ExternalSession) -> None:
         """Tells a program whose session never opened that it will not."""
-        if not pending.opened.done():
-            pending.opened.set_exception(
+        if not session.opened.done():
+            session.opened.set_exception(
                 AdminError(503, "not_opened", "the session could not be opened: the run ends")
             )
 
@@ -140,16 +271,17 @@ class TaskQueue:
                 "too_many_sessions",
                 f"{self._max_sessions} sessions are open (rollout.max_concurrent): end one first",
             )
-        pending = await self._take(asked, time.monotonic() + asked.wait_seconds)
+        session = await self._take(asked, time.monotonic() + min(asked.wait_seconds, _MAX_WAIT))
         try:
-            done, _ = await asyncio.wait({pending.opened}, timeout=_OPEN_SECONDS)
+            done, _ = await asyncio.wait({session.opened}, timeout=_OPEN_SECONDS)
         except asyncio.CancelledError:
-            pending.is_abandoned = True
+            session.is_abandoned = True
             raise
         if not done:
-            pending.is_abandoned = True
+            session.is_abandoned = True
             raise AdminError(503, "not_opened", "the session was not opened in time: ask again")
-        return pending.opened.result()
+        session.opened.result()
+        return session
 
     def find(self, session_id: str) -> ExternalSession:
         """A session that is open. Raises AdminError for others."""
@@ -188,16 +320,16 @@ class TaskQueue:
 
     # -------------------------------------------------------------------------------------
 
-    async def _take(self, asked: SessionRequest, deadline: float) -> PendingTask:
+    async def _take(self, asked: SessionRequest, deadline: float) -> ExternalSession:
         while True:
             if self._is_closed:
                 raise AdminError(503, "run_ended", "the run has ended: no task will come")
-            pending = self._choose(asked)
-            if pending is not None:
-                self._pending.remove(pending)
-                self._begun_groups.add(pending.attempt.task.group_id)
-                pending.taken.set_result(None)
-                return pending
+            session = self._choose(asked)
+            if session is not None:
+                self._pending.remove(session)
+                self._begun_groups.add(session.attempt.task.group_id)
+                session.taken.set_result(None)
+                return session
             left = deadline - time.monotonic()
             if left <= 0:
                 raise self._describe_none(asked)
@@ -205,62 +337,48 @@ class TaskQueue:
                 async with asyncio.timeout(left):
                     await self._changed.wait()
 
-    def _choose(self, asked: SessionRequest) -> PendingTask | None:
-        if asked.group_id is not None:
-            return self._choose_for_group(asked, asked.group_id)
-        if asked.task_id is None:
-            return self._pending[0] if self._pending else None
-        for pending in self._pending:
-            if pending.attempt.task.task_id == asked.task_id:
-                return pending
+    def _choose(self, asked: SessionRequest) -> ExternalSession | None:
+        group_id = None if asked.group_id is None else self._find_group(asked, asked.group_id)
+        if asked.group_id is not None and group_id is None:
+            return None
+        for session in self._pending:
+            task = session.attempt.task
+            if group_id in (None, task.group_id) and asked.task_id in (None, task.task_id):
+                return session
         return None
 
-    def _choose_for_group(self, asked: SessionRequest, name: str) -> PendingTask | None:
-        """A pending task of the program's own group; a new group takes the place of a dataset's."""
-        if name not in self._own_groups:
+    def _find_group(self, asked: SessionRequest, name: str) -> str | None:
+        """The program's own group; a new one takes the place of a dataset's, if one is left."""
+        if name not in self._own_tasks:
             if asked.task is None:
                 raise AdminError(
                     404, "unknown_group", f"no group {name!r} was begun: give its task as well"
                 )
             if not isinstance(asked.task.get("agent_name"), str | None):
                 raise AdminError(400, "invalid_task", "agent_name must be text")
-            group_id = self._find_untouched_group()
+            trained = (s.attempt.task.group_id for s in self._pending if s.split == "train")
+            group_id = next((id_ for id_ in trained if id_ not in self._begun_groups), None)
             if group_id is None:
                 return None
-            self._own_groups[name] = _OwnGroup(group_id, dict(asked.task))
-            self._own_names[group_id] = name
-            for pending in self._pending:
-                self._set_own_task(pending)
-        group = self._own_groups[name]
-        if asked.task is not None and dict(asked.task) != group.row:
+            self._own_tasks[name] = Task(task_id=name, row=dict(asked.task), group_id=group_id)
+            for session in self._pending:
+                self._set_own_task(session)
+        task = self._own_tasks[name]
+        if asked.task is not None and asked.task != task.row:
             raise AdminError(
                 409, "other_task", f"the group {name!r} was begun with another task: a group is one"
             )
-        for pending in self._pending:
-            if pending.attempt.task.group_id == group.group_id:
-                return pending
-        return None
+        return task.group_id
 
-    def _find_untouched_group(self) -> str | None:
-        for pending in self._pending:
-            group_id = pending.attempt.task.group_id
-            if pending.split == "train" and group_id not in self._begun_groups:
-                return group_id
-        return None
-
-    def _set_own_task(self, pending: PendingTask) -> None:
+    def _set_own_task(self, session: ExternalSession) -> None:
         """Puts the program's own task into an attempt of its group."""
-        name = self._own_names.get(pending.attempt.task.group_id)
-        if name is None:
-            return
-        attempt = pending.attempt
-        row = self._own_groups[name].row
-        task = Task(task_id=name, row=row, group_id=attempt.task.group_id)
-        pending.attempt = Attempt(task=task, sample_index=attempt.sample_index, step=attempt.step)
-        pending.shown_group_id = name
+        for name, task in self._own_tasks.items():
+            if task.group_id == session.attempt.task.group_id:
+                session.attempt = replace(session.attempt, task=task)
+                session.shown_group_id = name
 
     def _describe_none(self, asked: SessionRequest) -> AdminError:
-        if asked.group_id in self._own_groups:
+        if asked.group_id in self._own_tasks:
             return AdminError(
                 409,
                 "group_is_full",
@@ -289,6 +407,6 @@ class TaskQueue:
         self._changed.clear()
 
 
-def _order(pending: PendingTask) -> tuple[int, str, int]:
-    attempt = pending.attempt
+def _order(session: ExternalSession) -> tuple[int, str, int]:
+    attempt = session.attempt
     return attempt.step, attempt.task.group_id, attempt.sample_index

@@ -9,18 +9,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
 from agentrl_cli.agents.agent_building import AgentSpec, list_agent_specs
-from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome, run_in_thread
+from agentrl_cli.agents.agent_runner import run_in_thread
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import BuilderError, ConfigError, DatasetError, RunError
 from agentrl_cli.log import get_logger
-from agentrl_cli.rollout.workers.worker_log import WorkerLog
-from agentrl_cli.rollout.workers.worker_process import AgentProcessError, AgentWorker
-from agentrl_cli.rollout.workers.worker_program import MessageError
+from agentrl_cli.rollout.background_loop import LoopSemaphore
+from agentrl_cli.rollout.workers.worker_process import AgentProcessError, AgentWorker, WorkerLog
 
 _log = get_logger(__name__)
 
@@ -33,45 +32,11 @@ _TRIAL_SECONDS = 600.0
 #: How long a worker may clean up after a trajectory.
 _SETTLE_SECONDS = 10.0
 #: So many starts that fail in a row end the run.
-_MAX_FAILED_STARTS = 3
+_MAX_STARTS = 3
 #: The memory of the workers is looked at this often: a process fills about 0.3 GiB in that time.
 _MEMORY_SECONDS = 0.2
 #: Other processes that a worker has started are looked for once in so many looks.
 _LOOKS_PER_SEARCH = 5
-
-
-class WorkerSlot:
-    """A worker that runs one trajectory's agent; from :meth:`WorkerPool.take`."""
-
-    def __init__(
-        self,
-        worker: AgentWorker,
-        label: str,
-        modules: str,
-        give_back: Callable[[AgentWorker], None],
-    ) -> None:
-        self._worker = worker
-        self._label = label
-        self._modules = modules
-        self._give_back: Callable[[AgentWorker], None] | None = give_back
-
-    async def run(self, spec: AgentSpec, call: AgentCall) -> AgentOutcome:
-        """What the agent ended with. Raises as :meth:`AgentWorker.run`."""
-        try:
-            return await self._worker.run(spec, call, label=self._label, modules=self._modules)
-        finally:
-            # The worker is free while the trajectory is judged.
-            self.release()
-
-    def release(self) -> None:
-        """Gives the worker back to the pool; may be called twice."""
-        if self._give_back is not None:
-            self._give_back(self._worker)
-            self._give_back = None
-
-    def describe_late(self) -> str:
-        """A clause for an agent that passed its deadline."""
-        return self._worker.describe_late()
 
 
 class WorkerPool:
@@ -84,117 +49,98 @@ class WorkerPool:
         num_workers: trajectories at the same time.
         start_worker: starts a worker process.
         max_tasks: trajectories of one worker.
-        modules: whether the user's modules are imported again for every trajectory.
     """
 
     def __init__(
-        self,
-        num_workers: int,
-        start_worker: Callable[[], AgentWorker],
-        *,
-        max_tasks: int = 1,
-        modules: Literal["reloaded", "kept"] = "reloaded",
+        self, num_workers: int, start_worker: Callable[[], AgentWorker], *, max_tasks: int = 1
     ) -> None:
-        self._num_workers = num_workers
+        self._slots = LoopSemaphore(num_workers)
         self._start_worker = start_worker
         self._max_tasks = max_tasks
-        self._modules = modules
         self._idle: list[AgentWorker] = []
         self.workers: set[AgentWorker] = set()
         """All whose process may still run."""
-        self._num_failed_starts = 0
-        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._taken: dict[AgentWorker, asyncio.Semaphore] = {}
         self._settling: set[asyncio.Task[None]] = set()
-        self._is_closed = False
-
-    def start(self) -> AgentWorker:
-        """A new worker, which may not be ready yet. Raises OSError."""
-        worker = self._start_worker()
-        self.workers.add(worker)
-        return worker
-
-    def add_idle(self, worker: AgentWorker) -> None:
-        """Takes a worker that is ready for its next trajectory."""
-        self._idle.append(worker)
+        self._is_closed = threading.Event()
 
     @asynccontextmanager
-    async def take(self, label: str) -> AsyncIterator[WorkerSlot]:
+    async def take(self, label: str) -> AsyncIterator[AgentWorker]:
         """A worker for the trajectory called ``label``, as soon as there is one.
 
         Raises:
             RunError: workers cannot be started.
         """
-        slots = self._find_slots()
+        slots = self._slots.get()
         await slots.acquire()
         try:
             worker = await self._find_worker()
         except BaseException:
             slots.release()
             raise
-        slot = WorkerSlot(worker, label, self._modules, partial(self._give_back, slots))
+        self._taken[worker] = slots
+        worker.begin(label)
         try:
-            yield slot
+            yield worker
         finally:
-            slot.release()
+            self.give_back(worker)
+
+    def give_back(self, worker: AgentWorker) -> None:
+        """Frees a worker that was taken; it is done when the block ends, and may be before."""
+        slots = self._taken.pop(worker, None)
+        if slots is not None:
+            task = asyncio.get_running_loop().create_task(self._settle(slots, worker))
+            self._settling.add(task)
+            task.add_done_callback(self._settling.discard)
 
     def close(self) -> None:
         """Ends all workers and what they have started; may be called twice."""
-        self._is_closed = True
+        self._is_closed.set()
         for worker in self.workers:
             worker.kill()
         while self.workers:
             self.workers.pop().end()
 
-    def discard(self, worker: AgentWorker) -> None:
+    def _start(self) -> AgentWorker:
+        """A new worker, which may not be ready yet."""
+        if self._is_closed.is_set():
+            raise RunError("the pool of agent workers was closed")
+        try:
+            worker = self._start_worker()
+        except OSError as error:
+            raise RunError(f"no process for an agent can be started: {error}") from error
+        self.workers.add(worker)
+        return worker
+
+    def _discard(self, worker: AgentWorker) -> None:
         """Ends a worker and waits until nothing of it is left; blocks."""
         worker.end()
         self.workers.discard(worker)
 
-    def _find_slots(self) -> asyncio.Semaphore:
-        """The running loop's semaphore: asyncio's belong to the loop that first waits on them."""
-        loop = asyncio.get_running_loop()
-        if self._slots is None or self._slots[0] is not loop:
-            self._slots = (loop, asyncio.Semaphore(self._num_workers))
-        return self._slots[1]
-
     async def _find_worker(self) -> AgentWorker:
-        while not self._is_closed:
-            if self._idle:
-                worker = self._idle.pop()
-                if not worker.has_ended:
-                    return worker
-                await run_in_thread(partial(self.discard, worker), "agent worker")
-                continue
-            try:
-                worker = self.start()
-            except OSError as error:
-                raise RunError(f"the system starts no process for an agent: {error}") from error
+        while self._idle:
+            worker = self._idle.pop()
+            if not worker.has_ended:
+                return worker
+            await run_in_thread(partial(self._discard, worker), "agent worker")
+        problem: Exception | None = None
+        for _ in range(_MAX_STARTS):
+            worker = self._start()
             try:
                 waiting = partial(worker.wait_until_idle, _START_SECONDS)
                 await run_in_thread(waiting, "agent worker")
-            except (AgentProcessError, MessageError, TimeoutError) as error:
-                await run_in_thread(partial(self.discard, worker), "agent worker")
-                self._count_failed_start(error)
+            except (AgentProcessError, TimeoutError) as error:
+                problem = error
+                await run_in_thread(partial(self._discard, worker), "agent worker")
             except BaseException:
                 worker.kill()
                 raise
             else:
-                self._num_failed_starts = 0
                 return worker
-        raise RunError("the pool of agent workers was closed")
-
-    def _count_failed_start(self, error: Exception) -> None:
-        self._num_failed_starts += 1
-        if self._num_failed_starts >= _MAX_FAILED_STARTS:
-            raise RunError(
-                f"processes for agents end as soon as they start, {self._num_failed_starts} of "
-                f"them in a row: {error}"
-            )
-
-    def _give_back(self, slots: asyncio.Semaphore, worker: AgentWorker) -> None:
-        task = asyncio.get_running_loop().create_task(self._settle(slots, worker))
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
+        raise RunError(
+            f"processes for agents end as soon as they start, {_MAX_STARTS} of them in a row: "
+            f"{problem}"
+        )
 
     async def _settle(self, slots: asyncio.Semaphore, worker: AgentWorker) -> None:
         """Keeps a worker for its next trajectory, or has it end."""
@@ -203,11 +149,11 @@ class WorkerPool:
             if 0 < worker.num_tasks < self._max_tasks and not worker.has_ended:
                 waiting = partial(worker.wait_until_idle, _SETTLE_SECONDS)
                 is_kept = await run_in_thread(waiting, "agent worker")
-        except (AgentProcessError, MessageError, TimeoutError, OSError) as error:
+        except (AgentProcessError, TimeoutError) as error:
             _log.debug("a worker is replaced: %s", error)
             worker.kill()
         finally:
-            if is_kept and not self._is_closed:
+            if is_kept and not self._is_closed.is_set():
                 self._idle.append(worker)
             slots.release()
         if not is_kept:
@@ -245,7 +191,7 @@ class RemoteAgent:
             )
 
 
-class WorkerAgents:
+class WorkerAgents(WorkerPool):
     """All agents of a configuration and the workers that run them.
 
     Raises:
@@ -258,34 +204,25 @@ class WorkerAgents:
         for spec in specs.values():
             _check_kwargs(spec)
         rollout = config.rollout
-        self._log = WorkerLog()
         max_gib = rollout.worker_max_memory_gib
-        self._pool = WorkerPool(
+        self._log = WorkerLog()
+        super().__init__(
             rollout.count_parallel(),
-            partial(AgentWorker, self._log, max_gib),
+            partial(AgentWorker, self._log, max_gib, rollout.worker_modules),
             max_tasks=rollout.worker_max_tasks,
-            modules=rollout.worker_modules,
         )
-        self._is_closed = threading.Event()
         try:
             traits = self._try_agents(list(specs.values()))
         except BaseException:
             self.close()
             raise
-        self.agents: dict[str | None, RemoteAgent] = {
-            name: RemoteAgent(
-                spec, told["framework"], told["gives_rewards"], tuple(told["input_fields"])
-            )
+        self.agents = {
+            name: RemoteAgent(spec, **told)
             for (name, spec), told in zip(specs.items(), traits, strict=True)
         }
         if max_gib is not None:
             watching = partial(self._watch_memory, int(max_gib * 2**30))
             threading.Thread(target=watching, name="memory of agents", daemon=True).start()
-
-    @property
-    def take(self) -> Callable[[str], Any]:
-        """See :meth:`WorkerPool.take`."""
-        return self._pool.take
 
     def log_to(self, folder: Path) -> None:
         """Says where what agents print is kept."""
@@ -293,30 +230,29 @@ class WorkerAgents:
 
     def close(self) -> None:
         """Ends the workers; may be called twice."""
-        self._is_closed.set()
-        self._pool.close()
+        super().close()
         self._log.close()
 
     def _try_agents(self, specs: list[AgentSpec]) -> list[dict[str, Any]]:
         """What the agents are, found out in the first worker."""
         where = f"{', '.join(spec.key for spec in specs)}: while the builder was tried in a "
         where += "process of its own"
+        worker = self._start()
         try:
-            worker = self._pool.start()
             worker.wait_until_idle(_START_SECONDS)
-        except (OSError, AgentProcessError, MessageError) as error:
+        except (AgentProcessError, TimeoutError) as error:
             raise RunError(f"no process for an agent can be started: {error}") from error
         try:
             traits = worker.try_agents(specs, _TRIAL_SECONDS)
             is_reusable = worker.wait_until_idle(_SETTLE_SECONDS)
         except TimeoutError:
             raise BuilderError(f"{where}, it did not end in {_TRIAL_SECONDS:g} seconds") from None
-        except (OSError, AgentProcessError, MessageError) as error:
+        except AgentProcessError as error:
             raise BuilderError(f"{where}: {error}") from error
         if is_reusable:
-            self._pool.add_idle(worker)
+            self._idle.append(worker)
         else:
-            self._pool.discard(worker)
+            self._discard(worker)
         return traits
 
     def _watch_memory(self, max_bytes: int) -> None:
@@ -324,7 +260,7 @@ class WorkerAgents:
         num_looks = 0
         while not self._is_closed.wait(_MEMORY_SECONDS):
             num_looks += 1
-            workers = list(self._pool.workers)
+            workers = list(self.workers)
             if num_looks % _LOOKS_PER_SEARCH == 0:
                 used = _measure_trees([worker.reaper_pid for worker in workers])
             else:

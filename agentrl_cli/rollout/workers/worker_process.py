@@ -4,56 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from agentrl_cli.agents.agent_building import AgentSpec
 from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome, run_in_thread
 from agentrl_cli.errors import UserInputError, build_error
-from agentrl_cli.process_reaper import KILL_SIGNAL, REAPER_PATH
+from agentrl_cli.log import get_logger, mask_keys
+from agentrl_cli.process_reaper import KILL_SIGNAL, build_reaper_command
 from agentrl_cli.records import Boundary, Failure
 from agentrl_cli.rollout.rollout_failures import AgentRunError
-from agentrl_cli.rollout.workers.worker_log import WorkerLog, WorkerOutput
 from agentrl_cli.rollout.workers.worker_program import (
+    MAX_MESSAGE_BYTES,
     MODEL_VARIABLES,
     REWARD_CALLS,
     Message,
-    MessageError,
     encode_message,
-    read_message,
 )
+
+_log = get_logger(__name__)
 
 #: Between SIGKILL and the end of a process and of all that it has started.
 _KILL_SECONDS = 10.0
 #: A worker that ended has closed its connection a moment before.
-_EXIT_SECONDS = 3.0
+_EXIT_SECONDS = 4.0
 #: How long a worker that is no longer needed may run what its agents registered for its end.
 _RETIRE_SECONDS = 10.0
 _PIECE_BYTES = 2**16
+_MAX_LINE_BYTES = 4096
+_NUM_QUOTED_LINES = 30
+#: Of one trajectory. An agent that prints in an endless loop would fill the disk for all.
+_MAX_LOGGED_BYTES = 4 * 2**20
 _CODE = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "from agentrl_cli.rollout.workers.worker_program import main; main(int(sys.argv[1]))"
 )
-_SIGNAL_HINTS = {
-    "SIGSEGV": " (a crash in native code)",
-    "SIGABRT": " (native code gave up)",
-    "SIGBUS": " (a crash in native code, or a full disk)",
-    "SIGFPE": " (a crash in native code)",
-    "SIGILL": " (native code for another processor)",
-    "SIGKILL": ", and agentrl did not: most often the system ran out of memory. Lower "
-    "rollout.num_workers, or set rollout.worker_max_memory_gib",
-}
+_KILLED_HINT = (
+    ", and agentrl did not: most often the system ran out of memory. Lower rollout.num_workers, "
+    "or set rollout.worker_max_memory_gib"
+)
 
 
 class AgentProcessError(Exception):
@@ -78,26 +78,25 @@ class AgentWorker:
     Args:
         log: gets what the process writes.
         max_memory_gib: for messages.
+        modules: ``reloaded``: the user's are imported again for every trajectory; or ``kept``.
 
     Raises:
         OSError: the system starts no further process.
     """
 
-    def __init__(self, log: WorkerLog, max_memory_gib: float | None = None) -> None:
+    def __init__(
+        self, log: WorkerLog, max_memory_gib: float | None = None, modules: str = "reloaded"
+    ) -> None:
         self.pid: int | None = None
         """Its process id, once it is ready."""
         self.num_tasks = 0
         self.memory_bytes: int | None = None
         """What it used when it was killed for using too much."""
         self._max_memory_gib = max_memory_gib
-        self._socket, other = socket.socketpair()
-        try:
-            with other:
-                self._reaper = _start(other.fileno())
-        except BaseException:
-            self._socket.close()
-            raise
-        self._reader = self._socket.makefile("rb")
+        self._modules = modules
+        self._connection, other = multiprocessing.Pipe()
+        with other:
+            self._reaper = _start(other.fileno())
         self._output = WorkerOutput(log)
         self._copying = threading.Thread(
             target=self._copy_output, name="output of an agent worker", daemon=True
@@ -121,13 +120,10 @@ class AgentWorker:
         Raises:
             TimeoutError: it takes too long.
             AgentProcessError: it ended.
-            MessageError: the agent wrote to the connection.
         """
-        message = self._receive_within(timeout_seconds)
-        if message["op"] != "idle" or not isinstance(message.get("pid"), int):
-            raise MessageError(f"a worker sent {message['op']!r} and not that it is idle")
+        message = self._receive(timeout_seconds)
         self.pid = message["pid"]
-        return message.get("is_reusable") is True
+        return bool(message["is_reusable"])
 
     def try_agents(self, specs: list[AgentSpec], timeout_seconds: float) -> list[dict[str, Any]]:
         """What the agents are, from building each of them once; blocks.
@@ -137,15 +133,17 @@ class AgentWorker:
             TimeoutError: it takes too long.
             AgentProcessError: a builder ended the process.
         """
-        self._send({"op": "try", "agents": [asdict(spec) for spec in specs]})
-        reply = self._receive_within(timeout_seconds)
+        request = {"op": "try", "agents": [asdict(spec) for spec in specs]}
+        reply = self._ask(request, timeout_seconds)
         if reply["op"] == "refused":
             raise build_error(reply["error"], reply["message"], UserInputError.exit_code)
         return list(reply["agents"])
 
-    async def run(
-        self, spec: AgentSpec, call: AgentCall, *, label: str, modules: str
-    ) -> AgentOutcome:
+    def begin(self, label: str) -> None:
+        """Names the trajectory that it runs from now on."""
+        self._output.begin(label)
+
+    async def run(self, spec: AgentSpec, call: AgentCall) -> AgentOutcome:
         """What the agent ended with. Cancelled, it ends the process first.
 
         Raises:
@@ -154,8 +152,7 @@ class AgentWorker:
             UserInputError: a mistake that would repeat itself in every trajectory.
         """
         self.num_tasks += 1
-        self._output.begin(label)
-        request = {
+        message: Message = {
             "op": "run",
             "agent": asdict(spec),
             "row": dict(call.row),
@@ -163,45 +160,23 @@ class AgentWorker:
             "base_url": call.base_url,
             "api_key": call.api_key,
             "max_turns": call.max_turns,
-            "modules": modules,
+            "modules": self._modules,
         }
         try:
-            return self._read_outcome(await self._exchange(request, call.client))
-        except MessageError as error:
-            await run_in_thread(self.end, "ending an agent worker")
-            raise AgentProcessError(f"the agent's process was killed: {error}") from None
+            while True:
+                reply = await run_in_thread(partial(self._ask, message), "agent worker")
+                if reply["op"] not in REWARD_CALLS:
+                    break
+                message = _set_reward(reply, call.client)
         except asyncio.CancelledError:
             await run_in_thread(self.end, "ending an agent worker")
             raise
-
-    async def _exchange(self, request: Mapping[str, Any], client: Any) -> Message:
-        """The worker's answer to ``request``; the rewards that it gives meanwhile are set here."""
-        message: Message | None = None
-        try:
-            await run_in_thread(partial(self._send, request), "agent worker")
-            while (message := await run_in_thread(self._receive, "agent worker")) is not None:
-                if message["op"] not in REWARD_CALLS:
-                    return message
-                answer = _set_reward(message, client)
-                await run_in_thread(partial(self._send, answer), "agent worker")
-        except OSError:
-            pass  # It has closed its end.
-        raise await run_in_thread(self._describe_end, "agent worker")
-
-    def _read_outcome(self, message: Message) -> AgentOutcome:
-        try:
-            if message["op"] == "done":
-                answer, returned = message["final_answer"], message["returned"]
-                return AgentOutcome(final_answer=answer, returned=returned)
-            error: Exception
-            if message["op"] == "refused":
-                error = build_error(message["error"], message["message"], UserInputError.exit_code)
-            else:
-                told = message["failure"]
-                error = AgentRunError(Failure(**{**told, "boundary": Boundary(told["boundary"])}))
-        except (KeyError, TypeError, ValueError):
-            raise MessageError(f"a line is no message of a worker: {str(message)[:80]}") from None
-        raise error
+        if reply["op"] == "done":
+            return AgentOutcome(final_answer=reply["final_answer"], returned=reply["returned"])
+        if reply["op"] == "refused":
+            raise build_error(reply["error"], reply["message"], UserInputError.exit_code)
+        told = reply["failure"]
+        raise AgentRunError(Failure(**{**told, "boundary": Boundary(told["boundary"])}))
 
     def describe_late(self) -> str:
         """A clause for an agent that passed its deadline."""
@@ -211,11 +186,11 @@ class AgentWorker:
 
     def retire(self) -> None:
         """Lets it end by itself, and ends it after a while; blocks."""
+        self._connection.close()
         try:
-            self._send({"op": "end"})
             self._reaper.wait(_RETIRE_SECONDS)
-        except (OSError, subprocess.TimeoutExpired):
-            self.kill()
+        except subprocess.TimeoutExpired:
+            _log.debug("a worker does not end by itself and is killed")
         self.end()
 
     def kill(self) -> None:
@@ -234,18 +209,20 @@ class AgentWorker:
                 os.killpg(self._reaper.pid, signal.SIGKILL)
                 self._reaper.wait()
             self._copying.join(_EXIT_SECONDS)
-            self._reader.close()
-            self._socket.close()
+            self._connection.close()
 
     def _describe_end(self) -> AgentProcessError:
         """The error for a process that has ended or closed its connection; ends it."""
-        status = self._wait_for_exit()
+        try:
+            status = self._reaper.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            status = None
         self.end()
         tail = self._output.quote()
         if status is None:
             return AgentProcessError(
-                "the agent's process was killed: it closed the connection to the trainer, whose "
-                f"file descriptor is not the agent's{tail}"
+                "the agent's process was killed: it closed, or wrote to, the connection to the "
+                f"trainer, whose file descriptor is not the agent's{tail}"
             )
         if self.memory_bytes is not None:
             return AgentMemoryError(
@@ -254,45 +231,35 @@ class AgentWorker:
             )
         name = _name_signal(status)
         if name is not None:
-            hint = _SIGNAL_HINTS.get(name, "")
+            hint = _KILLED_HINT if name == "SIGKILL" else ""
             return AgentCrashError(f"the agent's process was killed by {name}{hint}{tail}")
         return AgentExitError(
             f"the agent's process ended itself with exit status {status}, as os._exit({status}) "
             f"does{tail}"
         )
 
-    def _wait_for_exit(self) -> int | None:
-        """The exit status; None: the process has only closed its connection."""
-        if self.pid is not None:
-            try:
-                psutil.Process(self.pid).wait(_EXIT_SECONDS)
-            except psutil.TimeoutExpired:
-                return None
-            except psutil.NoSuchProcess:
-                """Its reaper has seen its end already."""
-        try:
-            return self._reaper.wait(_KILL_SECONDS)
-        except subprocess.TimeoutExpired:
-            return None
-
     # -- the connection -------------------------------------------------------------------
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        self._socket.sendall(encode_message(message))
-
-    def _receive_within(self, seconds: float) -> Message:
-        self._socket.settimeout(seconds)
-        message = self._receive()
-        if message is None:
-            raise self._describe_end()
-        self._socket.settimeout(None)
-        return message
-
-    def _receive(self) -> Message | None:
+    def _ask(self, message: Mapping[str, Any], timeout_seconds: float | None = None) -> Message:
         try:
-            return read_message(self._reader)
-        except ConnectionError:
-            return None
+            self._connection.send_bytes(encode_message(message))
+        except OSError:
+            raise self._describe_end() from None
+        return self._receive(timeout_seconds)
+
+    def _receive(self, timeout_seconds: float | None) -> Message:
+        """The next message; raises the process's end when none can come."""
+        try:
+            if not self._connection.poll(timeout_seconds):
+                raise TimeoutError
+            message = json.loads(self._connection.recv_bytes(MAX_MESSAGE_BYTES))
+            if isinstance(message, dict) and isinstance(message.get("op"), str):
+                return message
+        except TimeoutError:
+            raise
+        except (EOFError, OSError, ValueError, RecursionError) as error:
+            _log.debug("the connection to an agent worker broke: %r", error)
+        raise self._describe_end()
 
     def _copy_output(self) -> None:
         """Copies what the process writes until nobody is left who could write."""
@@ -315,11 +282,8 @@ def _start(connection: int) -> subprocess.Popen[bytes]:
     # One thread for each process, since many share the cores; and nobody's keys.
     own = {name: value for name, value in os.environ.items() if name not in MODEL_VARIABLES}
     return subprocess.Popen(
-        [
-            *(sys.executable, "-I", "-S", str(REAPER_PATH), str(os.getpid())),
-            # Unbuffered: what an agent printed last is not lost with its process.
-            *(sys.executable, "-u", "-c", _CODE, path, str(connection)),
-        ],
+        # Unbuffered: what an agent printed last is not lost with its process.
+        build_reaper_command([sys.executable, "-u", "-c", _CODE, path, str(connection)]),
         env={**dict.fromkeys(names, "1"), **own},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -340,10 +304,101 @@ def _name_signal(status: int) -> str | None:
 
 def _set_reward(message: Message, client: Any) -> Message:
     """Does what a worker asks of the trajectory's client; what that refuses is raised there."""
-    calls: dict[str, Callable[..., None]] = {name: getattr(client, name) for name in REWARD_CALLS}
     try:
-        calls[message["op"]](*message["arguments"])
+        getattr(client, message["op"])(*message["arguments"])
     except (KeyError, ValueError, TypeError) as error:
         text = str(error.args[0]) if error.args else str(error)
-        return {"op": "error", "error": type(error).__name__, "message": text}
-    return {"op": "ok"}
+        return {"error": type(error).__name__, "message": text}
+    return {"error": None}
+
+
+class WorkerLog:
+    """One log of what agents print in all workers. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._file: FileIO | None = None
+
+    def open(self, path: Path) -> None:
+        """Writes to ``path`` from now on, after what is there."""
+        self.close()
+        try:
+            file = path.open("ab", buffering=0)
+        except OSError as error:
+            _log.warning("what agents print is not logged: %s: %s", path, error.strerror)
+            return
+        with self._lock:
+            self._file = file
+
+    def append(self, text: bytes) -> None:
+        """Writes whole lines."""
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                self._file.write(text)
+            except OSError as error:
+                # Agents continue when the disk is full; what trains will say so.
+                _log.warning("what agents print is no longer logged: %s", error.strerror)
+                self._file.close()
+                self._file = None
+
+    def close(self) -> None:
+        """Closes the file; may be called twice."""
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+
+class WorkerOutput:
+    """What one worker writes, cut into lines that name their trajectory. Thread-safe."""
+
+    def __init__(self, log: WorkerLog) -> None:
+        self._log = log
+        self._lock = threading.Lock()
+        self._label = ""
+        self._rest = b""
+        self._num_logged_bytes = 0
+        self._last_lines: deque[str] = deque(maxlen=_NUM_QUOTED_LINES)
+
+    def begin(self, label: str) -> None:
+        """Names the trajectory that the worker runs from now on; forgets its last lines."""
+        self.end_line()
+        with self._lock:
+            self._label = label
+            self._num_logged_bytes = 0
+            self._last_lines.clear()
+
+    def write(self, piece: bytes) -> None:
+        """Takes what the worker has written."""
+        with self._lock:
+            *lines, self._rest = (self._rest + piece).split(b"\n")
+            if len(self._rest) > _MAX_LINE_BYTES:
+                lines.append(self._rest)
+                self._rest = b""
+            self._log.append(b"".join(map(self._format, lines)))
+
+    def end_line(self) -> None:
+        """Ends the last line, if it has no end of its own."""
+        if self._rest:
+            self.write(b"\n")
+
+    def quote(self) -> str:
+        """A clause with the last lines; empty if there are none."""
+        with self._lock:
+            lines = list(self._last_lines)
+        if not lines:
+            return ""
+        return "\nThe last lines that it wrote:\n" + "\n".join(f"  | {line}" for line in lines)
+
+    def _format(self, line: bytes) -> bytes:
+        text = line[:_MAX_LINE_BYTES].decode("utf-8", errors="replace").rstrip("\r")
+        text = mask_keys(text)
+        self._last_lines.append(text)
+        if self._num_logged_bytes > _MAX_LOGGED_BYTES:
+            return b""
+        self._num_logged_bytes += len(line)
+        if self._num_logged_bytes > _MAX_LOGGED_BYTES:
+            text = f"(what it wrote after {_MAX_LOGGED_BYTES >> 20} MiB is not kept)"
+        return f"{self._label or 'agent worker'} | {text}\n".encode()

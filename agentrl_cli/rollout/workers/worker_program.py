@@ -1,6 +1,6 @@
 """What runs in a worker process: agents, one trajectory at a time.
 
-It gets its work on a connection to the trainer, as JSON, one message a line, and ends with it. It
+It gets its work from the trainer as JSON, and ends when the trainer closes the connection. It
 imports no line of the user's code before the environment says where the model is: what that code
 makes when it is imported, such as a client, is then right for the trajectory.
 """
@@ -12,7 +12,6 @@ import faulthandler
 import json
 import os
 import resource
-import socket
 import ssl
 import sys
 import sysconfig
@@ -22,8 +21,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import httpx2
 import psutil
@@ -35,7 +35,7 @@ from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome
 from agentrl_cli.errors import BuilderError, RewardError, UserInputError
 from agentrl_cli.log import get_logger
 from agentrl_cli.records import Boundary
-from agentrl_cli.rollout.reward_workers import parse_reward_result
+from agentrl_cli.rollout.rewards import parse_reward_result
 from agentrl_cli.rollout.rollout_failures import describe_failure
 from agentrl_cli.tracking.client import build_loopback_http
 from agentrl_cli.tracking.credit import parse_reward
@@ -44,8 +44,8 @@ _log = get_logger(__name__)
 
 Message = dict[str, Any]
 
-#: A row with images as text fits; a runaway answer does not.
-_MAX_MESSAGE_BYTES = 32 * 2**20
+#: A runaway answer is longer.
+MAX_MESSAGE_BYTES = 32 * 2**20
 #: Calls of a trajectory's client that a worker has the trainer make.
 REWARD_CALLS = ("set_reward", "set_final_reward", "apply_reward_discount")
 #: The SDKs find a model and its key by these: they are the trajectory's own.
@@ -67,63 +67,23 @@ _OWN_FOLDER = str(Path(agentrl_cli.__file__).parent) + os.sep
 _ERRORS: dict[str, type[Exception]] = {"KeyError": KeyError, "ValueError": ValueError}
 
 
-class MessageError(Exception):
-    """What came is no message, or what was to be sent cannot be one."""
-
-
-def encode_message(message: Mapping[str, Any]) -> bytes:
-    """The message as one line.
-
-    Raises:
-        MessageError: it holds what JSON cannot say, or is too long.
-    """
-    try:
-        # Plain ASCII: halves of surrogate pairs, which models do write, survive it.
-        line = json.dumps(message).encode() + b"\n"
-    except (TypeError, ValueError, RecursionError) as error:
-        raise MessageError(f"this cannot be sent as JSON: {error}") from None
-    if len(line) > _MAX_MESSAGE_BYTES:
-        raise MessageError(f"{len(line)} bytes are too many, allowed are {_MAX_MESSAGE_BYTES}")
-    return line
-
-
-def read_message(reader: IO[bytes]) -> Message | None:
-    """The next message; None: the other end is closed.
-
-    Raises:
-        MessageError: what came is no message.
-    """
-    line = reader.readline(_MAX_MESSAGE_BYTES + 1)
-    if not line.endswith(b"\n"):
-        if len(line) > _MAX_MESSAGE_BYTES:
-            raise MessageError(f"a line is longer than {_MAX_MESSAGE_BYTES} bytes")
-        return None
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise MessageError(f"a line is not JSON: {error}: {line[:80]!r}") from None
-    if not isinstance(message, dict) or not isinstance(message.get("op"), str):
-        raise MessageError(f"a line is no message: {line[:80]!r}")
-    return message
-
-
 class TrainerConnection:
     """The worker's end of the connection. Thread-safe."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
-        self._reader = connected.makefile("rb")
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._lock = threading.Lock()
         self._session_key: str | None = None
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Sends, and waits until the message is on its way."""
         with self._lock:
-            self._socket.sendall(encode_message(message))
+            self._connection.send_bytes(encode_message(message))
 
-    def receive(self) -> Message | None:
-        """The next piece of work; None: the trainer is gone."""
-        return read_message(self._reader)
+    def receive(self) -> Message:
+        """The next piece of work. Raises EOFError when there will be none."""
+        message: Message = json.loads(self._connection.recv_bytes())
+        return message
 
     def allow_rewards(self, session_key: str | None) -> None:
         """Takes rewards of the session with this key from now on, and of no other."""
@@ -139,12 +99,15 @@ class TrainerConnection:
         with self._lock:
             if session_key != self._session_key:
                 raise RuntimeError("the trajectory has ended: no reward is accepted any more")
-            self._socket.sendall(encode_message({"op": call, "arguments": arguments}))
-            answer = read_message(self._reader)
-        if answer is None:
-            raise RuntimeError("the trainer is gone")
-        if answer["op"] != "ok":
+            self._connection.send_bytes(encode_message({"op": call, "arguments": arguments}))
+            answer = self.receive()
+        if answer["error"] is not None:
             raise _ERRORS.get(answer["error"], RuntimeError)(answer["message"])
+
+
+def encode_message(message: Mapping[str, Any]) -> bytes:
+    """The message as plain ASCII: halves of surrogate pairs, which models do write, survive it."""
+    return json.dumps(message).encode()
 
 
 class _Rewarding:
@@ -169,35 +132,22 @@ class _Rewarding:
         return self.api_key
 
     def set_reward(self, interaction_id: str, reward: Any) -> None:
-        """Gives one interaction (the ``id`` of a completion) its own reward.
-
-        Raises:
-            KeyError: no completed interaction has this id.
-            TypeError, ValueError: the reward is no finite number.
-        """
+        """As :meth:`TrackingClient.set_reward`."""
         self._set("set_reward", interaction_id, parse_reward(reward))
 
     def set_final_reward(self, reward: Any) -> None:
-        """Gives the reward to the interaction that ended last.
-
-        Raises:
-            ValueError: no call was completed.
-        """
+        """As :meth:`TrackingClient.set_final_reward`."""
         self._set("set_final_reward", parse_reward(reward))
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Hands credit to earlier turns: own reward + turn_discount x mean over successors."""
+        """As :meth:`TrackingClient.apply_reward_discount`."""
         self._set("apply_reward_discount", float(turn_discount))
 
     def _set(self, call: str, *arguments: Any) -> None:
         self._connection.set_reward(self.session_key, call, *arguments)
 
     def export_interactions(self, style: str = "concat") -> NoReturn:
-        """Not here: records stay with the trainer.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Not here: records stay with the trainer. Raises RuntimeError."""
         raise RuntimeError(
             "records of model calls are kept in the trainer's process, and this agent runs in "
             "another. Type rollout.agent_mode=inline for an agent that reads them"
@@ -205,11 +155,7 @@ class _Rewarding:
 
     @property
     def interactions(self) -> NoReturn:
-        """Not here: records stay with the trainer.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Not here either."""
         self.export_interactions()
 
 
@@ -242,23 +188,19 @@ class WorkerProgram:
         self._pid = os.getpid()
 
     def run(self) -> None:
-        """Works until the trainer says that it is enough, or is gone."""
+        """Works until the trainer closes the connection, or is gone."""
         # Of one thread, so that the last lines are those of the crash.
         faulthandler.enable(all_threads=False)
-        self._say_idle()
-        while (message := self._connection.receive()) is not None:
-            op = message["op"]
-            if op == "end":
-                return
-            if op == "try":
-                specs = [AgentSpec(**spec) for spec in message["agents"]]
-                self._connection.send(self._try_agents(specs))
-                self._say_idle()
-            elif op == "run":
-                self._run_task(message)
-                self._say_idle()
-            else:
-                raise MessageError(f"a worker knows no {op!r}")
+        with suppress(EOFError, OSError):
+            while True:
+                is_reusable = not _has_left_process()
+                self._connection.send({"op": "idle", "pid": self._pid, "is_reusable": is_reusable})
+                message = self._connection.receive()
+                if message["op"] == "try":
+                    specs = [AgentSpec(**spec) for spec in message["agents"]]
+                    self._connection.send(self._try_agents(specs))
+                else:
+                    self._run_task(message)
 
     def _try_agents(self, specs: Sequence[AgentSpec]) -> Message:
         """Builds every agent once: what they are, or why one cannot be."""
@@ -284,11 +226,6 @@ class WorkerProgram:
         _forget_modules()
         return {"op": "tried", "agents": traits}
 
-    def _say_idle(self) -> None:
-        self._connection.send(
-            {"op": "idle", "pid": self._pid, "is_reusable": not _has_left_process()}
-        )
-
     def _run_task(self, task: Message) -> None:
         os.chdir(self._folder)
         self._set_environment(task["base_url"], task["api_key"])
@@ -312,20 +249,20 @@ class WorkerProgram:
         if os.getpid() != self._pid:
             # Forked by the agent, and not ended where it should have been.
             os._exit(0)
+        num_bytes = len(encode_message(reply))
+        if num_bytes > MAX_MESSAGE_BYTES:
+            text = f"what the agent returned or raised: {num_bytes} bytes are too many, allowed are"
+            reply = _format_failure(TypeError(f"{text} {MAX_MESSAGE_BYTES}"))
         self._connection.allow_rewards(None)
         self._connection.send(reply)
 
     async def _find_answer(self, task: Message) -> Message:
         try:
-            reply = _format_outcome(await self._run_agent(task))
-            encode_message(reply)
-            return reply
+            return _format_outcome(await self._run_agent(task))
         except UserInputError as error:
             return {"op": "refused", "error": type(error).__name__, "message": str(error)}
-        except MessageError as error:
-            return _format_failure(TypeError(f"what the agent returned is no answer: {error}"))
         except RewardError as error:
-            return _format_failure(error, Boundary.REWARD)
+            return _format_failure(error, boundary=Boundary.REWARD)
         except SystemExit as error:
             return _format_failure(RuntimeError(f"the agent called exit({error.code!r})"))
         except asyncio.CancelledError:
@@ -411,17 +348,8 @@ def _to_number(value: Any) -> float:
     return float("nan") if reward is None else reward
 
 
-def _format_failure(
-    error: BaseException, boundary: Boundary | None = None, own_urls: Sequence[str] | None = None
-) -> Message:
-    failure = describe_failure(error, boundary=boundary, own_urls=own_urls)
-    message = {"op": "failed", "failure": asdict(failure)}
-    try:
-        encode_message(message)
-    except MessageError as too_long:
-        short = MessageError(f"{type(error).__name__}: {too_long}")
-        message = {"op": "failed", "failure": asdict(describe_failure(short))}
-    return message
+def _format_failure(error: BaseException, **known: Any) -> Message:
+    return {"op": "failed", "failure": asdict(describe_failure(error, **known))}
 
 
 def _forget_modules() -> None:
@@ -443,19 +371,14 @@ def _has_left_process() -> bool:
     return False
 
 
-def _prepare_process() -> None:
-    """Makes this process the first to go when memory is short, and leaves no core files."""
+def main(connection: int) -> None:
+    """The whole life of a worker, on the socket with this file descriptor."""
+    # Not for what agents start.
+    os.set_inheritable(connection, False)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         try:
             Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE))
         except OSError as error:
             print(f"oom_score_adj stays as it is: {error}", file=sys.stderr)
-
-
-def main(connection: int) -> None:
-    """The whole life of a worker, on the socket with this file descriptor."""
-    _prepare_process()
-    # Not for what agents start.
-    os.set_inheritable(connection, False)
-    WorkerProgram(TrainerConnection(socket.socket(fileno=connection))).run()
+    WorkerProgram(TrainerConnection(Connection(connection))).run()

@@ -14,8 +14,7 @@ import yaml
 
 from agentrl_cli.config.config_file import load_config
 from agentrl_cli.records import Trajectory
-from agentrl_cli.rollout.curriculum import build_task_stream, recall_outcomes
-from agentrl_cli.rollout.dataset import TaskStream
+from agentrl_cli.rollout.dataset import TaskStream, build_task_stream, recall_outcomes
 from agentrl_cli.store.run_folder import RunFolder
 
 REWARD = """

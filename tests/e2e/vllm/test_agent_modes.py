@@ -17,8 +17,9 @@ from agentrl_cli.launch.processes.trainer_spec import RunningServers
 from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.dataset import build_eval_tasks
+from agentrl_cli.rollout.external.external_workflow import ExternalListener
 from agentrl_cli.rollout.scheduler import run_tasks
-from agentrl_cli.rollout.workflow_building import build_workflow, open_external_access, open_workers
+from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.gateway import Gateway
 
@@ -127,7 +128,7 @@ async def test_programs_elsewhere(
         untied_folder, agent_builder_path=None, rollout={"agent_mode": "external"}
     )
     shown: asyncio.Queue[str] = asyncio.Queue()
-    access = open_external_access(config, shown.put_nowait, waits="limited")
+    access = ExternalListener(config.rollout, shown.put_nowait)
     workflow = build_workflow(config, None, open_client=open_client, external=access)
     making = asyncio.create_task(
         run_tasks(workflow, engine, build_eval_tasks(ROWS), n_samples=NUM_SAMPLES, max_concurrent=4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -45,6 +44,17 @@ def make_workflow(open_client):
     return build
 
 
+@pytest.fixture
+def run(make_workflow, scripted_engine):
+    """The trajectory of one agent: ``run(agent, reward_fn, replies=["4"], max_turns=2)``."""
+
+    async def run_one(agent, reward_fn=None, *, replies=("4",), **options):
+        engine = scripted_engine(replies)
+        return await make_workflow(agent, reward_fn, **options).arun_trajectory(engine, _attempt())
+
+    return run_one
+
+
 def _attempt(row=ROW, sample_index=0):
     task = Task(task_id="5", row=row, group_id="000003.001")
     return Attempt(task=task, sample_index=sample_index, step=3)
@@ -52,12 +62,16 @@ def _attempt(row=ROW, sample_index=0):
 
 async def _ask(client, *contents):
     """One conversation of several turns; the last reply's text."""
-    messages = []
+    return (await _talk(client, *contents))[-1].choices[0].message.content
+
+
+async def _talk(client, *contents):
+    messages, replies = [], []
     for content in contents:
         messages.append({"role": "user", "content": content})
-        reply = await client.chat.completions.create(model="m", messages=messages)
-        messages.append(reply.choices[0].message.model_dump(exclude_none=True))
-    return messages[-1]["content"]
+        replies.append(await client.chat.completions.create(model="m", messages=messages))
+        messages.append(replies[-1].choices[0].message.model_dump(exclude_none=True))
+    return replies
 
 
 async def solve(data, client):
@@ -72,9 +86,7 @@ async def reply_late(prompt):
     await asyncio.sleep(60)
 
 
-async def test_text_goes_to_the_reward_function_and_the_record_is_complete(
-    make_workflow, scripted_engine
-):
+async def test_text_goes_to_the_reward_function_and_the_record_is_complete(run):
     async def reward_fn(completions, answer, prompt, messages, prompt_ids, completion_ids):
         assert prompt == ROW["question"]
         assert [m["role"] for m in messages] == ["user", "assistant"]
@@ -82,97 +94,71 @@ async def test_text_goes_to_the_reward_function_and_the_record_is_complete(
         assert completion_ids
         return {"reward": float(completions == answer), "length": len(completions)}
 
-    trajectory = await make_workflow(solve, reward_fn).arun_trajectory(
-        scripted_engine(["4"]), _attempt()
-    )
+    trajectory = await run(solve, reward_fn)
     assert trajectory.failure is None
-    assert (trajectory.id, trajectory.group_id, trajectory.task_id) == (
-        "000003.001/0",
-        "000003.001",
-        "5",
-    )
+    assert (trajectory.id, trajectory.task_id, trajectory.task) == ("000003.001/0", "5", ROW)
     assert (trajectory.reward, trajectory.final_answer) == (1.0, "4")
     assert trajectory.reward_parts == {"length": 1.0}
-    assert trajectory.task == ROW
     (interaction,) = trajectory.interactions
     assert (interaction.reward, interaction.turn_return) == (1.0, 1.0)
-    assert trajectory.seconds > 0
 
 
 @pytest.mark.parametrize(
     ("returned", "reward"),
     [
         (1, 1.0),
-        (True, 1.0),
-        (0.25, 0.25),
         (np.float32(0.5), 0.5),
-        (np.int64(2), 2.0),
         (float("nan"), None),
     ],
 )
-async def test_an_agents_own_reward_goes_before_the_reward_function(
-    make_workflow, scripted_engine, returned, reward
-):
+async def test_an_agents_own_reward_goes_before_the_reward_function(run, returned, reward):
     async def agent(data, client):
         await solve(data, client)
         return returned
 
-    trajectory = await make_workflow(agent, fail_if_asked).arun_trajectory(
-        scripted_engine(["4"]), _attempt()
-    )
+    trajectory = await run(agent, fail_if_asked)
     assert trajectory.failure is None
-    assert trajectory.reward == reward
-    assert trajectory.interactions[0].reward == reward
+    assert trajectory.reward == trajectory.interactions[0].reward == reward
 
 
-async def test_none_asks_the_reward_function_about_the_last_reply(make_workflow, scripted_engine):
+async def test_none_asks_the_reward_function_about_the_last_reply(run):
     async def agent(data, client):
         await _ask(client, "one", "two")
 
     async def reward_fn(completions):
         return None if completions == "b" else 1.0
 
-    workflow = make_workflow(agent, reward_fn)
-    trajectory = await workflow.arun_trajectory(scripted_engine(["a", "b"]), _attempt())
+    trajectory = await run(agent, reward_fn, replies=["a", "b"])
     assert (trajectory.final_answer, trajectory.reward, trajectory.failure) == ("b", None, None)
 
 
-async def test_rewards_by_interaction_are_discounted_down_the_tree(make_workflow, scripted_engine):
+async def test_rewards_by_interaction_are_discounted_down_the_tree(run):
     async def agent(data, client):
-        messages = [{"role": "user", "content": "hi"}]
-        first = await client.chat.completions.create(model="m", messages=messages)
-        messages += [first.choices[0].message.model_dump(), {"role": "user", "content": "so?"}]
-        second = await client.chat.completions.create(model="m", messages=messages)
+        first, second = await _talk(client, "hi", "so?")
         return {first.id: 0.5, second.id: 1}
 
-    workflow = make_workflow(agent, turn_discount=0.5)
-    trajectory = await workflow.arun_trajectory(scripted_engine(["a", "b"]), _attempt())
+    trajectory = await run(agent, replies=["a", "b"], turn_discount=0.5)
     assert [i.reward for i in trajectory.interactions] == [0.5, 1.0]
     assert [i.turn_return for i in trajectory.interactions] == [1.0, 1.0]
     assert trajectory.reward == 1.0
 
 
-async def test_rewards_set_through_the_client_are_kept(make_workflow, scripted_engine):
+@pytest.mark.parametrize("judge", [None, fail_if_asked])
+async def test_rewards_set_through_the_client_are_kept(run, judge):
     async def agent(data, client):
         await solve(data, client)
         client.set_final_reward(0.75)
 
-    for judge in (None, fail_if_asked):
-        trajectory = await make_workflow(agent, judge).arun_trajectory(
-            scripted_engine(["4"]), _attempt()
-        )
-        assert (trajectory.reward, trajectory.failure) == (0.75, None)
+    trajectory = await run(agent, judge)
+    assert (trajectory.reward, trajectory.failure) == (0.75, None)
 
 
-async def test_a_reward_for_an_unknown_interaction_is_a_reward_failure(
-    make_workflow, scripted_engine
-):
+async def test_a_reward_for_an_unknown_interaction_is_a_reward_failure(run):
     async def agent(data, client):
-        messages = [{"role": "user", "content": "x"}]
-        reply = await client.chat.completions.create(model="m", messages=messages)
+        (reply,) = await _talk(client, "x")
         return {reply.id: 1.0, "chatcmpl-nope": 1.0}
 
-    trajectory = await make_workflow(agent).arun_trajectory(scripted_engine(["4"]), _attempt())
+    trajectory = await run(agent)
     assert trajectory.failure.boundary is Boundary.REWARD
     assert "'chatcmpl-nope', which is no completed interaction" in trajectory.failure.message
     # Not half of the rewards: none.
@@ -180,57 +166,55 @@ async def test_a_reward_for_an_unknown_interaction_is_a_reward_failure(
     assert trajectory.interactions[0].reward is None
 
 
-async def test_nothing_that_gives_a_reward_is_a_failure_with_advice(make_workflow, scripted_engine):
-    trajectory = await make_workflow(solve).arun_trajectory(scripted_engine(["4"]), _attempt())
-    assert trajectory.failure.boundary is Boundary.REWARD
-    assert "Set reward_fn_path" in trajectory.failure.message
+async def raise_in_reward(completions):
+    raise ZeroDivisionError("by nought")
 
 
-async def test_failures_of_the_reward_are_its_own(make_workflow, scripted_engine):
-    async def raising(completions):
-        raise ZeroDivisionError("by nought")
-
-    async def hanging(completions):
-        await asyncio.sleep(60)
-
-    async def wordy(completions):
-        return "good"
-
-    for reward_fn, kind in ((raising, "ZeroDivisionError"), (hanging, "RewardError"),
-                            (wordy, "RewardError")):  # fmt: skip
-        trajectory = await make_workflow(solve, reward_fn).arun_trajectory(
-            scripted_engine(["4"]), _attempt()
-        )
-        assert trajectory.failure.boundary is Boundary.REWARD
-        assert trajectory.failure.kind == kind
-        assert trajectory.reward is None
-        assert trajectory.final_answer == "4"
-        assert len(trajectory.interactions) == 1
+async def hang_in_reward(completions):
+    await asyncio.sleep(60)
 
 
-async def test_an_agents_exception_keeps_its_partial_interactions(make_workflow, scripted_engine):
+async def praise(completions):
+    return "good"
+
+
+@pytest.mark.parametrize(
+    ("reward_fn", "kind", "message"),
+    [
+        (None, "RewardError", "Set reward_fn_path"),
+        (raise_in_reward, "ZeroDivisionError", "by nought"),
+        (hang_in_reward, "RewardError", "did not finish"),
+        (praise, "RewardError", "Allowed: a number"),
+    ],
+)
+async def test_failures_of_the_reward_are_its_own(run, reward_fn, kind, message):
+    trajectory = await run(solve, reward_fn)
+    failure = trajectory.failure
+    assert (failure.boundary, failure.kind) == (Boundary.REWARD, kind)
+    assert message in failure.message
+    assert (trajectory.reward, trajectory.final_answer, trajectory.num_turns) == (None, "4", 1)
+
+
+async def test_an_agents_exception_keeps_its_partial_interactions(run):
     async def agent(data, client):
         await solve(data, client)
         raise KeyError("state")
 
-    trajectory = await make_workflow(agent).arun_trajectory(scripted_engine(["4"]), _attempt())
+    trajectory = await run(agent)
     assert (trajectory.failure.boundary, trajectory.failure.kind) == (Boundary.AGENT, "KeyError")
     assert 'raise KeyError("state")' in trajectory.failure.traceback
-    assert trajectory.num_turns == 1
-    assert trajectory.reward is None
+    assert (trajectory.num_turns, trajectory.reward) == (1, None)
 
 
 @pytest.mark.parametrize("error", [EngineError("gpu lost"), ContextLengthError(5000, 4096)])
-async def test_engine_errors_are_told_from_agent_errors(make_workflow, scripted_engine, error):
-    trajectory = await make_workflow(solve).arun_trajectory(scripted_engine([error]), _attempt())
-    assert trajectory.failure.boundary is Boundary.ENGINE
-    assert trajectory.failure.kind == type(error).__name__
+async def test_engine_errors_are_told_from_agent_errors(run, error):
+    trajectory = await run(solve, replies=[error])
+    failure = trajectory.failure
+    assert (failure.boundary, failure.kind) == (Boundary.ENGINE, type(error).__name__)
     assert trajectory.interactions[0].status is InteractionStatus.FAILED
 
 
-async def test_an_engine_error_that_the_agent_survived_is_not_blamed(
-    make_workflow, scripted_engine
-):
+async def test_an_engine_error_that_the_agent_survived_is_not_blamed(run):
     async def agent(data, client):
         try:
             await solve(data, client)
@@ -238,12 +222,12 @@ async def test_an_engine_error_that_the_agent_survived_is_not_blamed(
             await solve(data, client)
         raise IndexError("mine")
 
-    engine = scripted_engine([EngineError("once"), "4"])
-    trajectory = await make_workflow(agent).arun_trajectory(engine, _attempt())
+    trajectory = await run(agent, replies=[EngineError("once"), "4"])
     assert (trajectory.failure.boundary, trajectory.failure.kind) == (Boundary.AGENT, "IndexError")
 
 
-LIMITS = pytest.mark.parametrize(
+@pytest.mark.parametrize("way", ["raises", "returns", "nobody judges"])
+@pytest.mark.parametrize(
     ("limits", "num_turns", "stop_reason"),
     [
         ({"max_turns": 2}, 2, StopReason.MAX_TURNS),
@@ -251,93 +235,54 @@ LIMITS = pytest.mark.parametrize(
     ],
     ids=["turns", "tokens"],
 )
-
-
-@LIMITS
-async def test_budgets_end_trajectories(
-    make_workflow, scripted_engine, limits, num_turns, stop_reason
-):
-    async def agent(data, client):
-        await _ask(client, *"abcdefg")
-
-    workflow = make_workflow(agent, **limits)
-    trajectory = await workflow.arun_trajectory(scripted_engine(lambda _: "4"), _attempt())
-    assert trajectory.failure.boundary is Boundary.BUDGET
-    (key,) = limits
-    assert f"rollout.{key} = 2" in trajectory.failure.message
-    assert (trajectory.num_turns, trajectory.stop_reason) == (num_turns, stop_reason)
-
-
-@pytest.mark.parametrize("catches", [False, True], ids=["raises", "returns"])
-@LIMITS
 async def test_what_a_budget_ended_is_judged_by_what_it_said(
-    make_workflow, scripted_engine, limits, num_turns, stop_reason, catches
+    run, limits, num_turns, stop_reason, way
 ):
     async def agent(data, client):
         try:
             await _ask(client, *"abcdefg")
         except openai.BadRequestError:
-            if not catches:
+            if way != "returns":
                 raise
 
     async def reward_fn(completions):
         return 0.5 if completions == "4" else 0.0
 
-    workflow = make_workflow(agent, reward_fn, **limits)
-    trajectory = await workflow.arun_trajectory(scripted_engine(lambda _: "4"), _attempt())
-    assert (trajectory.failure, trajectory.stop_reason) == (None, stop_reason)
-    assert (trajectory.reward, trajectory.num_turns) == (0.5, num_turns)
-    assert trajectory.interactions[-1].turn_return == 0.5
+    judge = None if way == "nobody judges" else reward_fn
+    trajectory = await run(agent, judge, replies=lambda _: "4", **limits)
+    assert (trajectory.num_turns, trajectory.stop_reason) == (num_turns, stop_reason)
+    if judge is None:
+        assert trajectory.failure.boundary is Boundary.BUDGET
+        (key,) = limits
+        assert f"rollout.{key} = 2" in trajectory.failure.message
+    else:
+        assert (trajectory.failure, trajectory.reward) == (None, 0.5)
+        assert trajectory.interactions[-1].turn_return == 0.5
 
 
-async def test_an_agent_may_return_what_it_has_when_its_time_is_over(
-    make_workflow, scripted_engine
-):
+@pytest.mark.parametrize("returns", [False, True])
+async def test_the_deadline_ends_a_trajectory_and_its_call(run, returns):
+    """An agent may return what it has when its time is over."""
     replies = iter([lambda _: "a", reply_late])
 
     async def agent(data, client):
         try:
             await _ask(client, "one", "two")
         except openai.BadRequestError as error:
-            return 0.25 if error.code == "budget_exceeded" else 0.0
+            if returns:
+                return 0.25 if error.code == "budget_exceeded" else 0.0
+            raise
 
-    workflow = make_workflow(agent, timeout_seconds=1.0)
-    trajectory = await workflow.arun_trajectory(
-        scripted_engine(lambda prompt: next(replies)(prompt)), _attempt()
-    )
-    assert (trajectory.failure, trajectory.reward) == (None, 0.25)
-    assert trajectory.stop_reason is StopReason.MAX_SECONDS
-    assert trajectory.interactions[1].status is InteractionStatus.CANCELLED
-
-
-async def test_the_deadline_ends_a_trajectory_and_its_call(make_workflow, scripted_engine):
-    replies = iter([lambda _: "a", reply_late])
-    engine = scripted_engine(lambda prompt: next(replies)(prompt))
-
-    async def agent(data, client):
-        await _ask(client, "one", "two")
-
-    trajectory = await make_workflow(agent, timeout_seconds=0.3).arun_trajectory(engine, _attempt())
-    assert trajectory.failure.boundary is Boundary.TIMEOUT
-    assert "rollout.timeout_seconds = 0.3 was reached" in trajectory.failure.message
+    trajectory = await run(agent, replies=lambda prompt: next(replies)(prompt), timeout_seconds=1.0)
     assert trajectory.stop_reason is StopReason.MAX_SECONDS
     statuses = [i.status for i in trajectory.interactions]
     assert statuses == [InteractionStatus.COMPLETED, InteractionStatus.CANCELLED]
-    assert engine.num_cancelled == 1
     assert len(asyncio.all_tasks()) == 1
-
-
-async def test_cancelling_a_trajectory_leaves_nothing_behind(make_workflow, scripted_engine):
-    engine = scripted_engine(reply_late)
-    workflow = make_workflow(solve)
-    task = asyncio.create_task(workflow.arun_trajectory(engine, _attempt()))
-    while not engine.num_running:
-        await asyncio.sleep(0.01)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert engine.num_cancelled == 1
-    assert len(asyncio.all_tasks()) == 1
+    if returns:
+        assert (trajectory.failure, trajectory.reward) == (None, 0.25)
+    else:
+        assert trajectory.failure.boundary is Boundary.TIMEOUT
+        assert "rollout.timeout_seconds = 1 was reached" in trajectory.failure.message
 
 
 async def test_sampling_defaults_and_seeds(make_workflow, scripted_engine):
@@ -354,68 +299,14 @@ async def test_sampling_defaults_and_seeds(make_workflow, scripted_engine):
     assert free == Sampling(max_tokens=7, temperature=0.5, top_p=0.9)
 
 
-async def test_an_agent_may_write_into_its_row(make_workflow, scripted_engine):
+async def test_an_agent_may_write_into_its_row(run):
     async def agent(data, client):
         data["scratch"] = await _ask(client, data.pop("question"))
         return 1.0
 
-    trajectory = await make_workflow(agent).arun_trajectory(scripted_engine(["4"]), _attempt())
+    trajectory = await run(agent)
     assert trajectory.failure is None
     assert trajectory.task == ROW == {"question": "What is 2 + 2?", "answer": "4"}
-
-
-async def test_agents_that_make_their_own_client(make_workflow, scripted_engine):
-    """By the shared in-process HTTP client, and by a socket with base_url and key."""
-
-    async def in_process(data, base_url, api_key, http_client, model):
-        client = openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
-        reply = await client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": "x"}]
-        )
-        return reply.choices[0].message.content
-
-    async def by_socket(data, **extra):
-        assert set(extra) == {
-            "base_url", "api_key", "http_client", "client", "model", "max_turns",
-        }  # fmt: skip
-        async with httpx.AsyncClient(base_url=extra["base_url"]) as http:
-            reply = await http.post(
-                "/chat/completions",
-                headers={"Authorization": f"Bearer {extra['api_key']}"},
-                json={"model": "m", "messages": [{"role": "user", "content": "x"}]},
-            )
-        return reply.json()["choices"][0]["message"]["content"]
-
-    for agent in (in_process, by_socket):
-        workflow = make_workflow(agent, lambda completions: completions == "4")
-        trajectory = await workflow.arun_trajectory(scripted_engine(["4"]), _attempt())
-        assert (trajectory.reward, trajectory.num_turns) == (1.0, 1), trajectory.failure
-
-
-async def test_builders_that_name_the_client_are_called_for_every_trajectory(
-    make_workflow, scripted_engine
-):
-    built = []
-
-    def build(client, model):
-        class Solver:
-            async def run(self, data):
-                self.seen = getattr(self, "seen", 0) + 1
-                await _ask(client, data["question"])
-                return self.seen
-
-        built.append((model, client))
-        return Solver()
-
-    workflow = make_workflow(None, per_trajectory=build)
-    for index in range(3):
-        trajectory = await workflow.arun_trajectory(
-            scripted_engine(["4"]), _attempt(sample_index=index)
-        )
-        assert trajectory.reward == 1.0
-    # Once on trial, then three times in earnest, with as many clients.
-    assert [model for model, _ in built] == ["model", "scripted", "scripted", "scripted"]
-    assert len({id(client) for _, client in built}) == 4
 
 
 async def test_a_builder_that_fails_later_is_data_but_a_wrong_return_is_not(
@@ -442,8 +333,6 @@ async def test_a_missing_reward_argument_stops_the_run(make_workflow, scripted_e
     workflow = make_workflow(solve, reward_fn)
     with pytest.raises(RewardSignatureError):
         await workflow.arun_trajectory(scripted_engine(["4"]), _attempt())
-    with pytest.raises(RewardSignatureError):
-        workflow.check_rows([ROW], "train_dataset")
 
 
 async def test_rows_choose_their_agent(open_client, scripted_engine):

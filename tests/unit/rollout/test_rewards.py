@@ -7,7 +7,6 @@ import functools
 import os
 import signal
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -15,12 +14,12 @@ import torch
 
 from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.errors import DatasetError, RewardError, RewardSignatureError
-from agentrl_cli.rollout.reward_workers import (
+from agentrl_cli.rollout.rewards import (
     MAX_STUCK_THREADS,
+    AsyncRewardWrapper,
     find_import_path,
     parse_reward_result,
 )
-from agentrl_cli.rollout.rewards import AsyncRewardWrapper
 from rewards.gsm8k import gsm8k_reward_fn
 
 WORKER_FILE = """
@@ -49,8 +48,10 @@ def hang(completions):
 def late_of_its_own():
     raise TimeoutError("my own")
 
-def die():
-    os._exit(3)
+def die(completions):
+    if completions == "slow":
+        os._exit(3)
+    return 1.0
 
 def count(**kwargs):
     return {"reward": len(kwargs), "first": 1}
@@ -75,47 +76,14 @@ def wrap(tmp_path):
         wrapper.close()
 
 
-@pytest.mark.parametrize(
-    ("result", "reward"),
-    [
-        (1, 1.0),
-        (True, 1.0),
-        (False, 0.0),
-        (0.5, 0.5),
-        (None, None),
-        (float("nan"), None),
-        (np.float32(0.5), 0.5),
-        (np.int64(3), 3.0),
-        (np.bool_(True), 1.0),
-        (np.array(2.0), 2.0),
-        (np.float64("nan"), None),
-        (torch.tensor(0.25), 0.25),
-    ],
-)
-def test_numbers_of_every_kind(result, reward):
-    assert parse_reward_result(result) == (reward, {})
-    assert parse_reward_result({"reward": result}) == (reward, {})
-
-
-@pytest.mark.parametrize(
-    "result",
-    [
-        "1.0",
-        [1.0],
-        (1.0, 2.0),
-        float("inf"),
-        np.array([1.0, 2.0]),
-        torch.zeros(2),
-        object(),
-        10**999,
-    ],
-)
-def test_anything_else_is_refused(result):
+@pytest.mark.parametrize("result", ["1.0", [1.0], float("inf"), torch.zeros(2)])
+def test_what_is_no_number_is_refused(result):
     with pytest.raises(RewardError, match="Allowed: a number"):
         parse_reward_result(result)
 
 
 def test_parts_are_kept_and_reward_is_required():
+    assert parse_reward_result(float("nan")) == (None, {})
     parts = {"reward": 1, "format": True, "style": np.float32(0.5), "unknown": None}
     assert parse_reward_result(parts) == (1.0, {"format": 1.0, "style": 0.5})
     with pytest.raises(RewardError, match=r"without 'reward'.*it has: total"):
@@ -148,6 +116,8 @@ async def test_async_deadline_is_told_from_the_functions_own_timeout():
 async def test_blocking_functions_run_in_another_process(wrap):
     wrapper = wrap("pid")
     assert await wrapper(completions="") != os.getpid()
+    # Ctrl-C of the terminal does not reach it.
+    assert await wrap("group")() != os.getpgid(0)
     parts = await wrap("count").score(completions="", answer="", question="")
     assert (parts.reward, parts.parts) == (3.0, {"first": 1.0})
 
@@ -163,22 +133,16 @@ async def test_exceptions_come_back_with_the_workers_traceback(wrap):
         await wrap("late_of_its_own")()
 
 
-async def test_a_hanging_process_is_killed_and_replaced(wrap):
-    wrapper = wrap("hang", timeout_seconds=1.0)
+@pytest.mark.parametrize(
+    ("name", "message"), [("hang", r"did not finish in 1 seconds"), ("die", "died")]
+)
+async def test_a_process_that_hangs_or_dies_is_an_error_and_is_replaced(wrap, name, message):
+    wrapper = wrap(name, timeout_seconds=1.0)
     assert await wrapper(completions="fast") == 1.0
-    started = time.perf_counter()
-    slow = asyncio.create_task(wrapper(completions="slow"))
-    with pytest.raises(RewardError, match=r"did not finish in 1 seconds"):
-        await slow
-    assert time.perf_counter() - started < 10
+    async with asyncio.timeout(10):
+        with pytest.raises(RewardError, match=message):
+            await wrapper(completions="slow")
     assert await wrapper(completions="fast") == 1.0
-
-
-async def test_a_dying_process_is_an_error_and_is_replaced(wrap):
-    wrapper = wrap("die")
-    for _ in range(2):
-        with pytest.raises(RewardError, match="died"):
-            await wrapper()
 
 
 async def test_functions_without_a_name_run_in_threads():
@@ -211,33 +175,16 @@ async def test_stuck_threads_do_not_hold_up_others_and_are_counted():
     with pytest.raises(RewardError, match="Put the function into a module"):
         await wrapper(completions="fast")
     release.set()
-    for _ in range(100):
+    while wrapper._workers._num_stuck:
         await asyncio.sleep(0.01)
-        if wrapper._workers._num_stuck == 0:
-            break
     assert await wrapper(completions="fast") == 1.0
 
 
-async def test_cancelled_thread_calls_end_quietly():
-    release = threading.Event()
-    wrapper = AsyncRewardWrapper(lambda: float(release.wait(60)))
-    call = asyncio.create_task(wrapper())
-    await asyncio.sleep(0.05)
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    release.set()
-    assert await wrapper() == 1.0
-
-
-def test_import_paths_of_functions(tmp_path):
+def test_import_paths_of_functions(wrap):
     assert find_import_path(gsm8k_reward_fn) == "rewards.gsm8k:gsm8k_reward_fn"
-    assert find_import_path(lambda: 1) is None
     assert find_import_path(functools.partial(gsm8k_reward_fn)) is None
-    path = tmp_path / "judge.py"
-    path.write_text("def score(completions):\n    return 1\n")
-    fn = import_object(f"{path}:score", "reward_fn_path")
-    assert find_import_path(fn) == f"{path}:score"
+    wrapper = wrap("pid")
+    assert find_import_path(wrapper._fn) == wrapper.name
 
 
 def test_signature_is_held_against_the_dataset():
@@ -263,10 +210,6 @@ def test_what_is_no_function_or_not_callable_by_keyword_is_refused():
         AsyncRewardWrapper(positional)
     with pytest.raises(RewardSignatureError, match="is float, not a function"):
         AsyncRewardWrapper(0.5)
-
-
-async def test_ctrl_c_of_the_terminal_does_not_reach_reward_processes(wrap):
-    assert await wrap("group")() != os.getpgid(0)
 
 
 async def test_reward_processes_that_were_killed_are_replaced(wrap):

@@ -1,27 +1,24 @@
-"""The pool's scheduling on workers without a process, their log, and the environment of agents."""
+"""The pool's scheduling on workers without a process, and their log."""
 
 from __future__ import annotations
 
 import asyncio
-import io
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_cli.agents.agent_building import AgentSpec
 from agentrl_cli.agents.agent_runner import AgentOutcome
 from agentrl_cli.errors import RunError
-from agentrl_cli.rollout.workers.worker_log import WorkerLog, WorkerOutput
 from agentrl_cli.rollout.workers.worker_pool import WorkerPool
-from agentrl_cli.rollout.workers.worker_process import AgentCrashError, AgentExitError
-from agentrl_cli.rollout.workers.worker_program import (
-    MessageError,
-    build_environment,
-    encode_message,
-    read_message,
+from agentrl_cli.rollout.workers.worker_process import (
+    AgentCrashError,
+    AgentExitError,
+    WorkerLog,
+    WorkerOutput,
 )
 
 SPEC = AgentSpec(path="x", kwargs={}, key="agent_builder_path")
@@ -57,7 +54,10 @@ class FakeWorker:
             raise AgentExitError("exit status 5")
         return self._how != "leave"
 
-    async def run(self, spec: AgentSpec, call: Any, *, label: str, modules: str) -> AgentOutcome:
+    def begin(self, label: str) -> None:
+        """Writes nothing."""
+
+    async def run(self, spec: AgentSpec, call: Any) -> AgentOutcome:
         assert not self.has_ended
         self.num_tasks += 1
         self._how, script = call, self._script
@@ -82,14 +82,12 @@ class FakeWorker:
 
 
 async def run_one(pool: WorkerPool, how: str) -> str | None:
-    async with pool.take(how) as slot:
-        running = slot.run(SPEC, how)  # type: ignore[arg-type]
+    async with pool.take(how) as worker:
+        running = worker.run(SPEC, how)  # type: ignore[arg-type]
         return (await asyncio.wait_for(running, 0.01 if how == "late" else 5)).final_answer
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, deadline=None)
 @given(
     hows=st.lists(st.sampled_from(["answer", "crash", "late", "leave"]), min_size=1, max_size=20),
     num_workers=st.integers(1, 4),
@@ -120,8 +118,9 @@ def test_every_trajectory_gets_a_worker_and_its_own_end(hows, num_workers, max_t
 async def test_a_worker_is_free_while_its_trajectory_is_judged():
     script = Script()
     pool = WorkerPool(1, script.start, max_tasks=3)  # type: ignore[arg-type]
-    async with pool.take("first") as slot:
-        await slot.run(SPEC, "a")  # type: ignore[arg-type]
+    async with pool.take("first") as worker:
+        await worker.run(SPEC, "a")  # type: ignore[arg-type]
+        pool.give_back(worker)
         # Here its reward would be computed.
         assert await asyncio.wait_for(run_one(pool, "b"), 5) == "b"
     assert await run_one(pool, "c") == "c"
@@ -150,30 +149,11 @@ def test_the_pool_serves_one_loop_after_another():
     pool.close()
 
 
-@pytest.mark.parametrize(
-    "line", [b"no json\n", b"[1]\n", b'{"a": 1}\n', b'{"op": 1}\n', b"[" * 100_000 + b"\n"]
-)
-def test_what_is_no_message_is_refused(line):
-    with pytest.raises(MessageError):
-        read_message(io.BytesIO(line))
-
-
-def test_messages_arrive_as_they_were_sent_and_have_a_limit(monkeypatch):
-    message = {"op": "x", "text": "half a pair: \ud83d\n", "number": 1e-320, "none": [None, {}]}
-    reader = io.BytesIO(encode_message(message) * 2 + b'{"op": "cut')
-    assert read_message(reader) == read_message(reader) == message
-    assert read_message(reader) is None
-    monkeypatch.setattr("agentrl_cli.rollout.workers.worker_program._MAX_MESSAGE_BYTES", 20)
-    with pytest.raises(MessageError, match="are too many"):
-        encode_message(message)
-    with pytest.raises(MessageError, match="longer than 20"):
-        read_message(io.BytesIO(b"x" * 50 + b"\n"))
-
-
-def test_the_log_says_whose_line_it_is_and_keeps_no_key(tmp_path):
+def test_the_log_says_whose_line_it_is_and_keeps_no_key(tmp_path, caplog):
     log = WorkerLog()
     first, second = WorkerOutput(log), WorkerOutput(log)
-    first.write(b"early\n")
+    log.open(tmp_path / "nowhere" / "x.log")
+    assert "No such file" in caplog.text
     log.open(tmp_path / "x.log")
     first.begin("000001.000/0")
     first.write(b"one\ntw")
@@ -183,7 +163,6 @@ def test_the_log_says_whose_line_it_is_and_keeps_no_key(tmp_path):
     assert first.quote().splitlines()[2:] == ["  | one", "  | two", "  | key ***", "  | no end"]
     log.close()
     assert (tmp_path / "x.log").read_text().splitlines() == [
-        "agent worker | early",
         "000001.000/0 | one",
         "agent worker | grüße",
         "000001.000/0 | two",
@@ -205,27 +184,3 @@ def test_a_trajectory_that_prints_for_ever_does_not_fill_the_disk(tmp_path):
     lines = (tmp_path / "x.log").read_text().splitlines()
     assert (tmp_path / "x.log").stat().st_size < 5 * 2**20
     assert lines[-2:] == ["first | (what it wrote after 4 MiB is not kept)", "second | heard"]
-
-
-def test_a_log_that_cannot_be_written_is_reported_and_agents_continue(tmp_path, caplog):
-    log = WorkerLog()
-    log.open(tmp_path / "nowhere" / "x.log")
-    assert "No such file" in caplog.text
-    output = WorkerOutput(log)
-    output.write(b"continues\n")
-    assert "  | continues" in output.quote()
-
-
-def test_the_environment_leads_to_the_model_and_past_every_proxy():
-    environment = {"NO_PROXY": "example.org", "HTTP_PROXY": "http://proxy", "OPENAI_API_KEY": "own"}
-    changed = build_environment(
-        environment | {"OPENAI_DEFAULT_MODEL": "gpt-5"}, "http://127.0.0.1:5/v1", "key"
-    )
-    assert changed["NO_PROXY"] == "example.org,127.0.0.1,localhost"
-    assert changed["no_proxy"] == "127.0.0.1,localhost"
-    assert changed["HTTP_PROXY"] == "http://proxy"
-    assert changed["OPENAI_API_KEY"] == changed["ANTHROPIC_API_KEY"] == "key"
-    assert changed["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:5"
-    # The Agents SDK sends no traces, and no settings of another model.
-    assert changed["OPENAI_AGENTS_DISABLE_TRACING"] == "1"
-    assert not changed["OPENAI_DEFAULT_MODEL"].startswith("gpt")

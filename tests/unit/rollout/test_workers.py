@@ -52,57 +52,44 @@ def find_sockets():
     return [int(n) for n in names if os.path.islink(f"/proc/self/fd/{n}")
             and os.readlink(f"/proc/self/fd/{n}").startswith("socket:")]
 
+def close_all():
+    for number in find_sockets():
+        os.close(number)
+    time.sleep(600)
+
+def write_nonsense():
+    for number in find_sockets():
+        os.write(number, b'{"op": "done"}\\n')
+    time.sleep(600)
+
+def fill_memory():
+    held = []
+    while True:
+        held.append(bytearray(b"1") * 20_000_000)
+        time.sleep(0.005)
+
+def fill_memory_by_a_child():
+    code = "held = bytearray(b'1') * 700_000_000; import time; time.sleep(60)"
+    subprocess.run([sys.executable, "-c", code], start_new_session=True)
+
+def leave_a_child():
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    open("child", "w").write(str(child.pid))
+    os._exit(0)
+
+def leave_a_writer():
+    # One line surely, whatever the machine is busy with.
+    subprocess.run(["echo", "no end"])
+    subprocess.Popen(["yes", "no end"], start_new_session=True)
+    os._exit(0)
+
 def solve(data):
-    what = data["question"]
-    print("about to", what)
+    """Does what the question says, in Python."""
+    print("about to", data["question"])
     print("in", os.getpid())
     speak(data)
-    if what == "crash":
-        ctypes.string_at(0)
-    elif what == "exit":
-        os._exit(3)
-    elif what == "sys.exit":
-        sys.exit("enough")
-    elif what == "be killed":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif what == "fill memory":
-        held = []
-        while True:
-            held.append(bytearray(b"1") * 20_000_000)
-            time.sleep(0.005)
-    elif what == "fill memory by a child":
-        code = "held = bytearray(b'1') * 700_000_000; import time; time.sleep(60)"
-        subprocess.run([sys.executable, "-c", code], start_new_session=True)
-    elif what == "hang":
-        time.sleep(600)
-    elif what == "leave a child":
-        child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        open("child", "w").write(str(child.pid))
-        os._exit(0)
-    elif what == "raise":
-        raise KeyError("state")
-    elif what == "leave a writer":
-        # One line surely, whatever the machine is busy with.
-        subprocess.run(["echo", "no end"])
-        subprocess.Popen(["yes", "no end"], start_new_session=True)
-        os._exit(0)
-    elif what == "close the channel":
-        for number in find_sockets():
-            os.close(number)
-        time.sleep(600)
-    elif what == "write nonsense to the channel":
-        for number in find_sockets():
-            os.write(number, b'{"op": "done"}\\n')
-        time.sleep(600)
-    elif what == "say too much":
-        return "x" * 34_000_000
-    elif what == "ask the person":
-        return input("name? ")
-    elif what == "leave a sleeper":
-        subprocess.Popen(["sleep", "600"])
-    elif what == "return nonsense":
-        return object()
-    return 1
+    returned = eval(data["question"])
+    return 1 if returned is None else returned
 
 async def reward_by_client(data, client, model):
     first = await client.chat.completions.create(
@@ -129,7 +116,11 @@ def tell_environment(data, base_url, api_key):
     assert os.environ["ANTHROPIC_BASE_URL"] == base_url.removesuffix("/v1")
     assert os.environ["OPENAI_API_KEY"] == os.environ["ANTHROPIC_API_KEY"] == api_key
     assert "ANTHROPIC_AUTH_TOKEN" not in os.environ
-    assert "127.0.0.1" in os.environ["NO_PROXY"]
+    assert os.environ["NO_PROXY"] == "example.org,127.0.0.1,localhost"
+    assert os.environ["HTTP_PROXY"] == "http://proxy"
+    # The Agents SDK sends no traces, and no settings of another model.
+    assert os.environ["OPENAI_AGENTS_DISABLE_TRACING"] == "1"
+    assert not os.environ["OPENAI_DEFAULT_MODEL"].startswith("gpt")
     os.environ["LEFT_BEHIND"] = os.environ.get("LEFT_BEHIND", "") + "x"
     speak(data)
     return f"{os.getpid()} {os.environ['LEFT_BEHIND']} {ANSWER}"
@@ -159,6 +150,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my_agents.py").write_text(AGENTS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "a person's own")
+    monkeypatch.setenv("OPENAI_DEFAULT_MODEL", "gpt-5")
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy")
+    monkeypatch.setenv("NO_PROXY", "example.org")
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     return tmp_path
 
@@ -179,17 +173,9 @@ def configure(builder: str = "my_agents.build", **options: Any) -> ExperimentCon
 def run(folder, chat_tokenizer, scripted_engine, open_client):
     """Runs one agent on a row for each question; the trajectories, in order."""
 
-    async def run_questions(*questions, name="solve", agents=None, **rollout):
-        kwargs = {"agent_builder_kwargs": {"name": name}}
-        if agents is not None:
-            builder = {"agent_builder_path": "my_agents.build"}
-            kwargs = {
-                "agents": {n: {**builder, "agent_builder_kwargs": {"name": n}} for n in agents}
-            }
-        config = configure(None if agents else "my_agents.build", rollout=rollout, **kwargs)
-        names = agents or [None] * len(questions)
-        rows = [{"question": q} | ({"agent_name": n} if n else {})
-                for q, n in zip(questions, names, strict=True)]  # fmt: skip
+    async def run_questions(*questions, name="solve", **rollout):
+        config = configure(rollout=rollout, agent_builder_kwargs={"name": name})
+        rows = [{"question": question} for question in questions]
         with open_workers(config) as workers:
             workflow = build_workflow(
                 config, chat_tokenizer, open_client=open_client, workers=workers
@@ -209,26 +195,26 @@ def run(folder, chat_tokenizer, scripted_engine, open_client):
 
 async def test_each_fault_is_one_trajectorys_own(run, folder):
     faults = {
-        "crash": (Boundary.AGENT, "AgentCrashError", "killed by SIGSEGV"),
-        "exit": (Boundary.AGENT, "AgentExitError", "exit status 3"),
-        "sys.exit": (Boundary.AGENT, "RuntimeError", "the agent called exit('enough')"),
-        "be killed": (Boundary.AGENT, "AgentCrashError", "ran out of memory"),
-        "hang": (Boundary.TIMEOUT, "DeadlineError", "its process was killed"),
-        "raise": (Boundary.AGENT, "KeyError", "state"),
-        "leave a writer": (Boundary.AGENT, "AgentExitError", "exit status 0"),
-        "close the channel": (Boundary.AGENT, "AgentProcessError", "closed the connection"),
-        "write nonsense to the channel": (Boundary.AGENT, "AgentProcessError", "no message"),
-        "say too much": (Boundary.AGENT, "TypeError", "bytes are too many"),
-        "ask the person": (Boundary.AGENT, "EOFError", "EOF"),
-        "return nonsense": (Boundary.AGENT, "TypeError", "object"),
+        "ctypes.string_at(0)": (Boundary.AGENT, "AgentCrashError", "killed by SIGSEGV"),
+        "os._exit(3)": (Boundary.AGENT, "AgentExitError", "exit status 3"),
+        "sys.exit('enough')": (Boundary.AGENT, "RuntimeError", "the agent called exit('enough')"),
+        "os.kill(os.getpid(), 9)": (Boundary.AGENT, "AgentCrashError", "ran out of memory"),
+        "time.sleep(600)": (Boundary.TIMEOUT, "DeadlineError", "its process was killed"),
+        "{}['state']": (Boundary.AGENT, "KeyError", "state"),
+        "leave_a_writer()": (Boundary.AGENT, "AgentExitError", "exit status 0"),
+        "close_all()": (Boundary.AGENT, "AgentProcessError", "the connection to the trainer"),
+        "write_nonsense()": (Boundary.AGENT, "AgentProcessError", "wrote to"),
+        "'x' * 34_000_000": (Boundary.AGENT, "TypeError", "bytes are too many"),
+        "input('name? ')": (Boundary.AGENT, "EOFError", "EOF"),
+        "object()": (Boundary.AGENT, "TypeError", "object"),
     }
-    questions = [q for fault in faults for q in (fault, "answer")]
+    questions = [q for fault in faults for q in (fault, "1")]
     trajectories = await run(*questions, timeout_seconds=8)
     assert "my_agents" not in sys.modules, "what may crash is imported by workers alone"
     for question, trajectory in zip(questions, trajectories, strict=True):
         # What was sampled is kept, whatever happened afterwards.
         assert trajectory.num_turns == 1, (question, trajectory.failure)
-        if question == "answer":
+        if question == "1":
             assert (trajectory.failure, trajectory.reward) == (None, 1.0)
             continue
         boundary, kind, words = faults[question]
@@ -237,18 +223,18 @@ async def test_each_fault_is_one_trajectorys_own(run, folder):
         assert words in failure.message
         if kind in ("AgentCrashError", "AgentExitError") or boundary is Boundary.TIMEOUT:
             # The last lines that it, or what it has started, wrote.
-            if question == "leave a writer":
+            if question == "leave_a_writer()":
                 question = "no end"
             assert question in failure.message.partition("\n")[2]
     # The traceback of the other process, with the user's own line.
-    assert 'raise KeyError("state")' in trajectories[10].failure.traceback
+    assert "returned = eval(" in trajectories[10].failure.traceback
     lines = (folder / LOG_NAME).read_text().splitlines()
-    assert f"{trajectories[0].id} | about to crash" in lines
-    assert f"{trajectories[1].id} | about to answer" in lines
+    assert f"{trajectories[0].id} | about to ctypes.string_at(0)" in lines
+    assert f"{trajectories[1].id} | about to 1" in lines
 
 
 async def test_memory_is_limited_with_what_an_agent_starts(run):
-    questions = ("fill memory", "fill memory by a child", "answer")
+    questions = ("fill_memory()", "fill_memory_by_a_child()", "1")
     alone, child, answer = await run(*questions, worker_max_memory_gib=0.5, timeout_seconds=30)
     for trajectory in (alone, child):
         failure = trajectory.failure
@@ -257,16 +243,10 @@ async def test_memory_is_limited_with_what_an_agent_starts(run):
     assert answer.failure is None
 
 
-async def test_nothing_that_an_agent_starts_outlives_its_process(run, folder):
-    left, _ = await run("leave a child", "answer")
-    assert left.failure.kind == "AgentExitError"
-    pid = int((folder / "child").read_text())
-    wait_until_gone([pid])
-
-
 async def test_agents_give_rewards_as_they_do_inline(run, folder):
-    names = ["reward_by_client", "reward_by_blocking_client", "reward_by_dict"]
-    by_client, blocking, by_dict = await run("a", "b", "c", agents=names)
+    (by_client,) = await run("a", name="reward_by_client")
+    (blocking,) = await run("a", name="reward_by_blocking_client")
+    (by_dict,) = await run("a", name="reward_by_dict")
     assert [i.reward for i in by_client.interactions] == [0.25, 1.0], by_client.failure
     assert [i.turn_return for i in by_client.interactions] == [0.25, 1.0]
     assert by_client.reward == 1.0
@@ -275,13 +255,15 @@ async def test_agents_give_rewards_as_they_do_inline(run, folder):
     assert "no completed interaction 'chatcmpl-nope'" in (folder / LOG_NAME).read_text()
 
 
-async def test_a_worker_whose_agent_left_something_is_replaced(run, folder):
-    questions = ["leave a sleeper", "raise", "answer", "answer"]
-    trajectories = await run(*questions, num_workers=1)
-    assert [t.reward for t in trajectories] == [1.0, None, 1.0, 1.0]
+async def test_a_worker_whose_agent_left_something_is_replaced_and_nothing_outlives_it(run, folder):
+    questions = ["subprocess.Popen(['sleep', '600']) and None", "{}['state']", "1", "1"]
+    trajectories = await run(*questions, "leave_a_child()", num_workers=1)
+    assert [t.reward for t in trajectories] == [1.0, None, 1.0, 1.0, None]
+    assert trajectories[-1].failure.kind == "AgentExitError"
+    wait_until_gone([int((folder / "child").read_text())])
     pids = [int(line.split("in ")[1]) for line in (folder / LOG_NAME).read_text().splitlines()
             if " in " in line]  # fmt: skip
-    assert [pids.index(pid) for pid in pids] == [0, 1, 1, 1]
+    assert [pids.index(pid) for pid in pids] == [0, 1, 1, 1, 1]
 
 
 async def test_the_environment_is_each_trajectorys_own(run):
@@ -300,10 +282,8 @@ async def test_a_client_made_at_import_is_right_for_every_trajectory(run):
     # Kept for the next trajectory it has the key of the one before, which opens nothing.
     first, second = await run("a", "b", worker_modules="kept", **options)
     assert first.failure is None
-    assert (second.failure.boundary, second.failure.kind) == (
-        Boundary.GATEWAY,
-        "AuthenticationError",
-    )
+    assert second.failure.boundary is Boundary.GATEWAY
+    assert second.failure.kind == "AuthenticationError"
 
 
 async def test_a_process_that_an_agent_forks_does_not_answer_for_it(run):
@@ -313,16 +293,16 @@ async def test_a_process_that_an_agent_forks_does_not_answer_for_it(run):
 
 def wait_until_gone(pids: list[int], seconds: float = 15.0) -> None:
     deadline = time.monotonic() + seconds
-    while left := [p for p in pids if psutil.pid_exists(p) and not is_zombie(p)]:
+    while left := list(filter(is_running, pids)):
         assert time.monotonic() < deadline, f"still there: {left}"
         time.sleep(0.05)
 
 
-def is_zombie(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
-        return True
+        return False
 
 
 def test_no_worker_outlives_a_killed_trainer(folder: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.records import Interaction
-from agentrl_cli.rollout.curriculum import build_task_stream
+from agentrl_cli.rollout.dataset import build_task_stream
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.train.loop import RunCoordinator
