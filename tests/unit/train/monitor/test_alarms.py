@@ -19,7 +19,7 @@ from agentrl_cli.config.train_config import AlarmsConfig
 from agentrl_cli.errors import ConfigError
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.store.metrics_file import ALARM_PREFIX as PREFIX
-from agentrl_cli.train.monitor.alarm_rules import ALARMS, Alarms
+from agentrl_cli.train.monitor.alarms import ALARMS, Alarms
 
 Line = dict[str, float]
 
@@ -560,10 +560,10 @@ def test_where_the_ratio_is_against_who_sampled_age_is_named(config_path: Path) 
 
 
 def test_every_alarm_has_a_case_and_a_rule() -> None:
-    names = {alarm.name for alarm in ALARMS}
+    names = set(ALARMS)
     assert names == {name for name, _, _ in CASES}
     assert names == set(AlarmsConfig.model_fields)
-    assert {a.implied_by for a in ALARMS} <= names | {None}
+    assert {alarm.implied_by for alarm in ALARMS.values()} <= names | {None}
 
 
 def test_a_message_tells_only_of_what_is_there(config_path: Path) -> None:
