@@ -17,8 +17,7 @@ from agentrl_cli.models.lora import add_adapter
 from agentrl_cli.train.checkpoint import describe_damage, load_optimizer_state
 from agentrl_cli.train.data.packing import MicroBatch
 from agentrl_cli.train.data.samples import Sample
-from agentrl_cli.train.loss.gae import ValueTargets
-from agentrl_cli.train.loss.value_loss import compute_value_loss
+from agentrl_cli.train.loss.gae import ValueTargets, compute_value_loss
 from agentrl_cli.train.model.layers import prepare_layers, set_checkpointing
 from agentrl_cli.train.model.optimizer import MasterOptimizer, compute_learning_rate
 from agentrl_cli.train.model.output_head import compute_target_states
@@ -122,7 +121,7 @@ class Critic(TrainedModel[Tensor]):
         num_targets = sum(sample.num_targets for sample in samples)
 
         def compute_part(batch: MicroBatch) -> Part:
-            old_values, returns = targets.join(batch)
+            old_values, returns = batch.join(targets.values), batch.join(targets.returns)
             values = self.forward(batch)
             output = compute_value_loss(
                 values,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from agentrl_cli.train.data.packing import MicroBatch
 from agentrl_cli.train.data.samples import Sample
+from agentrl_cli.train.loss.gae import ValueLoss
 from agentrl_cli.train.loss.policy_loss import LossOutput
-from agentrl_cli.train.loss.value_loss import ValueLoss
 from agentrl_cli.train.ranks import Ranks
 
 
