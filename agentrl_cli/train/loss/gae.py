@@ -15,9 +15,9 @@ ended. With successors s of a turn's last token t, and otherwise the next token 
   two act together: ``discount`` counts tokens, ``turn_discount`` turns. Tool and prompt tokens
   count nowhere, however many there are.
 - ``r_t`` is 0 except at the last token of a turn, where the whole turn's reward enters: its return
-  minus ``turn_discount`` x the mean of its successors' returns. So whatever made the returns (a
-  workflow's own credit, a penalty taken off them), they are what is estimated: with ``gae_lambda``
-  and ``discount`` 1, A_t + V_t is the turn's return for every token, whatever the critic says.
+  minus ``turn_discount`` x the mean of its successors' returns. So the returns, whatever made them,
+  are what is estimated: with ``gae_lambda`` and ``discount`` 1, A_t + V_t is the turn's return for
+  every token, whatever the critic says.
 - A turn without trained tokens (greedy, no token ids) is not an action: its reward and what follows
   it pass through, times ``turn_discount`` alone.
 - Where nothing follows, the trajectory is over: V and A are 0 there, even if a budget ended it, as

@@ -150,17 +150,11 @@ class Critic(TrainedModel[Tensor]):
         Raises:
             StoreError: it is damaged, or of another model.
         """
-        optimizer_state, weights = load_optimizer_state(folder / CRITIC_DIR)
+        state, weights = load_optimizer_state(folder / CRITIC_DIR)
         if weights is None:
             missing = FileNotFoundError(f"{CRITIC_DIR}/ has no weights")
             raise StoreError(describe_damage(folder, missing))
-        try:
-            self.optimizer.load_master_weights(weights)
-            self.optimizer.load_state_tensors(optimizer_state)
-        except (KeyError, RuntimeError) as error:
-            raise StoreError(
-                f"the critic in the checkpoint {folder} is of another model: {error}"
-            ) from error
+        self.load_state(folder, lambda: weights, state)
 
     def describe(self) -> str:
         """What must be equal where a checkpoint is loaded."""

@@ -195,7 +195,7 @@ class _ScoresOfLogits(torch.autograd.Function):
     ) -> tuple[Tensor | None, None]:
         probabilities, *own = ctx.saved_tensors
         scores = Scores(*own)
-        gradients = _build_gradients(scores, of_logprobs, of_entropies)
+        gradients = ScoreGradients.of(scores, of_logprobs, of_entropies)
         differentiate(probabilities, "probabilities", ctx.choices, scores, gradients)
         return probabilities.to(ctx.dtype), None
 
@@ -239,7 +239,7 @@ class _ScoresOfHead(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         states, weight, bias, unit, *own = ctx.saved_tensors
         scores = Scores(*own)
-        gradients = _build_gradients(scores, of_logprobs, of_entropies)
+        gradients = ScoreGradients.of(scores, of_logprobs, of_entropies)
         if unit is not None and of_entropies is None:
             return (unit * gradients.logprobs.to(unit.dtype)[:, None], *(None,) * 5)
         by_columns = not ctx.choices.needs_whole_rows
@@ -274,15 +274,6 @@ class _ScoresOfHead(torch.autograd.Function):
             None if of_bias is None else of_bias.to(bias.dtype),
             *(None,) * 3,
         )
-
-
-def _build_gradients(
-    scores: Scores, of_logprobs: Tensor | None, of_entropies: Tensor | None
-) -> ScoreGradients:
-    """From what autograd gives: None where the loss does not depend on a score."""
-    if of_logprobs is None:
-        of_logprobs = torch.zeros_like(scores.logprobs)
-    return ScoreGradients(of_logprobs, of_entropies)
 
 
 def _cut_into_tiles(

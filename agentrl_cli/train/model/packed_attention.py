@@ -34,11 +34,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class AttentionLayout:
-    """Which tokens of a micro-batch attend to which, for the layers of one forward pass.
-
-    Args:
-        segments: of the micro-batch.
-    """
+    """Which tokens of a micro-batch attend to which, for the layers of one forward pass."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = tuple(segments)
@@ -79,22 +75,16 @@ def use_packed_attention(model: PreTrainedModel) -> None:
             "AttentionInterface, so packed samples would see each other. Allowed: architectures "
             "that do, such as Qwen2, Qwen3, Llama and Mistral"
         )
-    others = _find_layer_types(model) - {*_LAYER_TYPES}
+    names = ("layer_types", "layers_block_type")
+    # Missing where an architecture has one kind only.
+    kinds = next((k for name in names if (k := getattr(model.config, name, None))), ())
+    others = {*kinds} - {*_LAYER_TYPES}
     if others:
         raise ModelError(
             f"model.path: {type(model).__name__} has layers of type {', '.join(sorted(others))}, "
             "in which packed samples would see each other. Allowed: architectures whose layers "
             f"all have {' or '.join(_LAYER_TYPES)}, such as Qwen2, Qwen3, Llama and Mistral"
         )
-
-
-def _find_layer_types(model: PreTrainedModel) -> set[str]:
-    """The kinds of its layers; empty where an architecture has one kind only."""
-    for name in ("layer_types", "layers_block_type"):
-        kinds = getattr(model.config, name, None)
-        if kinds:
-            return set(kinds)
-    return set()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -119,12 +119,18 @@ def _score_block(logits: Tensor, choices: Choices, weights: Tensor) -> tuple[Sco
     return scores, totals
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreGradients:
+class ScoreGradients(NamedTuple):
     """The gradients of a loss by the scores of some targets; each [targets]."""
 
     logprobs: Tensor
     entropies: Tensor | None
+
+    @classmethod
+    def of(
+        cls, scores: Scores, logprobs: Tensor | None, entropies: Tensor | None
+    ) -> ScoreGradients:
+        """From what autograd gives: None where the loss does not depend on a score."""
+        return cls(torch.zeros_like(scores.logprobs) if logprobs is None else logprobs, entropies)
 
     def take(self, rows: slice) -> ScoreGradients:
         """Those of some targets."""

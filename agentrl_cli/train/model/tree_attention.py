@@ -239,10 +239,9 @@ def build_block_mask(
     """The block mask of a tree, for all layers with this window."""
     from torch.nn.attention.flex_attention import create_block_mask
 
+    count = segments[-1].end
     seen = build_seen(segments, sliding_window, device)
-    num_tokens = segments[-1].end
-    build = _compile(create_block_mask)
-    return build(seen, None, None, num_tokens, num_tokens, device=device)
+    return _compile(create_block_mask)(seen, None, None, count, count, device=device)
 
 
 def attend_by_blocks(
@@ -251,9 +250,8 @@ def attend_by_blocks(
     """The attention output [tokens, heads, width] on CUDA; arguments [1, heads, tokens, width]."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    attend = _compile(flex_attention)
     is_grouped = key.shape[1] != query.shape[1]
-    output: Tensor = attend(
+    output: Tensor = _compile(flex_attention)(
         query, key, value, block_mask=block_mask, scale=scaling, enable_gqa=is_grouped
     )
     return output[0].transpose(0, 1)

@@ -8,6 +8,7 @@ was never interrupted would. Each line says of every alarm whether it is active 
 from __future__ import annotations
 
 import math
+import operator
 import shlex
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -41,6 +42,8 @@ _SOLVED_SHARE = 0.9
 #: ``not_finite`` has no threshold: one update that was left out is one too many. With ``stop`` the
 #: learner itself stops, before the step has any metrics.
 _ANY_SKIPPED = AlarmConfig(threshold=0.0, num_steps=1)
+#: Metrics that say nothing of a step that trained on no token.
+_MEANS_OF_TRAINED = ("logprob_gap_mean", "kl", "approx_kl")
 #: The factor by which a suggested value differs from the present one.
 _FACTOR = 2
 #: Below this share of the total gap, that of engine and trainer on the same weights is not its
@@ -164,18 +167,12 @@ def _is_entropy_collapsed(history: History, threshold: float) -> bool | None:
     return entropy < threshold * first and not history.is_solved
 
 
-def _do_prefixes_mismatch(history: History, threshold: float) -> bool | None:
-    share = history.read("prefix_mismatch_fraction")
-    return None if share is None else share >= threshold
-
-
-def _is_above(name: str, *, of_trained: bool = False) -> Condition:
-    """The metric ``name`` is above the threshold; ``of_trained``: it is a mean over trained
-    tokens."""
+def _passes(name: str, compare: Callable[[float, float], bool] = operator.gt) -> Condition:
+    """The metric ``name`` is above the threshold."""
 
     def holds(history: History, threshold: float) -> bool | None:
-        value = history.read_trained(name) if of_trained else history.read(name)
-        return None if value is None else value > threshold
+        value = history.read_trained(name) if name in _MEANS_OF_TRAINED else history.read(name)
+        return None if value is None else compare(value, threshold)
 
     return holds
 
@@ -419,13 +416,15 @@ ALARMS: dict[str, Alarm] = {
     "groups_equal": Alarm(
         _are_groups_equal, _describe_groups_equal, _MIN_TRAJECTORIES, "reward_constant"
     ),
-    "logprob_gap": Alarm(_is_above("logprob_gap_mean", of_trained=True), _describe_logprob_gap),
+    "logprob_gap": Alarm(_passes("logprob_gap_mean"), _describe_logprob_gap),
     "entropy_collapse": Alarm(_is_entropy_collapsed, _describe_entropy_collapse),
-    "truncated": Alarm(_is_above("truncated_fraction"), _describe_truncated, _MIN_TRAJECTORIES),
-    "kl_from_reference": Alarm(_is_above("kl", of_trained=True), _describe_kl_from_reference),
-    "kl_of_update": Alarm(_is_above("approx_kl", of_trained=True), _describe_kl_of_update),
-    "prefix_mismatches": Alarm(_do_prefixes_mismatch, _describe_prefix_mismatches),
-    "not_finite": Alarm(_is_above("num_skipped_updates"), _describe_not_finite),
+    "truncated": Alarm(_passes("truncated_fraction"), _describe_truncated, _MIN_TRAJECTORIES),
+    "kl_from_reference": Alarm(_passes("kl"), _describe_kl_from_reference),
+    "kl_of_update": Alarm(_passes("approx_kl"), _describe_kl_of_update),
+    "prefix_mismatches": Alarm(
+        _passes("prefix_mismatch_fraction", operator.ge), _describe_prefix_mismatches
+    ),
+    "not_finite": Alarm(_passes("num_skipped_updates"), _describe_not_finite),
 }
 
 

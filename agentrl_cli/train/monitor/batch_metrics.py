@@ -29,15 +29,15 @@ def summarize_trajectories(
         **_summarize_rewards(trajectories),
         **_summarize_lengths(trajectories),
         **_summarize_staleness(trajectories, policy_version),
-        **_count_failures(trajectories),
-        **_count_stops(trajectories),
+        **_count_ends(trajectories),
         **_count_prefix_mismatches(trajectories),
     }
 
 
 def _summarize_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    scored = (t.reward for t in trajectories if compute_score(t) is not None)
-    rewards = [reward for reward in scored if reward is not None]
+    rewards = [
+        t.reward for t in trajectories if t.reward is not None and compute_score(t) is not None
+    ]
     groups = compute_group_statistics(trajectories).values()
     replaced = {t.group_id for t in trajectories if t.replaced_by is not None}
     summary = {
@@ -84,15 +84,14 @@ def _summarize_staleness(
     }
 
 
-def _count_stops(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    counts = Counter(t.stop_reason for t in trajectories)
-    return {f"stops_{reason}": float(counts[reason]) for reason in StopReason}
-
-
-def _count_failures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    counts = Counter(t.failure.boundary for t in trajectories if t.failure is not None)
-    by_boundary = {f"failures_{boundary}": float(counts[boundary]) for boundary in Boundary}
-    return {"failures": float(counts.total()), **by_boundary}
+def _count_ends(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    failures = Counter(t.failure.boundary for t in trajectories if t.failure is not None)
+    stops = Counter(t.stop_reason for t in trajectories)
+    return {
+        "failures": float(failures.total()),
+        **{f"failures_{boundary}": float(failures[boundary]) for boundary in Boundary},
+        **{f"stops_{reason}": float(stops[reason]) for reason in StopReason},
+    }
 
 
 def _count_prefix_mismatches(trajectories: Sequence[Trajectory]) -> dict[str, float]:

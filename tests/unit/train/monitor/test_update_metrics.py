@@ -106,8 +106,8 @@ class TwoRanks:
     index, count = 0, 2
 
     def gather_objects(self, value: Any) -> list[Any]:
-        sums, maxima, counts = value
-        return [value, [sums, dict.fromkeys(maxima, 100.0), counts]]
+        sums, maxima = value
+        return [value, [sums, dict.fromkeys(maxima, 100.0)]]
 
 
 def test_ranks_add_up():
