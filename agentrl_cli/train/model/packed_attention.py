@@ -157,22 +157,11 @@ def _attend(
     if layout.is_shared:
         block_mask = layout.find_block_mask(window, query.device)
         return attend_by_blocks(query, key, value, block_mask, scaling)
-    return _attend_varlen(query, key, value, layout, scaling, window)
-
-
-def _attend_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: AttentionLayout,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> Tensor:
-    """All sequences in one kernel call, for samples that share nothing."""
+    # One kernel call for all sequences.
     from torch.nn.attention.varlen import varlen_attn
 
     # transformers counts the token itself in its window, the kernel only those before it.
-    look_back = -1 if sliding_window is None else sliding_window - 1
+    look_back = -1 if window is None else window - 1
     ends = layout.find_sequence_ends(query.device)
     output = varlen_attn(
         query[0].transpose(0, 1),

@@ -58,7 +58,8 @@ class _TreeAttention(torch.autograd.Function):
         exact = torch.promote_types(queries.dtype, torch.float32)
         normalizers = queries.new_empty(queries.shape[:-1], dtype=exact)
         for segment in segments:
-            rows, own = _find_rows(segment)
+            # The queries that attend to the segment's keys, and those keys.
+            rows, own = slice(segment.start, segment.subtree_end), slice(segment.start, segment.end)
             part, part_normalizers = _forward_kernel(
                 queries[:, :, rows], keys[:, :, own], values[:, :, own], 0.0, True, scale=scaling
             )
@@ -83,7 +84,8 @@ class _TreeAttention(torch.autograd.Function):
         grad_key = key.new_empty(key.transpose(0, 1).shape).transpose(0, 1)
         grad_value = torch.empty_like(grad_key)
         for segment in ctx.segments:
-            rows, own = _find_rows(segment)
+            # The queries that attend to the segment's keys, and those keys.
+            rows, own = slice(segment.start, segment.subtree_end), slice(segment.start, segment.end)
             query_part, key_part, value_part = _backward_kernel(
                 grad[:, :, rows],
                 queries[:, :, rows],
@@ -118,11 +120,6 @@ def _group_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 def _unflatten(tensor: Tensor, dimension: int, sizes: Sequence[int]) -> Tensor:
     parted: Tensor = tensor.unflatten(dimension, sizes)  # type: ignore[no-untyped-call]
     return parted
-
-
-def _find_rows(segment: Segment) -> tuple[slice, slice]:
-    """The queries that attend to a segment's keys, and those keys."""
-    return slice(segment.start, segment.subtree_end), slice(segment.start, segment.end)
 
 
 def _make_like(queries: Tensor, segments: Sequence[Segment]) -> Tensor:

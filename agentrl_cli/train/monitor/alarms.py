@@ -193,21 +193,18 @@ Describe = Callable[[History, ExperimentConfig, str], Message]
 
 def _describe_reward_constant(history: History, _config: ExperimentConfig, lasted: str) -> Message:
     reward = history.read_or("reward_mean", 0.0)
-    usually, other_tasks = (
-        (
+    if reward > 0.0:
+        other_tasks = "harder"
+        usually = (
+            "every task is solved already, so that there is nothing to learn from them; or the "
+            "reward function returns this whatever the agent does"
+        )
+    else:
+        other_tasks = "easier"
+        usually = (
             "the reward function does not recognize the answer (another format, another field of "
             "the row, an exception that it catches itself); or the tasks are so hard that no "
             "trajectory succeeds"
-        ),
-        "easier",
-    )
-    if reward > 0.0:
-        usually, other_tasks = (
-            (
-                "every task is solved already, so that there is nothing to learn from them; or the "
-                "reward function returns this whatever the agent does"
-            ),
-            "harder",
         )
     return Message(
         f"every reward of {lasted} was {reward:.6g}, so nothing was learned from them",

@@ -27,8 +27,7 @@ def summarize_trajectories(
     """
     return {
         **_summarize_rewards(trajectories),
-        **_summarize_lengths(trajectories),
-        **_summarize_staleness(trajectories, policy_version),
+        **_summarize_tokens(trajectories, policy_version),
         **_count_ends(trajectories),
         **_count_prefix_mismatches(trajectories),
     }
@@ -55,23 +54,11 @@ def _summarize_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return summary
 
 
-def _summarize_lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _summarize_tokens(trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
     tokens = [t.num_completion_tokens for t in trajectories]
     num_truncated = sum(
         any(i.finish_reason == "length" for i in t.interactions) for t in trajectories
     )
-    return {
-        "turns_mean": _mean([t.num_turns for t in trajectories]),
-        "tool_calls_mean": _mean([t.num_tool_calls for t in trajectories]),
-        "completion_tokens_mean": _mean(tokens),
-        "completion_tokens_max": float(max(tokens, default=0)),
-        "truncated_fraction": num_truncated / max(len(trajectories), 1),
-    }
-
-
-def _summarize_staleness(
-    trajectories: Sequence[Trajectory], policy_version: int
-) -> dict[str, float]:
     staleness = [
         policy_version - version
         for trajectory in trajectories
@@ -79,6 +66,11 @@ def _summarize_staleness(
         for version in interaction.versions
     ]
     return {
+        "turns_mean": _mean([t.num_turns for t in trajectories]),
+        "tool_calls_mean": _mean([t.num_tool_calls for t in trajectories]),
+        "completion_tokens_mean": _mean(tokens),
+        "completion_tokens_max": float(max(tokens, default=0)),
+        "truncated_fraction": num_truncated / max(len(trajectories), 1),
         "staleness_mean": _mean(staleness),
         "staleness_max": float(max(staleness, default=0)),
     }
