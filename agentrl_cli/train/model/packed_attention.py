@@ -163,7 +163,7 @@ def _attend(
     # transformers counts the token itself in its window, the kernel only those before it.
     look_back = -1 if window is None else window - 1
     ends = layout.find_sequence_ends(query.device)
-    output = varlen_attn(
+    packed = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -175,6 +175,6 @@ def _attend(
         window_size=(look_back, 0),
         enable_gqa=key.shape[1] != query.shape[1],
     )
-    if not isinstance(output, Tensor):
+    if not isinstance(packed, Tensor):
         raise TypeError("varlen_attn returned auxiliary outputs that were not asked for")
-    return output
+    return packed
