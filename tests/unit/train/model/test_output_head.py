@@ -100,6 +100,28 @@ def differentiate(
     return list(torch.autograd.grad(loss, leaves))
 
 
+def assert_same(
+    found: tuple[Tensor, Tensor],
+    expected: tuple[Tensor, Tensor],
+    states: Tensor,
+    head: nn.Linear,
+    *,
+    entropy: bool = True,
+    tolerance: float = 1e-6,
+) -> None:
+    """Equal scores, and equal gradients of the states and of what is trained of the head."""
+    pairs = [
+        *zip(found, expected, strict=True),
+        *zip(
+            differentiate(found, states, head, entropy=entropy),
+            differentiate(expected, states, head, entropy=entropy),
+            strict=True,
+        ),
+    ]
+    for left, right in pairs:
+        torch.testing.assert_close(left, right, atol=tolerance, rtol=1e-5)
+
+
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("max_logits", [1, 3 * VOCABULARY_SIZE, WHOLE])
@@ -110,14 +132,7 @@ def test_values_and_gradients_are_those_of_the_plain_formula(
     head, states, choices = build_head(bias=bias), build_states(), choose(sampling)
     found = score_targets(head, states, choices, max_logits)
     expected = compute_plainly(head, states, choices)
-    for left, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(left, right, atol=2e-6, rtol=1e-6)
-    for left, right in zip(
-        differentiate(found, states, head, entropy=entropy),
-        differentiate(expected, states, head, entropy=entropy),
-        strict=True,
-    ):
-        torch.testing.assert_close(left, right, atol=1e-6, rtol=1e-5)
+    assert_same(found, expected, states, head, entropy=entropy, tolerance=2e-6)
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
@@ -131,16 +146,7 @@ def test_borders_of_tiles_and_blocks_change_nothing(
     states, choices = build_states(60), choose(sampling, 60, 3000)
     found = score_targets(head, states, choices, max_logits)
     expected = compute_plainly(head, states, choices)
-    pairs = [
-        *zip(found, expected, strict=True),
-        *zip(
-            differentiate(found, states, head, entropy=True),
-            differentiate(expected, states, head, entropy=True),
-            strict=True,
-        ),
-    ]
-    for left, right in pairs:
-        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
+    assert_same(found, expected, states, head, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("max_logits", [1, 4 * VOCABULARY_SIZE])
@@ -184,16 +190,7 @@ def test_other_heads_give_the_same(sampling: str, max_logits: int) -> None:
     assert not is_linear(other)
     found = score_targets(other, states, choices, max_logits)
     expected = score_targets(head, states, choices, max_logits)
-    pairs = [
-        *zip(found, expected, strict=True),
-        *zip(
-            differentiate(found, states, head, entropy=True),
-            differentiate(expected, states, head, entropy=True),
-            strict=True,
-        ),
-    ]
-    for left, right in pairs:
-        torch.testing.assert_close(left, right, atol=1e-6, rtol=1e-5)
+    assert_same(found, expected, states, head)
 
 
 @pytest.mark.parametrize("max_logits", [5 * VOCABULARY_SIZE, WHOLE])
@@ -271,11 +268,3 @@ def test_a_second_backward_pass_is_refused_not_wrong() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_without_gradient_nothing_is_kept() -> None:
-    head, states = build_head(), build_states()
-    with torch.no_grad():
-        logprobs, entropies = score_targets(head, states, choose("plain"), WHOLE)
-    assert not logprobs.requires_grad
-    assert not entropies.requires_grad

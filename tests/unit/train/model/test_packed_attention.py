@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -160,60 +162,50 @@ def test_without_a_layout_every_row_is_a_sequence():
     assert torch.equal(rows, torch.cat([alone, turned]))
 
 
-def test_a_mask_is_refused_and_not_ignored():
-    query = draw(build_layout("plain"), 4, 0)
-    with pytest.raises(ValueError, match="no attention_mask"):
-        packed_attention(MODULE, query, query, query, torch.ones(1, 1, 17, 17))
-
-
-def test_keys_of_earlier_calls_are_refused_and_not_taken_for_the_first():
-    """As a cache of a generation would hand them over."""
+def test_a_mask_and_keys_of_earlier_calls_are_refused_and_not_ignored():
     keys = draw(build_layout("plain"), 4, 0)
+    with pytest.raises(ValueError, match="no attention_mask"):
+        packed_attention(MODULE, keys, keys, keys, torch.ones(1, 1, 17, 17))
     with pytest.raises(ValueError, match="no cache"):
         packed_attention(MODULE, keys[:, :, -1:], keys, keys, None)
 
 
-def test_recurrent_layers_are_refused():
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        (
+            "qwen3_next",
+            {
+                **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+                **dict.fromkeys(("num_experts", "num_experts_per_tok", "num_key_value_heads"), 1),
+                **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 1),
+                **dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
+                "layer_types": ["linear_attention", "full_attention"],
+            },
+            "linear_attention",
+        ),
+        # The older name of layer_types.
+        (
+            "recurrent_gemma",
+            {"lru_width": 16, "block_types": ["recurrent", "attention"]},
+            "attention, recurrent",
+        ),
+    ],
+)
+def test_recurrent_layers_are_refused(kind: str, settings: dict[str, Any], said: str):
     """Their state would flow from one sample of a row into the next."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        "qwen3_next",
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        num_hidden_layers=2,
-        num_experts=2,
-        num_experts_per_tok=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        linear_num_key_heads=1,
-        linear_num_value_heads=1,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        layer_types=["linear_attention", "full_attention"],
-    )
-    with pytest.raises(ModelError, match="layers of type linear_attention"):
-        use_packed_attention(AutoModelForCausalLM.from_config(config))
-
-
-def test_recurrent_layers_under_their_older_name_are_refused():
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        "recurrent_gemma",
+        kind,
         vocab_size=32,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
-        lru_width=16,
-        block_types=["recurrent", "attention"],
+        **settings,
     )
-    with pytest.raises(ModelError, match="layers of type attention, recurrent"):
+    with pytest.raises(ModelError, match=f"layers of type {said}"):
         use_packed_attention(AutoModelForCausalLM.from_config(config))
 
 

@@ -29,37 +29,34 @@ def score(
     return found.logprobs.tolist(), found.entropies.tolist()
 
 
+LOG_2 = math.log(2.0)
 #: Probabilities 1/2, 1/4, 1/4.
-LOGITS = [math.log(2.0), 0.0, 0.0]
+LOGITS = [LOG_2, 0.0, 0.0]
 
 
-def test_plain_by_hand():
-    # Entropy: 1/2 ln 2 + 2 x 1/4 ln 4 = 1.5 ln 2.
-    logprobs, entropies = score([LOGITS, LOGITS], [0, 2])
-    assert logprobs == pytest.approx([-math.log(2.0), -math.log(4.0)])
-    assert entropies == pytest.approx([1.5 * math.log(2.0)] * 2)
-
-
-def test_temperature_by_hand():
-    # Temperature 1/2 squares the odds: 4 : 1 : 1.
-    logprobs, _ = score([LOGITS, LOGITS], [0, 1], temperature=0.5)
-    assert logprobs == pytest.approx([math.log(4 / 6), math.log(1 / 6)])
-
-
-def test_nucleus_by_hand():
-    # top_p 0.7: 1/2 is not enough, 1/2 + 1/4 is; the nucleus is tokens 0 and 1, 2/3 and 1/3,
-    # entropy ln 3 - 2/3 ln 2.
-    logprobs, entropies = score([LOGITS, LOGITS], [0, 1], top_p=0.7)
-    assert logprobs == pytest.approx([math.log(2 / 3), math.log(1 / 3)], abs=1e-6)
-    assert entropies == pytest.approx([math.log(3) - 2 / 3 * math.log(2)] * 2)
-
-
-def test_a_sampled_token_outside_the_nucleus_is_kept():
-    # Nucleus of 0.4: token 0. Token 2 is added: 1/2 to 1/4, so 2/3 and 1/3.
-    logprobs, entropies = score([LOGITS, LOGITS], [0, 2], top_p=0.4)
-    assert logprobs == pytest.approx([0.0, math.log(1 / 3)], abs=1e-6)
-    assert entropies[0] == pytest.approx(0.0, abs=1e-6)
-    assert all(math.isfinite(e) for e in entropies)
+@pytest.mark.parametrize(
+    ("targets", "settings", "logprobs", "entropies"),
+    [
+        # Entropy: 1/2 ln 2 + 2 x 1/4 ln 4 = 1.5 ln 2.
+        ([0, 2], {}, [1 / 2, 1 / 4], [1.5 * LOG_2] * 2),
+        # Temperature 1/2 squares the odds: 4 : 1 : 1.
+        ([0, 1], {"temperature": 0.5}, [4 / 6, 1 / 6], None),
+        # top_p 0.7: 1/2 is not enough, 1/2 + 1/4 is; the nucleus is tokens 0 and 1, 2/3 and 1/3.
+        ([0, 1], {"top_p": 0.7}, [2 / 3, 1 / 3], [math.log(3) - 2 / 3 * LOG_2] * 2),
+        # Nucleus of 0.4: token 0. A sampled token outside is added: 1/2 to 1/4, so 2/3 and 1/3.
+        ([0, 2], {"top_p": 0.4}, [1.0, 1 / 3], [0.0, math.log(3) - 2 / 3 * LOG_2]),
+    ],
+)
+def test_by_hand(
+    targets: list[int],
+    settings: dict[str, float],
+    logprobs: list[float],
+    entropies: list[float] | None,
+):
+    found = score([LOGITS, LOGITS], targets, **settings)
+    assert found[0] == pytest.approx([math.log(one) for one in logprobs], abs=1e-6)
+    if entropies is not None:
+        assert found[1] == pytest.approx(entropies, abs=1e-6)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.6, 0.05])
