@@ -121,23 +121,6 @@ def test_equal_rewards_of_a_group_teach_too(build_learner, build_trajectory):
     assert differ(before, policy_weights(learner))
 
 
-def test_turns_merged_or_apart_are_the_same(build_model, build_config, ragged_batch):
-    results = []
-    for style in ("concat", "individual"):
-        config = build_config(
-            export_style=style,
-            algorithm={**PPO, "advantage": {"gae_lambda": 0.9, "discount": 0.95}},
-            critic={"learning_rate": 1e-2},
-        )
-        learner = Learner(build_model(), config, critic_model=build_model())
-        learner.update(ragged_batch, 0)
-        results.append(learner.update(ragged_batch, 0))
-    merged, apart = results
-    assert merged["num_samples"] < apart["num_samples"]
-    for name in ("value_loss", "explained_variance", "value_mean", "return_mean", "grad_norm"):
-        assert merged[name] == pytest.approx(apart[name], rel=1e-3), name
-
-
 def test_the_critic_learns_alone_at_first(build_learner, ragged_batch):
     """And by a learning rate of its own, which follows the schedule."""
     learner = build_learner(critic={"warmup_steps": 2}, learning_rate=1e-3, warmup_steps=2)

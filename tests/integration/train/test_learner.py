@@ -243,12 +243,13 @@ def test_loading_says_what_is_wrong(build_model, build_config, tmp_path: Path):
     with pytest.raises(RunFolderError, match=r"dtype 'float32', this run has 'bfloat16'"):
         other.load(tmp_path)
     fresh = Learner(build_model(), build_config())
-    for name in ("optimizer", "random_states"):
-        path = tmp_path / "learner" / f"{name}.safetensors"
+    for name in ("model", "learner/optimizer", "learner/random_states"):
+        path = tmp_path / f"{name}.safetensors"
         content = path.read_bytes()
-        path.write_bytes(content[:4])
-        with pytest.raises(StoreError, match=rf"{tmp_path} is damaged.*Delete that folder"):
-            fresh.load(tmp_path)
+        for spoilt in (b"", content[:4], content[: len(content) // 2]):
+            path.write_bytes(spoilt)
+            with pytest.raises(StoreError, match=rf"{tmp_path} is damaged.*Delete that folder"):
+                fresh.load(tmp_path)
         path.write_bytes(content)
         # With step 1 and the weights of step 0 it would train the wrong batch.
         assert fresh.step == 0

@@ -40,10 +40,6 @@ def test_first_fit_decreasing_fills_the_gaps():
     assert pack_lengths([4, 3, 5, 1, 7], 10) == [[4, 1], [2, 0, 3]]
 
 
-def test_samples_longer_than_the_budget_go_alone():
-    assert pack_lengths([5, 30, 5], 10) == [[1], [0, 2]]
-
-
 def test_no_samples_no_bins():
     assert pack_lengths([], 10) == []
     assert plan_micro_batches([], 10) == []

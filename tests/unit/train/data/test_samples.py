@@ -136,12 +136,6 @@ def test_what_cannot_be_trained_is_masked(fields: dict[str, Any]):
     assert trained_tokens(samples) == [(3, 0.5), (4, 0.5)]
 
 
-def test_an_empty_prompt_leaves_the_first_token_out():
-    """Nothing stands before it that could predict it."""
-    batch = [trajectory(interaction("a", [], [3, 4], 0))]
-    assert trained_tokens(build(batch, {"a": 1.0}, "concat")) == [(4, 1.0)]
-
-
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf])
 def test_a_rollout_logprob_that_is_not_finite_stops_the_run(logprob: float):
     batch = [trajectory(*two_turns(rollout_logprobs=(logprob,)))]
@@ -160,24 +154,6 @@ def test_a_sequence_without_a_trained_token_gives_no_sample(turn_return: float |
     (sample,) = build(batch, {"a": 1.0, "b": 2.0}, "concat")
     assert sample.trajectory_index == 1
     assert trained_tokens([sample]) == [(4, 2.0)]
-
-
-def test_every_target_moves_and_gets_its_sources():
-    targets = build_scoring_sample([1, 2, 3], 1, temperature=0.5, top_p=0.9).targets
-    table = MaskTable(1)
-    masked = dataclasses.replace(targets, masks=TokenMasks(torch.tensor([0, 1]), table))
-    here = masked.move(torch.tensor([7, 9]), torch.device("cpu"))
-    assert here.sources.tolist() == [7, 9]
-    for name in ("ids", "rollout_logprobs", "versions", "advantages", "temperatures", "top_ps"):
-        assert getattr(here, name).tolist() == getattr(targets, name).tolist(), name
-    assert here.masks is not None
-    assert here.masks.numbers.tolist() == [0, 1]
-    assert here.masks.table is table
-    there = masked.move(torch.tensor([7, 9]), torch.device("meta"))
-    assert there.masks is not None
-    moved = [getattr(there, f.name) for f in dataclasses.fields(Targets) if f.name != "masks"]
-    assert {tensor.device.type for tensor in (*moved, there.masks.numbers)} == {"meta"}
-    assert targets.move(torch.tensor([7, 9]), torch.device("cpu")).masks is None
 
 
 def test_joined_targets_lie_one_after_the_other():

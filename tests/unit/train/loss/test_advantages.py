@@ -94,12 +94,6 @@ def test_a_return_that_is_not_finite_unscores_its_trajectory_alone():
     assert advantages["b0"] == pytest.approx(0.70711, abs=1e-5)
 
 
-def test_a_trajectory_without_calls_still_is_a_baseline():
-    # Its reward 1 makes the mean (0 + 1) / 2.
-    batch = [trajectory("a", [0.0]), trajectory("b", [], reward=1.0)]
-    assert compute_group_statistics(batch)["g"].mean == 0.5
-
-
 @pytest.mark.parametrize("config", COMPARING, ids=kind_of)
 @pytest.mark.parametrize(
     "scores",

@@ -270,15 +270,6 @@ def test_on_policy_every_loss_has_the_same_gradient(config: LossConfig):
     assert not loss.is_clipped.any()
 
 
-@pytest.mark.parametrize(
-    "config", [GspoLossConfig(), CispoLossConfig(), SapoLossConfig(), ReinforceLossConfig()]
-)
-def test_no_targets(config: LossConfig):
-    loss, gradient = evaluate(config, ratios=[], advantages=[], new=[], sequences=[])
-    assert loss.losses.shape == (0,)
-    assert gradient == []
-
-
 def correct(
     ratios: list[float], sequences: list[int] | None = None, **config: Any
 ) -> RolloutCorrection:

@@ -75,42 +75,46 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> 
     return torch.stack(heads, dim=1)[None]
 
 
+def check_textbook(
+    layout: AttentionLayout, heads: int, key_heads: int, window: int | None, *, width: int = 16
+) -> None:
+    """The output, and the gradients of queries, keys and values."""
+    tensors = (
+        draw(layout, heads, 0),
+        draw(layout, key_heads, 1),
+        draw(layout, key_heads, 2, width=width),
+    )
+    packed, _ = packed_attention(
+        MODULE, *tensors, None, scaling=0.25, sliding_window=window, layout=layout
+    )
+    plain = plain_attention(*tensors, find_seen(layout, window))
+    torch.testing.assert_close(packed, plain, atol=1e-5, rtol=0.0)
+    weights = draw(layout, heads, 3, width=width).detach().transpose(1, 2)
+    for mine, expected in zip(
+        torch.autograd.grad((packed * weights).sum(), tensors),
+        torch.autograd.grad((plain * weights).sum(), tensors),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, expected, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("packing", ["plain", "prefix_tree"])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_equals_the_textbook_with_gradients(packing: str, key_heads: int, window: int | None):
-    layout = build_layout(packing)
-    query, key, value = draw(layout, 4, 0), draw(layout, key_heads, 1), draw(layout, key_heads, 2)
-    weights = draw(layout, 4, 3).detach().transpose(1, 2)
-    packed, _ = packed_attention(
-        MODULE, query, key, value, None, scaling=0.25, sliding_window=window, layout=layout
-    )
-    plain = plain_attention(query, key, value, find_seen(layout, window))
-    torch.testing.assert_close(packed, plain, atol=1e-5, rtol=0.0)
-    for mine, expected in zip(
-        torch.autograd.grad((packed * weights).sum(), (query, key, value)),
-        torch.autograd.grad((plain * weights).sum(), (query, key, value)),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=0.0)
+    check_textbook(build_layout(packing), 4, key_heads, window)
 
 
-def test_long_segments_are_right_too():
+@pytest.mark.parametrize("window", [None, 600])
+def test_long_segments_are_right_too(window: int | None):
     """More queries and keys than one block of the kernel, in the prompt and in the branches,
     and more than one block of a window."""
-    prompt = [1] * 700
-    layout = build_layout("prefix_tree", [prompt + [n] * (100 + 300 * n) for n in (2, 3, 4)])
-    query, key, value = draw(layout, 2, 0), draw(layout, 1, 1), draw(layout, 1, 2)
-    for window in (None, 600):
-        packed, _ = packed_attention(
-            MODULE, query, key, value, None, scaling=0.25, sliding_window=window, layout=layout
-        )
-        plain = plain_attention(query, key, value, find_seen(layout, window))
-        torch.testing.assert_close(packed, plain, atol=1e-5, rtol=0.0)
-        mine = torch.autograd.grad(packed.square().sum(), (query, key, value))
-        expected = torch.autograd.grad(plain.square().sum(), (query, key, value))
-        for one, other in zip(mine, expected, strict=True):
-            torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+    branches = [[1] * 700 + [n] * (100 + 300 * n) for n in (2, 3, 4)]
+    check_textbook(build_layout("prefix_tree", branches), 2, 1, window)
+
+
+def test_values_may_be_narrower_than_keys():
+    check_textbook(build_layout("prefix_tree"), 2, 2, None, width=8)
 
 
 def test_bfloat16_rounds_a_joined_output_once():
@@ -142,14 +146,6 @@ def test_bfloat16_gradients_of_many_segments_are_nearly_as_exact_as_of_one():
         )
     # Each part is rounded by the kernel; added up in bfloat16, the queries' would be at 1.9.
     assert all(own < 1.4 * plain for own, plain in zip(*errors, strict=True)), errors
-
-
-def test_values_may_be_narrower_than_keys():
-    layout = build_layout("prefix_tree")
-    query, key, value = draw(layout, 2, 0), draw(layout, 2, 1), draw(layout, 2, 2, width=8)
-    packed, _ = packed_attention(MODULE, query, key, value, None, scaling=0.25, layout=layout)
-    plain = plain_attention(query, key, value, find_seen(layout, None))
-    torch.testing.assert_close(packed, plain, atol=1e-5, rtol=0.0)
 
 
 def test_without_a_layout_every_row_is_a_sequence():

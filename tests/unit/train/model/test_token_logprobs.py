@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -70,39 +69,6 @@ def test_equal_to_what_the_engine_says_of_the_tokens_it_samples(temperature: flo
         logits, identity, tokens, torch.full((200,), temperature), torch.full((200,), top_p)
     )
     torch.testing.assert_close(found.logprobs, expected, atol=1e-5, rtol=0.0)
-
-
-def run_chunked(
-    max_logits: int, head: Callable[[Tensor], Tensor], hidden: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    targets = torch.randint(0, 30, (11,), generator=generator)
-    temperatures = torch.rand(11, generator=generator) + 0.5
-    top_ps = torch.tensor([1.0, 0.9, 0.5] * 4)[:11]
-    found = compute_logprobs(hidden, head, targets, temperatures, top_ps, max_logits=max_logits)
-    loss = (found.logprobs * torch.arange(11)).sum()
-    return found.logprobs, found.entropies, *torch.autograd.grad(loss, (hidden, weight))
-
-
-def test_chunks_change_nothing_and_hold_few_logits():
-    torch.manual_seed(0)
-    linear = nn.Linear(8, 30, bias=False)
-    hidden = torch.randn(11, 8, requires_grad=True)
-    rows_seen: list[int] = []
-
-    def head(states: Tensor) -> Tensor:
-        rows_seen.append(states.shape[0])
-        return linear(states)
-
-    whole = run_chunked(10_000, head, hidden, linear.weight)
-    assert max(rows_seen) == 11
-    rows_seen.clear()
-    chunked = run_chunked(30 * 4, head, hidden, linear.weight)
-    assert max(rows_seen) == 4
-    # Each of the three chunks forward, and again in the backward pass.
-    assert sum(rows_seen) - 1 == 2 * 11
-    for left, right in zip(whole, chunked, strict=True):
-        torch.testing.assert_close(left, right, atol=1e-6, rtol=1e-5)
 
 
 def test_no_tokens_still_have_a_path_for_gradients():
