@@ -54,16 +54,6 @@ def trajectory(
     )
 
 
-def test_a_long_trajectory_weighs_as_much_as_a_short_one():
-    # a has three turns of return 1, b one turn of 0: scores 1 and 0, mean 1/2. Over rows the
-    # mean would be 3/4.
-    statistics = compute_group_statistics(
-        [trajectory("a", [1.0, 1.0, 1.0]), trajectory("b", [0.0])]
-    )["g"]
-    assert statistics.mean == 0.5
-    assert statistics.deviation == pytest.approx(math.sqrt(0.5), rel=1e-12)
-
-
 def test_turns_without_a_return_are_left_out_of_the_score():
     # The failed call in the middle counts neither as 0 nor as a turn: the score stays 1.
     assert compute_score(trajectory("a", [1.0, None, 1.0])) == 1.0

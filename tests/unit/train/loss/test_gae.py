@@ -144,13 +144,6 @@ def test_by_hand(
         assert found[name] == pytest.approx(advantages), name
 
 
-def test_merged_turns_are_one_turn_when_nothing_is_discounted_between_them():
-    values = [0.3, -0.2, 0.9, 0.4, 0.1]
-    found = compute(CHAIN, {"one": values[:2], "two": values[2:]}, 0.7, 0.9)
-    whole = compute([turn("whole", 1, reward=1.0)], {"whole": values}, 0.7, 0.9)
-    assert found["one"] + found["two"] == pytest.approx(whole["whole"])
-
-
 def test_a_turn_that_is_not_trained_lets_credit_through():
     # The greedy turn in the middle has no tokens to train; its own reward of 0.5 is kept.
     turns = [turn("a", 1), turn("greedy", 3, "a", reward=0.5), turn("c", 5, "greedy", 1.0)]

@@ -140,7 +140,7 @@ def test_values_and_gradients_are_those_of_the_plain_formula(
 
 @pytest.mark.parametrize("is_trained", [False, True])
 @pytest.mark.parametrize("max_logits", [30_000, 60 * 3000])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", ["plain", "temperature top_p mask"])
 def test_borders_of_tiles_and_blocks_change_nothing(
     sampling: str, max_logits: int, is_trained: bool
 ) -> None:
