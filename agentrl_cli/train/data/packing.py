@@ -108,8 +108,7 @@ def pack_samples(
 ) -> list[MicroBatch]:
     """Micro-batches of at most ``max_tokens`` distinct tokens that hold every sample once.
 
-    A sample is never cut: one that is longer gets a micro-batch of its own. The result depends on
-    the arguments only.
+    A sample is never cut: one that is longer gets a micro-batch of its own.
     """
     return [
         build_micro_batch([samples[i] for i in numbers], device, packing)
