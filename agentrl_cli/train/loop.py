@@ -20,7 +20,7 @@ from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.trajectory_file import format_record, parse_record
 from agentrl_cli.train.learner import Learner
-from agentrl_cli.train.monitor.alarm_rules import Alarms
+from agentrl_cli.train.monitor.alarms import Alarms
 from agentrl_cli.train.monitor.batch_metrics import BatchProgress, summarize_trajectories
 from agentrl_cli.train.monitor.loggers import MetricsLogger
 from agentrl_cli.train.publish import publish_and_verify, resolve_probe_tolerance

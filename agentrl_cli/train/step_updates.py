@@ -20,14 +20,9 @@ from agentrl_cli.store.run_folder import run_dir_of
 from agentrl_cli.train.data.minibatches import Minibatch, build_minibatches
 from agentrl_cli.train.data.packing import MicroBatch
 from agentrl_cli.train.data.samples import Sample, assign_advantages, build_samples
-from agentrl_cli.train.loss.advantages import compute_advantages
+from agentrl_cli.train.loss.advantages import Penalties, compute_advantages
 from agentrl_cli.train.loss.gae import ValueTargets, assign_gae
 from agentrl_cli.train.loss.policy_loss import LossInputs, compute_loss
-from agentrl_cli.train.loss.reward_penalties import (
-    Penalties,
-    compute_overlong_penalties,
-    reduce_rewards,
-)
 from agentrl_cli.train.model.critic import Critic
 from agentrl_cli.train.model.optimizer import compute_learning_rate
 from agentrl_cli.train.model.policy import Policy
@@ -221,14 +216,12 @@ def build_step_batch(
     kept = [t for t in trajectories if t.replaced_by is None]
     samples = build_samples(kept, config.rollout.export_style, policy.build_mask_maker())
     algorithm = config.train.algorithm
-    penalties = Penalties(len(kept))
+    penalties = Penalties(kept)
     if algorithm.overlong is not None:
-        limit = config.rollout.max_tokens_per_trajectory
-        amounts = compute_overlong_penalties(kept, algorithm.overlong, limit)
-        penalties.add("overlong", amounts)
+        penalties.add_overlong(algorithm.overlong, config.rollout.max_tokens_per_trajectory)
     if algorithm.kl is not None and algorithm.has_kl_reward:
         penalties.add_kl(samples, policy.score_reference(samples), algorithm.kl)
-    reduced = reduce_rewards(kept, penalties.amounts)
+    reduced = penalties.reduce_rewards()
     advantage = algorithm.advantage
     if critic is None or not isinstance(advantage, GaeAdvantageConfig):
         samples = assign_advantages(samples, compute_advantages(reduced, advantage))

@@ -288,7 +288,7 @@ def test_the_tests_stay_small() -> None:
 @pytest.mark.parametrize(
     ("rule", "name", "source"),
     [
-        (RULES[0], "store/x.py", "import agentrl_cli.train.loss.value_loss"),
+        (RULES[0], "store/x.py", "import agentrl_cli.train.loss.policy_loss"),
         (RULES[0], "store/x.py", "from agentrl_cli import launch"),
         (RULES[0], "cli/x.py", "from agentrl_cli.store import layout"),
         (RULES[1], "store/x.py", "def f():\n    from agentrl_cli.store import layout"),

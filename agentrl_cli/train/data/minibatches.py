@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,24 +41,15 @@ def build_minibatches(
     order = list(groups.values())
     random.Random(f"{config.seed}/{shuffle_key}").shuffle(order)
     count = min(config.train.num_minibatches, len(order))
-    return [
-        _build_minibatch(samples, set().union(*order[first::count]), config)
-        for first in range(count)
-    ]
-
-
-def _build_minibatch(
-    samples: Sequence[Sample], indices: set[int], config: ExperimentConfig
-) -> Minibatch:
-    chosen = tuple(s for s in samples if s.trajectory_index in indices)
     algorithm = config.train.algorithm
-    weights = compute_token_weights(
-        algorithm.aggregation,
-        chosen,
-        len(indices),
-        algorithm.constant_denominator or config.gconfig.max_tokens,
-    )
-    return Minibatch(chosen, weights)
+    constant = algorithm.constant_denominator or config.gconfig.max_tokens
+    minibatches = []
+    for first in range(count):
+        indices = set().union(*order[first::count])
+        chosen = tuple(s for s in samples if s.trajectory_index in indices)
+        weights = compute_token_weights(algorithm.aggregation, chosen, len(indices), constant)
+        minibatches.append(Minibatch(chosen, weights))
+    return minibatches
 
 
 def compute_token_weights(
@@ -91,10 +82,7 @@ def compute_token_weights(
         return {id(sample): 1.0 / (len(samples) * sample.num_targets) for sample in samples}
     if aggregation == "constant":
         return {id(sample): 1.0 / (num_trajectories * constant_denominator) for sample in samples}
-    tokens: dict[int, int] = {}
+    tokens: Counter[int] = Counter()
     for sample in samples:
-        index = sample.trajectory_index
-        tokens[index] = tokens.get(index, 0) + sample.num_targets
-    return {
-        id(sample): 1.0 / (num_trajectories * tokens[sample.trajectory_index]) for sample in samples
-    }
+        tokens[sample.trajectory_index] += sample.num_targets
+    return {id(s): 1.0 / (num_trajectories * tokens[s.trajectory_index]) for s in samples}

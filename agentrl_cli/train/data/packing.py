@@ -108,11 +108,7 @@ def pack_samples(
 ) -> list[MicroBatch]:
     """Micro-batches of at most ``max_tokens`` distinct tokens that hold every sample once.
 
-    A sample is never cut: one that is longer gets a micro-batch of its own. The result depends on
-    the arguments only.
-
-    Raises:
-        ValueError: ``max_tokens`` is not positive.
+    A sample is never cut: one that is longer gets a micro-batch of its own.
     """
     return [
         build_micro_batch([samples[i] for i in numbers], device, packing)
@@ -127,12 +123,7 @@ def plan_micro_batches(
 
     As few micro-batches as first-fit decreasing finds, balanced in computing time, so that none
     needs more memory than it must.
-
-    Raises:
-        ValueError: ``max_tokens`` is not positive.
     """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens is {max_tokens}: a bin holds at least one token")
     if not sequences:
         return []
     found = sort_sequences(sequences) if packing == "prefix_tree" else keep_apart(len(sequences))

@@ -176,10 +176,7 @@ def build_scoring_sample(
 
 
 def _build_sample(
-    sequence: TokenSequence,
-    index: int,
-    trajectory_id: str,
-    mask_maker: MaskMaker | None,
+    sequence: TokenSequence, index: int, trajectory_id: str, mask_maker: MaskMaker | None
 ) -> Sample | None:
     """None: nothing of the sequence is trained."""
     parts: list[Targets] = []
@@ -191,10 +188,8 @@ def _build_sample(
         numbers = _number_masks(interaction, mask_maker, trajectory_id)
         if numbers is None:
             continue
-        _check_logprobs(interaction.rollout_logprobs, interaction.id, trajectory_id)
-        # The first token of a sequence has nothing before it that could predict it.
-        skipped = 1 if span.start == 0 else 0
-        part = _build_targets(span, skipped, numbers, mask_maker)
+        _check_logprobs(interaction, trajectory_id)
+        part = _build_targets(span, numbers, mask_maker)
         first = turns[-1].end if turns else 0
         turns.append(Turn(interaction.id, first, first + len(part)))
         parts.append(part)
@@ -210,13 +205,12 @@ def _build_sample(
 
 
 def _build_targets(
-    span: Span,
-    skipped: int,
-    mask_numbers: Sequence[int],
-    mask_maker: MaskMaker | None,
+    span: Span, mask_numbers: Sequence[int], mask_maker: MaskMaker | None
 ) -> Targets:
-    """The tokens of one completion, without the first ``skipped``."""
+    """The tokens of one completion; the first token of a sequence has nothing before it that could
+    predict it."""
     interaction = span.interaction
+    skipped = 1 if span.start == 0 else 0
     ids = torch.tensor(interaction.completion_ids[skipped:], dtype=torch.long)
     numbers = torch.tensor(mask_numbers[skipped:], dtype=torch.long)
     masks = None
@@ -254,11 +248,11 @@ def _number_masks(
     return numbers
 
 
-def _check_logprobs(logprobs: Sequence[float], interaction_id: str, trajectory_id: str) -> None:
-    for position, logprob in enumerate(logprobs):
+def _check_logprobs(interaction: Interaction, trajectory_id: str) -> None:
+    for position, logprob in enumerate(interaction.rollout_logprobs):
         if not math.isfinite(logprob):
             raise RunError(
-                f"trajectory {trajectory_id}, interaction {interaction_id}: rollout logprob "
+                f"trajectory {trajectory_id}, interaction {interaction.id}: rollout logprob "
                 f"{logprob} of completion token {position}. A sampled token has a finite one: "
                 "this is a fault of the engine. Look at the trajectory with: "
                 "agentrl inspect-trajectories RUN"

@@ -1,4 +1,5 @@
-"""Advantages of interactions, from statistics over trajectories that are keyed by group id.
+"""Advantages of interactions, from statistics over trajectories that are keyed by group id, and the
+penalties that are subtracted from rewards before.
 
 A trajectory's score is the mean of its interactions' returns; baselines and deviations are taken
 over the scores of a group, so that a trajectory of ten turns weighs as much as one of a single
@@ -7,14 +8,20 @@ turn (see docs/how-it-works.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from agentrl_cli.config.algorithm_config import (
     AdvantageConfig,
     DrGrpoAdvantageConfig,
-    GrpoAdvantageConfig,
+    GaeAdvantageConfig,
+    KlConfig,
     MaxRlAdvantageConfig,
+    OverlongConfig,
     ReinforcePlusPlusAdvantageConfig,
     RlooAdvantageConfig,
 )
@@ -26,24 +33,11 @@ from agentrl_cli.scores import (
     compute_score,
     compute_statistics,
 )
+from agentrl_cli.train.data.samples import Sample
+from agentrl_cli.train.loss.policy_loss import compute_kl
 
 #: Added to the deviation, so that nearly equal scores do not explode.
 DEVIATION_EPSILON = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What the returns of a trajectory are compared with."""
-
-    score: float
-    group: GroupStatistics
-    """Of the trajectories that it is compared with, including itself."""
-    batch_deviation: float
-    """Unbiased deviation of all scores of the batch, each minus its group's mean."""
-
-
-#: An interaction's return, and its trajectory's standing -> the interaction's advantage.
-Estimator = Callable[[float, Standing], float]
 
 
 def compute_advantages(
@@ -58,92 +52,141 @@ def compute_advantages(
         RunError: ``config`` cannot be used with these rewards.
         ValueError: ``config`` is ``gae``, whose advantages are of tokens.
     """
-    estimate = _ESTIMATORS.get(type(config))
-    if estimate is None:
+    if isinstance(config, GaeAdvantageConfig):
         raise ValueError("advantages of kind gae are of tokens, from a critic's values")
-    if isinstance(config, MaxRlAdvantageConfig):
-        _check_not_negative(trajectories)
-    advantages: dict[str, float] = {}
-    for trajectory, standing in zip(trajectories, _rank(trajectories, config), strict=True):
-        for interaction in trajectory.interactions:
-            turn_return = interaction.turn_return
-            advantages[interaction.id] = (
-                0.0 if standing is None or turn_return is None else estimate(turn_return, standing)
-            )
-    return advantages
-
-
-def estimate_grpo(turn_return: float, standing: Standing) -> float:
-    """(return - group mean) / (group deviation + 1e-6): GRPO (arXiv 2402.03300, section 4.1.2),
-    with the deviation unbiased."""
-    return (turn_return - standing.group.mean) / (standing.group.deviation + DEVIATION_EPSILON)
-
-
-def estimate_dr_grpo(turn_return: float, standing: Standing) -> float:
-    """return - group mean: Dr. GRPO (arXiv 2503.20783, section 3.2), in which easy and hard tasks
-    weigh no more than others."""
-    return turn_return - standing.group.mean
-
-
-def estimate_rloo(turn_return: float, standing: Standing) -> float:
-    """return - mean score of the group's others: the leave-one-out baseline of RLOO (Kool et al.
-    2019; arXiv 2402.14740), independent of the trajectory that it judges."""
-    group = standing.group
-    mean_of_others = (group.mean * group.num_scored - standing.score) / (group.num_scored - 1)
-    return turn_return - mean_of_others
-
-
-def estimate_reinforce_plus_plus(turn_return: float, standing: Standing) -> float:
-    """(return - mean) / (deviation over the batch + 1e-6): REINFORCE++ (arXiv 2501.03262), the mean
-    being the group's, or the batch's."""
-    return (turn_return - standing.group.mean) / (standing.batch_deviation + DEVIATION_EPSILON)
-
-
-def estimate_maxrl(turn_return: float, standing: Standing) -> float:
-    """(return - group mean) / group mean: MaxRL (arXiv 2602.02710).
-
-    With rewards of 0 and 1 the group's gradient is then the mean score function of its successes
-    minus that of all: an estimate of the gradient of the logarithm of the success probability.
-    """
-    return (turn_return - standing.group.mean) / standing.group.mean
-
-
-_ESTIMATORS: Mapping[type, Estimator] = {
-    GrpoAdvantageConfig: estimate_grpo,
-    DrGrpoAdvantageConfig: estimate_dr_grpo,
-    RlooAdvantageConfig: estimate_rloo,
-    ReinforcePlusPlusAdvantageConfig: estimate_reinforce_plus_plus,
-    MaxRlAdvantageConfig: estimate_maxrl,
-}
-
-
-def _rank(trajectories: Sequence[Trajectory], config: AdvantageConfig) -> list[Standing | None]:
-    """The standing of each trajectory; None: it is unscored, or its group's scores are equal."""
     groups = compute_group_statistics(trajectories)
     scores = [compute_score(trajectory) for trajectory in trajectories]
     if isinstance(config, ReinforcePlusPlusAdvantageConfig) and config.baseline == "batch":
         of_batch = compute_statistics([score for score in scores if score is not None])
         groups = dict.fromkeys(groups, of_batch)
-    own_groups = [groups[trajectory.group_id] for trajectory in trajectories]
-    centered = [
-        score - group.mean
-        for score, group in zip(scores, own_groups, strict=True)
-        if score is not None
-    ]
-    deviation = compute_statistics(centered).deviation
-    return [
-        Standing(score, group, deviation) if score is not None and group.has_signal else None
-        for score, group in zip(scores, own_groups, strict=True)
-    ]
-
-
-def _check_not_negative(trajectories: Sequence[Trajectory]) -> None:
-    for trajectory in trajectories:
-        score = compute_score(trajectory)
-        if score is not None and score < 0.0:
+    scored = [(t, s, groups[t.group_id]) for t, s in zip(trajectories, scores, strict=True)]
+    centered = [score - group.mean for _, score, group in scored if score is not None]
+    batch_deviation = compute_statistics(centered).deviation
+    advantages: dict[str, float] = {}
+    for trajectory, score, group in scored:
+        advantages |= dict.fromkeys((i.id for i in trajectory.interactions), 0.0)
+        if score is None:
+            continue
+        if isinstance(config, MaxRlAdvantageConfig) and score < 0.0:
             raise RunError(
                 f"trajectory {trajectory.id} has the score {score:g}: "
                 "train.algorithm.advantage.kind maxrl divides by the mean score of a group. "
                 "Allowed: rewards of 0 and above. "
                 "Type train.algorithm.advantage.kind=grpo, or change the reward function"
             )
+        if group.has_signal:
+            baseline, scale = _find_baseline(config, score, group, batch_deviation)
+            for interaction in trajectory.interactions:
+                if interaction.turn_return is not None:
+                    advantages[interaction.id] = (interaction.turn_return - baseline) / scale
+    return advantages
+
+
+def _find_baseline(
+    config: AdvantageConfig, score: float, group: GroupStatistics, batch_deviation: float
+) -> tuple[float, float]:
+    """What is subtracted from the returns of a trajectory with ``score``, and what that is divided
+    by. ``batch_deviation`` is that of all scores of the batch, each minus its group's mean."""
+    if isinstance(config, DrGrpoAdvantageConfig):
+        # Dr. GRPO (arXiv 2503.20783, section 3.2): easy and hard tasks weigh no more than others.
+        return group.mean, 1.0
+    if isinstance(config, RlooAdvantageConfig):
+        # RLOO (Kool et al. 2019; arXiv 2402.14740): the mean score of the group's others, which is
+        # independent of the trajectory that it judges.
+        return (group.mean * group.num_scored - score) / (group.num_scored - 1), 1.0
+    if isinstance(config, ReinforcePlusPlusAdvantageConfig):
+        # REINFORCE++ (arXiv 2501.03262), the mean being the group's, or the batch's.
+        return group.mean, batch_deviation + DEVIATION_EPSILON
+    if isinstance(config, MaxRlAdvantageConfig):
+        # MaxRL (arXiv 2602.02710): with rewards of 0 and 1 the group's gradient is the mean score
+        # function of its successes minus that of all, an estimate of the gradient of the logarithm
+        # of the success probability.
+        return group.mean, group.mean
+    # GRPO (arXiv 2402.03300, section 4.1.2), with the deviation unbiased.
+    return group.mean, group.deviation + DEVIATION_EPSILON
+
+
+class Penalties:
+    """What is subtracted from the rewards of a batch, summed over the kinds of penalties."""
+
+    def __init__(self, trajectories: Sequence[Trajectory]) -> None:
+        self._trajectories = trajectories
+        self.amounts: defaultdict[int, float] = defaultdict(float)
+        """By trajectory index."""
+        self.means: dict[str, float] = {}
+        """``<kind>_penalty_mean``, over all trajectories, and ``kl``, over all tokens."""
+
+    def add_overlong(self, config: OverlongConfig, max_tokens: int) -> None:
+        """Adds the soft overlong punishment of DAPO (arXiv 2503.14476, equation 13) to every scored
+        trajectory, by the sampled tokens of all its calls.
+
+        0 up to ``max_tokens - buffer_tokens``, ``coef`` from ``max_tokens`` on, linear between; the
+        ``max_tokens`` are those of ``config``, where it gives any.
+        """
+        buffer = config.buffer_tokens
+        free = (config.max_tokens or max_tokens) - buffer
+        amounts = {
+            index: config.coef * min(max((t.num_completion_tokens - free) / buffer, 0.0), 1.0)
+            for index, t in enumerate(self._trajectories)
+            if compute_score(t) is not None
+        }
+        self._add("overlong", amounts)
+
+    def add_kl(
+        self, samples: Sequence[Sample], ref_logprobs: Mapping[int, Tensor], config: KlConfig
+    ) -> None:
+        """Adds coef x the divergence of what each trajectory sampled; the metric ``kl`` is its
+        estimate per token.
+
+        The sum of the estimates over its trained tokens, of the policy that sampled them: the
+        reward of RLHF (arXiv 2203.02155, equation 2), as RLOO keeps it (arXiv 2402.14740).
+        ``ref_logprobs`` are [targets] by ``id(sample)``.
+
+        Raises:
+            RunError: a penalty is not finite.
+        """
+        amounts: defaultdict[int, float] = defaultdict(float)
+        for sample in samples:
+            rollout = sample.targets.rollout_logprobs
+            kl = compute_kl(config.estimator, rollout, ref_logprobs[id(sample)])
+            amounts[sample.trajectory_index] += config.coef * float(kl.double().sum())
+            if not math.isfinite(amounts[sample.trajectory_index]):
+                raise RunError(
+                    f"trajectory {sample.trajectory_id}: its divergence from the reference model "
+                    f"is {float(kl.sum())} nats. The weights were not changed. Look at it with: "
+                    "agentrl inspect-trajectories RUN. model.dtype=float32 often helps"
+                )
+        self._add("kl", amounts)
+        num_targets = sum(sample.num_targets for sample in samples)
+        self.means["kl"] = math.fsum(amounts.values()) / (config.coef * max(num_targets, 1))
+
+    def _add(self, kind: str, amounts: Mapping[int, float]) -> None:
+        for index, amount in amounts.items():
+            self.amounts[index] += amount
+        mean = math.fsum(amounts.values()) / max(len(self._trajectories), 1)
+        self.means[f"{kind}_penalty_mean"] = mean
+
+    def reduce_rewards(self) -> list[Trajectory]:
+        """The trajectories with the penalties subtracted from their rewards.
+
+        Every interaction that has a return loses the whole penalty: it is part of the outcome,
+        which every turn carries. Rewards of single turns stay as they are: whether a turn has one
+        decides whose credit it shares, and advantages are computed from returns.
+        """
+        reduced = list(self._trajectories)
+        for index, penalty in self.amounts.items():
+            trajectory = reduced[index]
+            if penalty == 0.0 or trajectory.reward is None:
+                continue
+            interactions = (
+                i
+                if i.turn_return is None
+                else dataclasses.replace(i, turn_return=i.turn_return - penalty)
+                for i in trajectory.interactions
+            )
+            reduced[index] = dataclasses.replace(
+                trajectory,
+                reward=trajectory.reward - penalty,
+                interactions=tuple(interactions),
+            )
+        return reduced

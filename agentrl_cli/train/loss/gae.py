@@ -1,4 +1,5 @@
-"""Generalized advantage estimation (GAE) through the turns of a conversation tree.
+"""Generalized advantage estimation (GAE) through the turns of a conversation tree, and the loss of
+the critic that it takes its values from.
 
 The actions are the trained tokens; what lies between two turns (a tool's result, the next
 prompt) is not an action and is skipped: the last token of a turn is followed by the first of its
@@ -14,9 +15,9 @@ ended. With successors s of a turn's last token t, and otherwise the next token 
   two act together: ``discount`` counts tokens, ``turn_discount`` turns. Tool and prompt tokens
   count nowhere, however many there are.
 - ``r_t`` is 0 except at the last token of a turn, where the whole turn's reward enters: its return
-  minus ``turn_discount`` x the mean of its successors' returns. So whatever made the returns (a
-  workflow's own credit, a penalty taken off them), they are what is estimated: with ``gae_lambda``
-  and ``discount`` 1, A_t + V_t is the turn's return for every token, whatever the critic says.
+  minus ``turn_discount`` x the mean of its successors' returns. So the returns, whatever made them,
+  are what is estimated: with ``gae_lambda`` and ``discount`` 1, A_t + V_t is the turn's return for
+  every token, whatever the critic says.
 - A turn without trained tokens (greedy, no token ids) is not an action: its reward and what follows
   it pass through, times ``turn_discount`` alone.
 - Where nothing follows, the trajectory is over: V and A are 0 there, even if a budget ended it, as
@@ -49,90 +50,60 @@ from agentrl_cli.errors import NotFiniteError
 from agentrl_cli.records import Interaction, Trajectory
 from agentrl_cli.scores import EQUAL_SCORES_TOLERANCE
 from agentrl_cli.tracking.credit import find_successors
-from agentrl_cli.train.data.packing import MicroBatch
 from agentrl_cli.train.data.samples import Sample
 from agentrl_cli.train.loss.advantages import DEVIATION_EPSILON
-from agentrl_cli.train.loss.value_loss import compute_explained_variance
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GaeFactors:
-    """How far credit reaches."""
-
-    gae_lambda: float
-    """Of each action: 1 trusts the rewards alone, 0 the critic's value of what follows."""
-    discount: float
-    """Of each action."""
-    turn_discount: float
-    """Of each turn."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outlook:
-    """V and A of what follows an action, 0 at the end of a trajectory."""
-
-    value: float = 0.0
-    advantage: float = 0.0
-
-
-def compute_turn_advantages(
-    values: Sequence[float], reward: float, outlook: Outlook, factors: GaeFactors
-) -> list[float]:
-    """The advantage of each trained token of one turn.
-
-    Args:
-        values: the critic's, of the state that each token was sampled in.
-        reward: the turn's own; it enters at the last token.
-        outlook: on what follows the turn.
-        factors: see above.
-    """
-    discount = factors.discount * factors.turn_discount
-    advantages = [0.0] * len(values)
-    next_value, next_advantage = outlook.value, outlook.advantage
-    for position in reversed(range(len(values))):
-        value = values[position]
-        delta = reward + discount * next_value - value
-        advantages[position] = delta + discount * factors.gae_lambda * next_advantage
-        next_value, next_advantage = value, advantages[position]
-        reward, discount = 0.0, factors.discount
-    return advantages
 
 
 def compute_gae(
-    interactions: Iterable[Interaction], values: Mapping[str, Tensor], factors: GaeFactors
+    interactions: Iterable[Interaction],
+    values: Mapping[str, Tensor],
+    config: GaeAdvantageConfig,
+    turn_discount: float,
 ) -> dict[str, Tensor]:
     """The advantages of the trained tokens of one trajectory, float32 [tokens], by interaction id.
 
-    Args:
-        interactions: the trajectory's.
-        values: of the trained tokens of each interaction, [tokens], by its id; interactions
-            without any are not trained.
-        factors: see above.
+    ``values`` are of the trained tokens of each interaction, [tokens], by its id; interactions
+    without any are not trained.
 
     Raises:
         ValueError: ``values`` of an interaction that did not complete.
     """
-    interactions = tuple(interactions)
-    successors = find_successors(interactions)
+    by_id = {i.id: i for i in interactions}
+    successors = find_successors(by_id.values())
     strangers = values.keys() - successors.keys()
     if strangers:
         raise ValueError(f"values of interactions that did not complete: {sorted(strangers)}")
-    rewards = _compute_turn_rewards(interactions, successors, factors.turn_discount)
-    first: dict[str, Outlook] = {}
-    advantages: dict[str, Tensor] = {}
+    # Of each turn: its return, and V and A of its first token.
+    begins: dict[str, tuple[float, float, float]] = {}
+    found: dict[str, Tensor] = {}
     for name, following in successors.items():
-        outlook = _average([first[s] for s in following])
+        later, value, advantage = _average([begins[s] for s in following])
+        reward, turn_return = by_id[name].reward or 0.0, by_id[name].turn_return
+        if turn_return is None:
+            turn_return = reward + turn_discount * later
+        else:
+            reward = turn_return - turn_discount * later
         own = values[name].tolist() if name in values else []
         if not own:
-            first[name] = Outlook(
-                rewards[name] + factors.turn_discount * outlook.value,
-                factors.turn_discount * outlook.advantage,
-            )
-            continue
-        computed = compute_turn_advantages(own, rewards[name], outlook, factors)
-        first[name] = Outlook(own[0], computed[0])
-        advantages[name] = torch.tensor(computed, dtype=torch.float32)
-    return advantages
+            value, advantage = reward + turn_discount * value, turn_discount * advantage
+        discount = config.discount * turn_discount
+        advantages = []
+        for token_value in reversed(own):
+            delta = reward + discount * value - token_value
+            advantage = delta + discount * config.gae_lambda * advantage
+            advantages.append(advantage)
+            value, reward, discount = token_value, 0.0, config.discount
+        begins[name] = (turn_return, value, advantage)
+        if own:
+            found[name] = torch.tensor(advantages[::-1], dtype=torch.float32)
+    return found
+
+
+def _average(begins: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """Column by column; 0 at the end of a trajectory."""
+    count = max(len(begins), 1)
+    later, value, advantage = (sum(one[column] for one in begins) / count for column in range(3))
+    return later, value, advantage
 
 
 def normalize_advantages(advantages: Tensor) -> Tensor:
@@ -147,36 +118,6 @@ def normalize_advantages(advantages: Tensor) -> Tensor:
     return ((exact - exact.mean()) / (exact.std() + DEVIATION_EPSILON)).to(advantages.dtype)
 
 
-def _compute_turn_rewards(
-    interactions: Iterable[Interaction],
-    successors: Mapping[str, tuple[str, ...]],
-    turn_discount: float,
-) -> dict[str, float]:
-    """What each turn adds to its return by itself; its own reward where it has no return."""
-    by_id = {i.id: i for i in interactions}
-    returns: dict[str, float] = {}
-    rewards: dict[str, float] = {}
-    for name, following in successors.items():
-        later = sum(returns[s] for s in following) / len(following) if following else 0.0
-        interaction = by_id[name]
-        if interaction.turn_return is None:
-            rewards[name] = interaction.reward or 0.0
-            returns[name] = rewards[name] + turn_discount * later
-        else:
-            returns[name] = interaction.turn_return
-            rewards[name] = returns[name] - turn_discount * later
-    return rewards
-
-
-def _average(outlooks: Sequence[Outlook]) -> Outlook:
-    if not outlooks:
-        return Outlook()
-    return Outlook(
-        sum(o.value for o in outlooks) / len(outlooks),
-        sum(o.advantage for o in outlooks) / len(outlooks),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class ValueTargets:
     """What stays fixed for the critic during a step: float32 [targets] by ``id(sample)``."""
@@ -185,10 +126,6 @@ class ValueTargets:
     """The critic's, from before the step's first update."""
     returns: Mapping[int, Tensor]
     """What they should have been: value + advantage, before advantages are normalized."""
-
-    def join(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Values and returns of the micro-batch's targets, on its device."""
-        return batch.join(self.values), batch.join(self.returns)
 
     def summarize(self) -> dict[str, float]:
         """``value_mean``, ``return_mean`` and ``explained_variance`` over all targets, as far as
@@ -221,20 +158,27 @@ def assign_gae(
     Raises:
         NotFiniteError: a value is not finite.
     """
-    _check_values(samples, values)
-    factors = GaeFactors(
-        gae_lambda=config.gae_lambda, discount=config.discount, turn_discount=turn_discount
-    )
     of_turns: defaultdict[int, dict[str, Tensor]] = defaultdict(dict)
     for sample in samples:
+        own = values[id(sample)]
+        if not torch.isfinite(own).all():
+            raise NotFiniteError(
+                f"trajectory {sample.trajectory_id}: the critic gives values that are not finite. "
+                "Its updates were, so the model or checkpoint that it started from is damaged. "
+                "Take another one, with train.critic.path=FOLDER trial_name=NAME"
+            )
         for turn in sample.turns:
-            own = values[id(sample)][turn.start : turn.end]
-            of_turns[sample.trajectory_index][turn.interaction_id] = own
+            of_turns[sample.trajectory_index][turn.interaction_id] = own[turn.start : turn.end]
     credited = {
-        index: compute_gae(trajectories[index].interactions, turns, factors)
+        index: compute_gae(trajectories[index].interactions, turns, config, turn_discount)
         for index, turns in of_turns.items()
     }
-    raw = [_gather_turns(sample, credited[sample.trajectory_index]) for sample in samples]
+    raw = []
+    for sample in samples:
+        of_turn = credited[sample.trajectory_index]
+        # A turn without targets has no advantages.
+        parts = [of_turn[t.interaction_id] for t in sample.turns if t.end > t.start]
+        raw.append(torch.cat([torch.zeros(0), *parts]))
     advantages: Sequence[Tensor] = raw
     if config.normalization == "batch":
         normalized = normalize_advantages(torch.cat([torch.zeros(0), *raw]))
@@ -248,17 +192,54 @@ def assign_gae(
     return assigned, ValueTargets(old, returns)
 
 
-def _check_values(samples: Sequence[Sample], values: Mapping[int, Tensor]) -> None:
-    for sample in samples:
-        if not torch.isfinite(values[id(sample)]).all():
-            raise NotFiniteError(
-                f"trajectory {sample.trajectory_id}: the critic gives values that are not finite. "
-                "Its updates were, so the model or checkpoint that it started from is damaged. "
-                "Take another one, with train.critic.path=FOLDER trial_name=NAME"
-            )
+@dataclass(frozen=True, slots=True)
+class ValueLoss:
+    """A part of a minibatch's value loss, and how many of its targets are clipped."""
+
+    loss: Tensor
+    """Scalar with gradient: the parts of a minibatch add up to its loss."""
+    num_clipped: Tensor
+    """Targets whose gradient the clip removes."""
 
 
-def _gather_turns(sample: Sample, advantages: Mapping[str, Tensor]) -> Tensor:
-    """The advantages of a sample's targets; a turn without targets has none."""
-    parts = [advantages[t.interaction_id] for t in sample.turns if t.end > t.start]
-    return torch.cat([torch.zeros(0), *parts])
+def compute_value_loss(
+    new_values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    *,
+    clip_range: float | None,
+    num_targets: int,
+) -> ValueLoss:
+    """The sum of max((V - R)², (clip(V, V_old ± clip_range) - R)²) / 2, over ``num_targets``.
+
+    PPO's value loss (arXiv 1707.06347, equation 9) with the clip of its reference implementation
+    (arXiv 2005.12729, section 3): a value that is farther than ``clip_range`` from the old one, on
+    the side of its return, has no gradient.
+
+    Args:
+        new_values: the critic's, with gradient.
+        old_values: from before the step's first update.
+        returns: what values should be.
+        clip_range: in units of the reward; None: no clip.
+        num_targets: of the whole minibatch.
+    """
+    squares = (new_values - returns) ** 2
+    if clip_range is None:
+        return ValueLoss(squares.sum() / (2 * num_targets), squares.new_zeros(()))
+    clipped = old_values + (new_values - old_values).clamp(-clip_range, clip_range)
+    clipped_squares = (clipped - returns) ** 2
+    num_clipped = (clipped_squares > squares).sum().float()
+    larger = torch.maximum(squares, clipped_squares)
+    return ValueLoss(larger.sum() / (2 * num_targets), num_clipped)
+
+
+def compute_explained_variance(values: Tensor, returns: Tensor) -> float | None:
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 one that knows nothing,
+    below 0 a harmful one; None where returns do not vary."""
+    if returns.numel() == 0:
+        return None
+    variance = returns.double().var(correction=0)
+    if variance <= 1e-12 * returns.double().square().mean():
+        return None
+    residual = (returns.double() - values.double()).var(correction=0)
+    return float(1.0 - residual / variance)

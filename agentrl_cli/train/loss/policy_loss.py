@@ -52,8 +52,8 @@ class LossOutput:
     loss: Tensor
     """Scalar with gradient: the parts of a minibatch add up to its loss."""
     sums: dict[str, Tensor]
-    """They add up over parts: ``approx_kl``, ``clipfrac``, ``kl``, ``logprob_gap``,
-    ``rollout_correction``, ``rollout_correction_dropped``."""
+    """They add up over parts; ``approx_kl`` is the k3 estimate of KL(policy of the ratio's base ||
+    new)."""
     maxima: dict[str, Tensor]
     """``logprob_gap``: the largest |rollout - proximal|, nats; ``rollout_correction``: the
     largest weight before its cap; 0 without targets."""
@@ -69,14 +69,7 @@ def compute_loss(inputs: LossInputs, algorithm: AlgorithmConfig) -> LossOutput:
         ValueError: a term is set and its input is missing.
     """
     proximal = inputs.proximal_logprobs.detach()
-    policy = compute_policy_loss(
-        algorithm.loss,
-        inputs.new_logprobs,
-        proximal,
-        inputs.rollout_logprobs,
-        inputs.advantages,
-        inputs.sequence_numbers,
-    )
+    policy = compute_policy_loss(algorithm.loss, inputs)
     correction = compute_rollout_correction(
         proximal, inputs.rollout_logprobs, inputs.sequence_numbers, algorithm.rollout_correction
     )
@@ -91,32 +84,22 @@ def compute_loss(inputs: LossInputs, algorithm: AlgorithmConfig) -> LossOutput:
         if inputs.entropies is None:
             raise ValueError("entropy_coef is set: compute_loss needs entropies")
         token_losses = token_losses - algorithm.entropy_coef * inputs.entropies
-    loss = (token_losses * inputs.token_weights).sum()
-    return _with_statistics(loss, inputs, policy, correction, kl.detach())
-
-
-def _with_statistics(
-    loss: Tensor,
-    inputs: LossInputs,
-    policy: PolicyLoss,
-    correction: RolloutCorrection,
-    kl: Tensor,
-) -> LossOutput:
-    """``approx_kl`` is the k3 estimate of KL(policy of the ratio's base || new)."""
-    gap = (inputs.rollout_logprobs - inputs.proximal_logprobs).detach().abs()
-    sums = {
-        "approx_kl": (policy.log_ratio.expm1() - policy.log_ratio).sum(),
-        "clipfrac": policy.is_clipped.sum().float(),
-        "kl": kl.sum(),
-        "logprob_gap": gap.sum(),
-        "rollout_correction": correction.weights.sum(),
-        "rollout_correction_dropped": correction.is_dropped.sum().float(),
-    }
-    maxima = {
-        "logprob_gap": _find_largest(gap),
-        "rollout_correction": _find_largest(correction.raw_weights),
-    }
-    return LossOutput(loss, sums, maxima)
+    gap = (inputs.rollout_logprobs - proximal).detach().abs()
+    return LossOutput(
+        loss=(token_losses * inputs.token_weights).sum(),
+        sums={
+            "approx_kl": (policy.log_ratio.expm1() - policy.log_ratio).sum(),
+            "clipfrac": policy.is_clipped.sum().float(),
+            "kl": kl.detach().sum(),
+            "logprob_gap": gap.sum(),
+            "rollout_correction": correction.weights.sum(),
+            "rollout_correction_dropped": correction.is_dropped.sum().float(),
+        },
+        maxima={
+            "logprob_gap": _find_largest(gap),
+            "rollout_correction": _find_largest(correction.raw_weights),
+        },
+    )
 
 
 def _find_largest(values: Tensor) -> Tensor:
@@ -135,33 +118,27 @@ class PolicyLoss:
     """Bool: the clip bounds the ratio or removes the gradient."""
 
 
-def compute_policy_loss(
-    config: LossConfig,
-    new_logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    advantages: Tensor,
-    sequence_numbers: Tensor,
-) -> PolicyLoss:
+def compute_policy_loss(config: LossConfig, inputs: LossInputs) -> PolicyLoss:
     """The loss that ``config`` names."""
+    new, advantages = inputs.new_logprobs, inputs.advantages
+    proximal = inputs.proximal_logprobs.detach()
     if isinstance(config, PpoClipLossConfig):
-        log_ratio = compute_log_ratio(new_logprobs, rollout_logprobs)
+        log_ratio = compute_log_ratio(new, inputs.rollout_logprobs)
         return compute_clipped_loss(log_ratio, advantages, config)
     if isinstance(config, GspoLossConfig):
-        log_ratio = compute_sequence_log_ratio(new_logprobs, proximal_logprobs, sequence_numbers)
+        log_ratio = compute_sequence_log_ratio(new, proximal, inputs.sequence_numbers)
         return compute_clipped_loss(log_ratio, advantages, config)
-    log_ratio = compute_log_ratio(new_logprobs, proximal_logprobs)
+    log_ratio = compute_log_ratio(new, proximal)
     if isinstance(config, DecoupledPpoLossConfig):
         return compute_clipped_loss(log_ratio, advantages, config)
     if isinstance(config, CispoLossConfig):
-        return compute_cispo_loss(new_logprobs, log_ratio.detach(), advantages, config)
+        return compute_cispo_loss(new, log_ratio.detach(), advantages, config)
     if isinstance(config, SapoLossConfig):
-        return compute_sapo_loss(log_ratio, advantages, config)
-    return PolicyLoss(
-        compute_reinforce_losses(new_logprobs, advantages),
-        log_ratio.detach(),
-        torch.zeros_like(advantages, dtype=torch.bool),
-    )
+        losses = compute_sapo_losses(log_ratio, advantages, config)
+    else:
+        # REINFORCE (Williams 1992, theorem 1).
+        losses = -advantages * new
+    return PolicyLoss(losses, log_ratio.detach(), torch.zeros_like(advantages, dtype=torch.bool))
 
 
 def compute_clipped_loss(
@@ -216,21 +193,13 @@ def compute_cispo_loss(
     return PolicyLoss(losses, log_ratio.detach(), (ratio < low) | (ratio > high))
 
 
-def compute_sapo_loss(log_ratio: Tensor, advantages: Tensor, config: SapoLossConfig) -> PolicyLoss:
+def compute_sapo_losses(log_ratio: Tensor, advantages: Tensor, config: SapoLossConfig) -> Tensor:
     """-(4 / t) sigmoid(t (r - 1)) A, with the temperature t by the sign of A (SAPO, arXiv
     2511.20347, equations 5 and 6). At r = 1 its gradient is that of the unclipped objective."""
     temperatures = torch.where(
         advantages > 0, config.positive_temperature, config.negative_temperature
     )
-    gate = 4.0 / temperatures * torch.sigmoid(temperatures * (log_ratio.exp() - 1.0))
-    return PolicyLoss(
-        -gate * advantages, log_ratio.detach(), torch.zeros_like(advantages, dtype=torch.bool)
-    )
-
-
-def compute_reinforce_losses(new_logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """-A log p (REINFORCE, Williams 1992, theorem 1)."""
-    return -advantages * new_logprobs
+    return -4.0 / temperatures * torch.sigmoid(temperatures * (log_ratio.exp() - 1.0)) * advantages
 
 
 #: exp(20) is 5e8: beyond it a ratio says only "very far", and float32 nears overflow.
@@ -245,9 +214,7 @@ def compute_log_ratio(logprobs: Tensor, base_logprobs: Tensor) -> Tensor:
 def sum_over_sequences(values: Tensor, sequence_numbers: Tensor) -> Tensor:
     """The sum of ``values`` over each token's own sequence, repeated for its tokens: [targets].
 
-    Args:
-        values: float [targets].
-        sequence_numbers: int64 [targets], each below the number of targets.
+    Each of ``sequence_numbers`` is below the number of targets.
     """
     totals = torch.zeros_like(values).index_add(0, sequence_numbers, values)
     return totals[sequence_numbers]
@@ -278,18 +245,17 @@ def compute_rollout_correction(
     ``sequence`` it is the product over the sample's tokens. It corrects for older weights and for
     the numerics of the engine alike, and is 1 where rollout and trainer agree.
     """
+    nothing = torch.zeros_like(proximal_logprobs, dtype=torch.bool)
     if config is None:
         ones = torch.ones_like(proximal_logprobs)
-        return RolloutCorrection(ones, ones, torch.zeros_like(ones, dtype=torch.bool))
+        return RolloutCorrection(ones, ones, nothing)
     gap = (proximal_logprobs - rollout_logprobs).detach()
     if config.level == "sequence":
         gap = sum_over_sequences(gap, sequence_numbers)
     raw = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     floor = 0.0 if config.floor is None else config.floor
     if config.mode == "clamp":
-        return RolloutCorrection(
-            raw.clamp(floor, config.cap), raw, torch.zeros_like(raw, dtype=torch.bool)
-        )
+        return RolloutCorrection(raw.clamp(floor, config.cap), raw, nothing)
     is_dropped = (raw > config.cap) | (raw < floor)
     return RolloutCorrection(raw.masked_fill(is_dropped, 0.0), raw, is_dropped)
 

@@ -17,8 +17,7 @@ from agentrl_cli.models.pretrained import freeze_weights
 from agentrl_cli.train.checkpoint import describe_damage, load_optimizer_state
 from agentrl_cli.train.data.packing import MicroBatch
 from agentrl_cli.train.data.samples import Sample
-from agentrl_cli.train.loss.gae import ValueTargets
-from agentrl_cli.train.loss.value_loss import compute_value_loss
+from agentrl_cli.train.loss.gae import ValueTargets, compute_value_loss
 from agentrl_cli.train.model.layers import prepare_layers, set_checkpointing
 from agentrl_cli.train.model.optimizer import MasterOptimizer, compute_learning_rate
 from agentrl_cli.train.model.output_head import compute_target_states
@@ -121,7 +120,7 @@ class Critic(TrainedModel[Tensor]):
         num_targets = sum(sample.num_targets for sample in samples)
 
         def compute_part(batch: MicroBatch) -> Tensor:
-            old_values, returns = targets.join(batch)
+            old_values, returns = batch.join(targets.values), batch.join(targets.returns)
             values = self.forward(batch)
             output = compute_value_loss(
                 values,
@@ -149,17 +148,11 @@ class Critic(TrainedModel[Tensor]):
         Raises:
             StoreError: it is damaged, or of another model.
         """
-        optimizer_state, weights = load_optimizer_state(folder / CRITIC_DIR)
+        state, weights = load_optimizer_state(folder / CRITIC_DIR)
         if weights is None:
             missing = FileNotFoundError(f"{CRITIC_DIR}/ has no weights")
             raise StoreError(describe_damage(folder, missing))
-        try:
-            self.optimizer.load_master_weights(weights)
-            self.optimizer.load_state_tensors(optimizer_state)
-        except (KeyError, RuntimeError) as error:
-            raise StoreError(
-                f"the critic in the checkpoint {folder} is of another model: {error}"
-            ) from error
+        self.load_state(folder, lambda: weights, state)
 
     def describe(self) -> str:
         """What must be equal where a checkpoint is loaded."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -81,7 +82,7 @@ class MasterOptimizer:
             cast_weights(model, compute_dtype)
             self._model_weights = dict(trained)
             for name, weight in trained.items():
-                weight.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
+                weight.register_post_accumulate_grad_hook(partial(self._add_to_master, name))  # type: ignore[no-untyped-call]
         decayed = [p for p in self._masters.values() if p.ndim >= _MIN_DECAYED_DIMENSIONS]
         kept = [p for p in self._masters.values() if p.ndim < _MIN_DECAYED_DIMENSIONS]
         self._adamw = torch.optim.AdamW(
@@ -158,19 +159,15 @@ class MasterOptimizer:
             name, _, key = full_name.rpartition("/")
             self._adamw.state[masters[name]][key] = place_like(value, masters[name])
 
-    def _hook(self, name: str) -> Callable[[Tensor], None]:
-        def add_to_master(weight: Tensor) -> None:
-            gradient = weight.grad
-            weight.grad = None
-            if gradient is None:
-                return
-            master = self._masters[name]
-            if master.grad is None:
-                master.grad = gradient.to(torch.float32)
-            else:
-                master.grad += gradient
-
-        return add_to_master
+    def _add_to_master(self, name: str, weight: Tensor) -> None:
+        gradient, weight.grad = weight.grad, None
+        if gradient is None:
+            return
+        master = self._masters[name]
+        if master.grad is None:
+            master.grad = gradient.to(torch.float32)
+        else:
+            master.grad += gradient
 
     @torch.no_grad()
     def _copy_to_model(self) -> None:

@@ -34,11 +34,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class AttentionLayout:
-    """Which tokens of a micro-batch attend to which, for the layers of one forward pass.
-
-    Args:
-        segments: of the micro-batch.
-    """
+    """Which tokens of a micro-batch attend to which, for the layers of one forward pass."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = tuple(segments)
@@ -79,22 +75,16 @@ def use_packed_attention(model: PreTrainedModel) -> None:
             "AttentionInterface, so packed samples would see each other. Allowed: architectures "
             "that do, such as Qwen2, Qwen3, Llama and Mistral"
         )
-    others = _find_layer_types(model) - {*_LAYER_TYPES}
+    names = ("layer_types", "layers_block_type")
+    # Missing where an architecture has one kind only.
+    kinds = next((k for name in names if (k := getattr(model.config, name, None))), ())
+    others = {*kinds} - {*_LAYER_TYPES}
     if others:
         raise ModelError(
             f"model.path: {type(model).__name__} has layers of type {', '.join(sorted(others))}, "
             "in which packed samples would see each other. Allowed: architectures whose layers "
             f"all have {' or '.join(_LAYER_TYPES)}, such as Qwen2, Qwen3, Llama and Mistral"
         )
-
-
-def _find_layer_types(model: PreTrainedModel) -> set[str]:
-    """The kinds of its layers; empty where an architecture has one kind only."""
-    for name in ("layer_types", "layers_block_type"):
-        kinds = getattr(model.config, name, None)
-        if kinds:
-            return set(kinds)
-    return set()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -167,24 +157,13 @@ def _attend(
     if layout.is_shared:
         block_mask = layout.find_block_mask(window, query.device)
         return attend_by_blocks(query, key, value, block_mask, scaling)
-    return _attend_varlen(query, key, value, layout, scaling, window)
-
-
-def _attend_varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: AttentionLayout,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> Tensor:
-    """All sequences in one kernel call, for samples that share nothing."""
+    # One kernel call for all sequences.
     from torch.nn.attention.varlen import varlen_attn
 
     # transformers counts the token itself in its window, the kernel only those before it.
-    look_back = -1 if sliding_window is None else sliding_window - 1
+    look_back = -1 if window is None else window - 1
     ends = layout.find_sequence_ends(query.device)
-    output = varlen_attn(
+    packed = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -196,6 +175,6 @@ def _attend_varlen(
         window_size=(look_back, 0),
         enable_gqa=key.shape[1] != query.shape[1],
     )
-    if not isinstance(output, Tensor):
+    if not isinstance(packed, Tensor):
         raise TypeError("varlen_attn returned auxiliary outputs that were not asked for")
-    return output
+    return packed

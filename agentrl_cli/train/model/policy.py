@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.grammar import TokenGrammars, find_end_ids
-from agentrl_cli.errors import StoreError
 from agentrl_cli.models.lora import add_adapter
 from agentrl_cli.models.pretrained import freeze_weights, without_progress_bars
 from agentrl_cli.store.atomic_files import store_errors
@@ -153,13 +152,8 @@ class Policy(TrainedModel[TokenLogprobs]):
 
     def load(self, folder: Path) -> None:
         """Takes over what :meth:`save` wrote, with any number of ranks."""
-        optimizer_state, masters = load_optimizer_state(folder / STATE_DIR)
-        try:
-            weights = masters or load_weights(self.model, folder)
-            self.optimizer.load_master_weights(weights)
-            self.optimizer.load_state_tensors(optimizer_state)
-        except (KeyError, RuntimeError) as error:
-            raise StoreError(f"the checkpoint {folder} is of another model: {error}") from error
+        state, masters = load_optimizer_state(folder / STATE_DIR)
+        self.load_state(folder, lambda: masters or load_weights(self.model, folder), state)
 
     def describe(self) -> dict[str, Any]:
         """What must be equal where a checkpoint is loaded."""

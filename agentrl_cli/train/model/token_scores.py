@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,12 +119,18 @@ def _score_block(logits: Tensor, choices: Choices, weights: Tensor) -> tuple[Sco
     return scores, totals
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreGradients:
+class ScoreGradients(NamedTuple):
     """The gradients of a loss by the scores of some targets; each [targets]."""
 
     logprobs: Tensor
     entropies: Tensor | None
+
+    @classmethod
+    def of(
+        cls, scores: Scores, logprobs: Tensor | None, entropies: Tensor | None
+    ) -> ScoreGradients:
+        """From what autograd gives: None where the loss does not depend on a score."""
+        return cls(torch.zeros_like(scores.logprobs) if logprobs is None else logprobs, entropies)
 
     def take(self, rows: slice) -> ScoreGradients:
         """Those of some targets."""
@@ -132,43 +138,36 @@ class ScoreGradients:
         return ScoreGradients(self.logprobs[rows], entropies)
 
 
-def differentiate_probabilities(
-    probabilities: Tensor, choices: Choices, scores: Scores, gradients: ScoreGradients
+def differentiate(
+    tile: Tensor,
+    holds: Literal["logits", "probabilities"],
+    choices: Choices,
+    scores: Scores,
+    gradients: ScoreGradients,
+    first_id: int = 0,
 ) -> None:
-    """Overwrites the probabilities [targets, vocabulary] by the gradients of the logits."""
-    widened, scratch = _Scratch(probabilities), _Scratch(probabilities)
-    for rows in _split_rows(probabilities):
-        block = probabilities[rows]
-        wide = widened.widen(block)
-        own, outer = _take_scores(scores, rows), gradients.take(rows)
-        logprobs = None
-        if outer.entropies is not None:
-            # The limit of p log p is 0.
-            tiny = torch.finfo(wide.dtype).tiny
-            logprobs = torch.clamp(wide, min=tiny, out=scratch.take(block)).log_()
-        _differentiate_block(wide, logprobs, choices.take(rows), own, outer, 0)
-        if wide is not block:
-            block.copy_(wide)
+    """Overwrites logits, or the probabilities made of them, by the gradients of the logits.
 
-
-def differentiate_logits(
-    logits: Tensor, choices: Choices, scores: Scores, gradients: ScoreGradients, first_id: int
-) -> None:
-    """Overwrites logits by their gradients.
-
-    ``logits`` [targets, tokens] are of the tokens from ``first_id`` on, which need not be the
-    whole vocabulary, and of choices that do not need whole rows.
+    ``tile`` is [targets, tokens]. Logits are of the tokens from ``first_id`` on, which need not be
+    the whole vocabulary, and of choices that do not need whole rows.
     """
-    widened, scratch = _Scratch(logits), _Scratch(logits)
-    for rows in _split_rows(logits):
-        block, chosen = logits[rows], choices.take(rows)
+    widened, scratch = _Scratch(tile), _Scratch(tile)
+    for rows in _split_rows(tile):
+        block, chosen = tile[rows], choices.take(rows)
+        own, outer = Scores(*(one[rows] for one in scores)), gradients.take(rows)
         wide = widened.widen(block)
-        if chosen.temperatures is not None:
-            wide.div_(chosen.temperatures[:, None])
-        own, outer = _take_scores(scores, rows), gradients.take(rows)
-        wide.sub_(own.normalizers[:, None])
-        logprobs = None if outer.entropies is None else scratch.take(block).copy_(wide)
-        _differentiate_block(wide.exp_(), logprobs, chosen, own, outer, first_id)
+        logprobs = None if outer.entropies is None else scratch.take(block)
+        if holds == "logits":
+            if chosen.temperatures is not None:
+                wide.div_(chosen.temperatures[:, None])
+            wide.sub_(own.normalizers[:, None])
+            if logprobs is not None:
+                logprobs.copy_(wide)
+            wide.exp_()
+        elif logprobs is not None:
+            # The limit of p log p is 0.
+            torch.clamp(wide, min=torch.finfo(wide.dtype).tiny, out=logprobs).log_()
+        _differentiate_block(wide, logprobs, chosen, own, outer, first_id)
         if wide is not block:
             block.copy_(wide)
 
@@ -208,10 +207,6 @@ def _differentiate_block(
     probabilities.scatter_(1, places, torch.where(is_here, at_target, there)[:, None])
 
 
-def _take_scores(scores: Scores, rows: slice) -> Scores:
-    return Scores(*(one[rows] for one in scores))
-
-
 class _Scratch:
     """Memory for one block at a time, of float32 or wider.
 
@@ -226,15 +221,19 @@ class _Scratch:
     def take(self, block: Tensor) -> Tensor:
         """Memory as large as ``block``, with anything in it."""
         if self._memory is None:
-            dtype = torch.promote_types(block.dtype, torch.float32)
+            dtype = widen(block.dtype)
             shape = (_count_rows(self._logits), self._logits.shape[-1])
             self._memory = self._logits.new_empty(shape, dtype=dtype)
         return self._memory[: len(block)]
 
     def widen(self, block: Tensor) -> Tensor:
         """The block itself where it is precise enough, else a copy."""
-        is_precise = torch.promote_types(block.dtype, torch.float32) == block.dtype
-        return block if is_precise else self.take(block).copy_(block)
+        return block if widen(block.dtype) == block.dtype else self.take(block).copy_(block)
+
+
+def widen(dtype: torch.dtype) -> torch.dtype:
+    """float32, or what is wider."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _count_rows(logits: Tensor) -> int:

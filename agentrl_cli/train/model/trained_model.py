@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from agentrl_cli.config.train_config import TrainConfig
+from agentrl_cli.errors import StoreError
 from agentrl_cli.train.checkpoint import save_optimizer_state
 from agentrl_cli.train.data.packing import MicroBatch, pack_samples
 from agentrl_cli.train.data.samples import Sample, build_scoring_sample
@@ -63,7 +64,11 @@ class ModelPasses(Generic[Output]):
 
     def pack(self, samples: Sequence[Sample]) -> list[MicroBatch]:
         """The micro-batches of this rank's share of ``samples``, which all ranks know."""
-        return self._pack(samples, self._divide(samples)[self._ranks.index])
+        train = self._train
+        chosen = [samples[i] for i in self._find_share(samples)]
+        batches = pack_samples(chosen, train.micro_batch_tokens, self.device, train.packing)
+        self._num_missing = max(self._ranks.gather_objects(len(batches))) - len(batches)
+        return batches
 
     def forward(self, batch: MicroBatch) -> Output:
         """What the model gives for a micro-batch, with gradient."""
@@ -82,9 +87,8 @@ class ModelPasses(Generic[Output]):
 
         On every rank those of all samples, though each passes its share alone.
         """
-        own = self._divide(samples)[self._ranks.index]
         scored: dict[int, Tensor] = {}
-        for batch in self._pack(samples, own):
+        for batch in self.pack(samples):
             values = self._take_values(self.forward(batch)).float().cpu()
             parts = torch.split(values, [s.num_targets for s in batch.samples])
             scored |= {id(s): part for s, part in zip(batch.samples, parts, strict=True)}
@@ -93,21 +97,16 @@ class ModelPasses(Generic[Output]):
         if isinstance(self._root, FSDPModule):
             # Without a backward pass the root's weights would stay gathered, and become stale.
             self._root.reshard()
-        joined = torch.cat([torch.zeros(0), *(scored[id(samples[i])] for i in own)])
+        own = [scored[id(samples[i])] for i in self._find_share(samples)]
+        joined = torch.cat([torch.zeros(0), *own])
         everything = torch.cat(self._ranks.gather_tensors(joined))
         # Shares are neighbours, so that their values one after the other are those of all.
         parts = torch.split(everything, [s.num_targets for s in samples])
         return {id(s): part for s, part in zip(samples, parts, strict=True)}
 
-    def _divide(self, samples: Sequence[Sample]) -> list[range]:
-        return divide_evenly([sample.num_tokens for sample in samples], self._ranks.count)
-
-    def _pack(self, samples: Sequence[Sample], share: range) -> list[MicroBatch]:
-        chosen = [samples[i] for i in share]
-        train = self._train
-        batches = pack_samples(chosen, train.micro_batch_tokens, self.device, train.packing)
-        self._num_missing = max(self._ranks.gather_objects(len(batches))) - len(batches)
-        return batches
+    def _find_share(self, samples: Sequence[Sample]) -> range:
+        costs = [sample.num_tokens for sample in samples]
+        return divide_evenly(costs, self._ranks.count)[self._ranks.index]
 
 
 class TrainedModel(ModelPasses[Output]):
@@ -124,12 +123,28 @@ class TrainedModel(ModelPasses[Output]):
             StoreError: it cannot be written.
         """
         keep = self._ranks.index == 0
-        masters = None
-        if with_masters:
-            masters = gather_named(self.optimizer.master_weights(), keep=keep)
+        of_masters = self.optimizer.master_weights() if with_masters else None
+        masters = None if of_masters is None else gather_named(of_masters, keep=keep)
         state = gather_named(self.optimizer.state_tensors(), keep=keep)
         if keep:
             save_optimizer_state(folder, state, masters)
+
+    def load_state(
+        self, folder: Path, load: Callable[[], Mapping[str, Tensor]], state: Mapping[str, Tensor]
+    ) -> None:
+        """Takes over the whole weights that ``load`` gives and the optimizer's ``state``, of the
+        checkpoint ``folder``.
+
+        Raises:
+            StoreError: they are of another model.
+        """
+        try:
+            self.optimizer.load_master_weights(load())
+            self.optimizer.load_state_tensors(state)
+        except (KeyError, RuntimeError) as error:
+            part = "" if self.role == "policy" else f"the {self.role} in "
+            message = f"{part}the checkpoint {folder} is of another model: {error}"
+            raise StoreError(message) from error
 
 
 def divide_evenly(costs: Sequence[int], count: int) -> list[range]:

@@ -58,7 +58,8 @@ class _TreeAttention(torch.autograd.Function):
         exact = torch.promote_types(queries.dtype, torch.float32)
         normalizers = queries.new_empty(queries.shape[:-1], dtype=exact)
         for segment in segments:
-            rows, own = _find_rows(segment)
+            # The queries that attend to the segment's keys, and those keys.
+            rows, own = slice(segment.start, segment.subtree_end), slice(segment.start, segment.end)
             part, part_normalizers = _forward_kernel(
                 queries[:, :, rows], keys[:, :, own], values[:, :, own], 0.0, True, scale=scaling
             )
@@ -83,7 +84,8 @@ class _TreeAttention(torch.autograd.Function):
         grad_key = key.new_empty(key.transpose(0, 1).shape).transpose(0, 1)
         grad_value = torch.empty_like(grad_key)
         for segment in ctx.segments:
-            rows, own = _find_rows(segment)
+            # The queries that attend to the segment's keys, and those keys.
+            rows, own = slice(segment.start, segment.subtree_end), slice(segment.start, segment.end)
             query_part, key_part, value_part = _backward_kernel(
                 grad[:, :, rows],
                 queries[:, :, rows],
@@ -118,11 +120,6 @@ def _group_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 def _unflatten(tensor: Tensor, dimension: int, sizes: Sequence[int]) -> Tensor:
     parted: Tensor = tensor.unflatten(dimension, sizes)  # type: ignore[no-untyped-call]
     return parted
-
-
-def _find_rows(segment: Segment) -> tuple[slice, slice]:
-    """The queries that attend to a segment's keys, and those keys."""
-    return slice(segment.start, segment.subtree_end), slice(segment.start, segment.end)
 
 
 def _make_like(queries: Tensor, segments: Sequence[Segment]) -> Tensor:
@@ -239,10 +236,9 @@ def build_block_mask(
     """The block mask of a tree, for all layers with this window."""
     from torch.nn.attention.flex_attention import create_block_mask
 
+    count = segments[-1].end
     seen = build_seen(segments, sliding_window, device)
-    num_tokens = segments[-1].end
-    build = _compile(create_block_mask)
-    return build(seen, None, None, num_tokens, num_tokens, device=device)
+    return _compile(create_block_mask)(seen, None, None, count, count, device=device)
 
 
 def attend_by_blocks(
@@ -251,9 +247,8 @@ def attend_by_blocks(
     """The attention output [tokens, heads, width] on CUDA; arguments [1, heads, tokens, width]."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    attend = _compile(flex_attention)
     is_grouped = key.shape[1] != query.shape[1]
-    output: Tensor = attend(
+    output: Tensor = _compile(flex_attention)(
         query, key, value, block_mask=block_mask, scale=scaling, enable_gqa=is_grouped
     )
     return output[0].transpose(0, 1)

@@ -27,17 +27,16 @@ def summarize_trajectories(
     """
     return {
         **_summarize_rewards(trajectories),
-        **_summarize_lengths(trajectories),
-        **_summarize_staleness(trajectories, policy_version),
-        **_count_failures(trajectories),
-        **_count_stops(trajectories),
+        **_summarize_tokens(trajectories, policy_version),
+        **_count_ends(trajectories),
         **_count_prefix_mismatches(trajectories),
     }
 
 
 def _summarize_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    scored = (t.reward for t in trajectories if compute_score(t) is not None)
-    rewards = [reward for reward in scored if reward is not None]
+    rewards = [
+        t.reward for t in trajectories if t.reward is not None and compute_score(t) is not None
+    ]
     groups = compute_group_statistics(trajectories).values()
     replaced = {t.group_id for t in trajectories if t.replaced_by is not None}
     summary = {
@@ -55,23 +54,11 @@ def _summarize_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return summary
 
 
-def _summarize_lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _summarize_tokens(trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
     tokens = [t.num_completion_tokens for t in trajectories]
     num_truncated = sum(
         any(i.finish_reason == "length" for i in t.interactions) for t in trajectories
     )
-    return {
-        "turns_mean": _mean([t.num_turns for t in trajectories]),
-        "tool_calls_mean": _mean([t.num_tool_calls for t in trajectories]),
-        "completion_tokens_mean": _mean(tokens),
-        "completion_tokens_max": float(max(tokens, default=0)),
-        "truncated_fraction": num_truncated / max(len(trajectories), 1),
-    }
-
-
-def _summarize_staleness(
-    trajectories: Sequence[Trajectory], policy_version: int
-) -> dict[str, float]:
     staleness = [
         policy_version - version
         for trajectory in trajectories
@@ -79,20 +66,24 @@ def _summarize_staleness(
         for version in interaction.versions
     ]
     return {
+        "turns_mean": _mean([t.num_turns for t in trajectories]),
+        "tool_calls_mean": _mean([t.num_tool_calls for t in trajectories]),
+        "completion_tokens_mean": _mean(tokens),
+        "completion_tokens_max": float(max(tokens, default=0)),
+        "truncated_fraction": num_truncated / max(len(trajectories), 1),
         "staleness_mean": _mean(staleness),
         "staleness_max": float(max(staleness, default=0)),
     }
 
 
-def _count_stops(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    counts = Counter(t.stop_reason for t in trajectories)
-    return {f"stops_{reason}": float(counts[reason]) for reason in StopReason}
-
-
-def _count_failures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    counts = Counter(t.failure.boundary for t in trajectories if t.failure is not None)
-    by_boundary = {f"failures_{boundary}": float(counts[boundary]) for boundary in Boundary}
-    return {"failures": float(counts.total()), **by_boundary}
+def _count_ends(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    failures = Counter(t.failure.boundary for t in trajectories if t.failure is not None)
+    stops = Counter(t.stop_reason for t in trajectories)
+    return {
+        "failures": float(failures.total()),
+        **{f"failures_{boundary}": float(failures[boundary]) for boundary in Boundary},
+        **{f"stops_{reason}": float(stops[reason]) for reason in StopReason},
+    }
 
 
 def _count_prefix_mismatches(trajectories: Sequence[Trajectory]) -> dict[str, float]:

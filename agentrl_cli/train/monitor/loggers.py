@@ -29,18 +29,14 @@ def build_loggers(config: ExperimentConfig, run_dir: Path, stack: ExitStack) -> 
     Raises:
         MissingExtraError: a logger's package is not installed.
     """
-    loggers = []
-    for logger_config in config.loggers:
-        logger = _build(logger_config, config, run_dir)
-        stack.callback(logger.close)
-        loggers.append(logger)
+    loggers: list[MetricsLogger] = []
+    for logger in config.loggers:
+        if logger.kind == "tensorboard":
+            loggers.append(TensorboardLogger(run_dir / "tensorboard"))
+        else:
+            loggers.append(WandbLogger(logger, config, run_dir))
+        stack.callback(loggers[-1].close)
     return loggers
-
-
-def _build(logger: LoggerConfig, config: ExperimentConfig, run_dir: Path) -> MetricsLogger:
-    if logger.kind == "tensorboard":
-        return TensorboardLogger(run_dir / "tensorboard")
-    return WandbLogger(logger, config, run_dir)
 
 
 class TensorboardLogger:

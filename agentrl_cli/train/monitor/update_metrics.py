@@ -10,8 +10,8 @@ from torch import Tensor
 
 from agentrl_cli.train.data.packing import MicroBatch
 from agentrl_cli.train.data.samples import Sample
+from agentrl_cli.train.loss.gae import ValueLoss
 from agentrl_cli.train.loss.policy_loss import LossOutput
-from agentrl_cli.train.loss.value_loss import ValueLoss
 from agentrl_cli.train.ranks import Ranks
 
 
@@ -22,9 +22,6 @@ class UpdateMetrics:
         self._num_samples = len(samples)
         self._off_policy_fraction = _compute_off_policy_fraction(samples, policy_version)
         self._sums: defaultdict[str, float] = defaultdict(float)
-        self._num_scored_tokens = 0
-        self._num_micro_batches = 0
-        self._num_forward_tokens = 0
         self._maxima: defaultdict[str, float] = defaultdict(float)
         self._grad_norms: list[float] = []
         self._critic_grad_norms: list[float] = []
@@ -34,13 +31,11 @@ class UpdateMetrics:
 
     def begin_update(self) -> None:
         """Starts counting for the next update."""
-        counts = (self._num_scored_tokens, self._num_micro_batches, self._num_forward_tokens)
-        self._before = (self._sums.copy(), self._maxima.copy(), counts)
+        self._before = (self._sums.copy(), self._maxima.copy())
 
     def skip_update(self) -> None:
         """Counts an update that was skipped, and drops what was counted for it."""
-        self._sums, self._maxima, counts = self._before
-        self._num_scored_tokens, self._num_micro_batches, self._num_forward_tokens = counts
+        self._sums, self._maxima = self._before
         self._num_skipped_updates += 1
         self.begin_update()
 
@@ -50,9 +45,9 @@ class UpdateMetrics:
             self._sums[name] += float(value)
         self._sums["entropy"] += float(entropies.detach().sum())
         self._sums["loss"] += float(output.loss.detach())
-        self._num_scored_tokens += len(batch.targets)
-        self._num_micro_batches += 1
-        self._num_forward_tokens += batch.num_tokens
+        self._sums["scored_tokens"] += len(batch.targets)
+        self._sums["num_micro_batches"] += 1
+        self._sums["train_tokens"] += batch.num_tokens
         for name, value in output.maxima.items():
             self._maxima[name] = max(self._maxima[name], float(value))
 
@@ -75,42 +70,37 @@ class UpdateMetrics:
 
     def add_ranks(self, ranks: Ranks) -> None:
         """Adds what the other ranks have counted; updates are the same for all."""
-        counts = (self._num_scored_tokens, self._num_micro_batches, self._num_forward_tokens)
-        parts = ranks.gather_objects([self._sums, self._maxima, counts])
+        parts = ranks.gather_objects([self._sums, self._maxima])
         self._sums, self._maxima = defaultdict(float), defaultdict(float)
-        for sums, maxima, _ in parts:
+        for sums, maxima in parts:
             for name, value in sums.items():
                 self._sums[name] += value
             for name, value in maxima.items():
                 self._maxima[name] = max(self._maxima[name], value)
-        totals = [sum(part[2][which] for part in parts) for which in range(len(counts))]
-        self._num_scored_tokens, self._num_micro_batches, self._num_forward_tokens = totals
 
     def summarize(self) -> dict[str, float]:
         """The metrics; means of nothing are 0."""
-        num_tokens = max(self._num_scored_tokens, 1)
-        num_updates = len(self._grad_norms)
+        sums, num_updates = self._sums, len(self._grad_norms)
+        num_tokens = max(sums["scored_tokens"], 1.0)
         means = {
-            name: self._sums[name] / num_tokens
-            for name in ("approx_kl", "clipfrac", "kl", "entropy")
+            name: sums[name] / num_tokens for name in ("approx_kl", "clipfrac", "kl", "entropy")
         }
         return {
             **means,
             **self._summarize_critic(),
-            "loss": self._sums["loss"] / max(num_updates, 1),
+            "loss": sums["loss"] / max(num_updates, 1),
             "grad_norm": sum(self._grad_norms) / max(num_updates, 1),
-            "logprob_gap_mean": self._sums["logprob_gap"] / num_tokens,
+            "logprob_gap_mean": sums["logprob_gap"] / num_tokens,
             "logprob_gap_max": self._maxima["logprob_gap"],
-            "rollout_correction_mean": self._sums["rollout_correction"] / num_tokens,
+            "rollout_correction_mean": sums["rollout_correction"] / num_tokens,
             "rollout_correction_max": self._maxima["rollout_correction"],
-            "rollout_correction_dropped_fraction": self._sums["rollout_correction_dropped"]
-            / num_tokens,
+            "rollout_correction_dropped_fraction": sums["rollout_correction_dropped"] / num_tokens,
             "off_policy_fraction": self._off_policy_fraction,
             "num_samples": float(self._num_samples),
-            "num_micro_batches": float(self._num_micro_batches),
+            "num_micro_batches": sums["num_micro_batches"],
             "num_updates": float(num_updates),
             "num_skipped_updates": float(self._num_skipped_updates),
-            "train_tokens": float(self._num_forward_tokens),
+            "train_tokens": sums["train_tokens"],
         }
 
     def _summarize_critic(self) -> dict[str, float]:

@@ -43,15 +43,16 @@ def build_model() -> ModelFactory:
 
 @pytest.fixture(scope="session")
 def build_config() -> ConfigFactory:
-    """A float32 configuration; keyword arguments go into ``train``."""
+    """A float32 configuration; ``model`` is added to that section, other arguments go into
+    ``train``."""
 
     def build(
-        *, dtype: str = "float32", export_style: str = "concat", **train: Any
+        *, dtype: str = "float32", export_style: str = "concat", model: Any = None, **train: Any
     ) -> ExperimentConfig:
         return ExperimentConfig.model_validate(
             {
                 "experiment_name": "test",
-                "model": {"path": "none", "dtype": dtype},
+                "model": {"path": "none", "dtype": dtype, **(model or {})},
                 "workflow_path": "none.none",
                 "gconfig": {"max_tokens": 16},
                 "rollout": {"export_style": export_style},

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from agentrl_cli.config.experiment import ExperimentConfig, LoraConfig
 from agentrl_cli.errors import ModelError
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.model.layers import _try_compiler
@@ -43,12 +42,9 @@ def count_compilations() -> int:
 
 @pytest.fixture
 def make_learner(build_model: Any, build_config: Any) -> Any:
-    def make(*, lora: LoraConfig | None = None, **train: Any) -> Learner:
+    def make(**train: Any) -> Learner:
         # Without it Adam makes whole steps of what rounding leaves where a gradient is 0.
-        config: ExperimentConfig = build_config(adam_epsilon=1e-3, **train)
-        if lora is not None:
-            model = config.model.model_copy(update={"lora": lora})
-            config = config.model_copy(update={"model": model})
+        config = build_config(adam_epsilon=1e-3, **train)
         return Learner(
             build_model(),
             config,
@@ -66,11 +62,11 @@ def make_learner(build_model: Any, build_config: Any) -> Any:
         pytest.param({"gradient_checkpointing": True, "num_epochs": 2}, id="checkpointing"),
         pytest.param({"algorithm": {"kind": "ppo"}, "packing": "plain"}, id="critic"),
         # Every further one is compiled, for seconds.
-        pytest.param({"lora": LoraConfig(target_modules=("q_proj",))}, id="adapter"),
+        pytest.param({"model": {"lora": {"target_modules": ["q_proj"]}}}, id="adapter"),
     ],
 )
 def test_updates_are_those_of_layers_as_they_are(make_learner, ragged_batch, settings):
-    if settings.get("lora"):
+    if "model" in settings:
         pytest.importorskip("peft", reason="needs peft (extra lora)")
     plain, compiled = make_learner(**settings), make_learner(**settings, compile="layers")
     num_before = count_compilations()

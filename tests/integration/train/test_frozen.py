@@ -20,9 +20,7 @@ def make_learner(build_model, build_config):
     def make(
         *frozen: str, tied: bool = False, dtype: str = "float32", seed: int = 0, **train: Any
     ) -> Learner:
-        config = build_config(dtype=dtype, **train)
-        model = config.model.model_copy(update={"frozen": frozen})
-        config = config.model_copy(update={"model": model})
+        config = build_config(dtype=dtype, model={"frozen": list(frozen)}, **train)
         return Learner(build_model(seed, tied=tied), config)
 
     return make
@@ -100,16 +98,17 @@ def test_gradient_checkpointing_changes_nothing(make_learner, ragged_batch, froz
         torch.testing.assert_close(tensor, expected[name], atol=2e-4, rtol=0.0)
 
 
-def test_an_unknown_name_says_which_there_are(make_learner):
-    with pytest.raises(ModelError, match=r"model\.frozen: 'embedings'.*mean 'embeddings'"):
-        make_learner("embedings")
-    with pytest.raises(ModelError, match=r"'model\.layer\.0\.\*' matches no weight.*model\.layers"):
-        make_learner("model.layer.0.*")
-
-
-def test_nothing_left_to_train_is_refused(make_learner):
-    with pytest.raises(ModelError, match=r"model\.frozen: \* leaves nothing of Qwen2ForCausalLM"):
-        make_learner("*")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("embedings", r"model\.frozen: 'embedings'.*mean 'embeddings'"),
+        ("model.layer.0.*", r"'model\.layer\.0\.\*' matches no weight.*model\.layers"),
+        ("*", r"model\.frozen: \* leaves nothing of Qwen2ForCausalLM"),
+    ],
+)
+def test_what_cannot_be_frozen_is_refused(make_learner, name, said):
+    with pytest.raises(ModelError, match=said):
+        make_learner(name)
 
 
 def test_with_an_adapter_it_is_refused():

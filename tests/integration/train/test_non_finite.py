@@ -90,13 +90,3 @@ def test_an_update_that_may_be_left_out_is_and_the_others_are_made(
     after = weights_of(learner)
     assert all(bool(torch.isfinite(tensor).all()) for tensor in after.values())
     assert any(not torch.equal(before[name], after[name]) for name in before)
-
-
-def test_metrics_of_an_update_that_was_left_out_count_nowhere(
-    build_model, build_config, ragged_batch, monkeypatch
-):
-    config = build_config(alarms=WARN)
-    spoil_advantage(monkeypatch, "g0/0", float("nan"))
-    metrics = Learner(build_model(), config).update(ragged_batch, 0)
-    assert metrics["num_skipped_updates"] == 1
-    assert metrics["num_updates"] == metrics["train_tokens"] == metrics["entropy"] == 0.0

@@ -96,18 +96,28 @@ def assert_same_metrics(found: dict, expected: dict) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "tied"), [(2, True), (4, False)])
+@pytest.mark.parametrize(
+    ("count", "tied", "frozen", "train"),
+    [
+        (2, True, [], {"algorithm": {"kl": {"coef": 0.1}}}),
+        (4, False, [], {"algorithm": {"kl": {"coef": 0.1}}}),
+        (2, False, [], {"gradient_checkpointing": True}),
+        (2, False, ["embeddings", "model.layers.0.*"], {}),
+        # With all but the head frozen no layer has a backward pass.
+        (2, False, ["embeddings", "model.*"], {}),
+    ],
+)
 def test_gradients_are_those_of_one_process(
-    run_ranks, save_model, build_config, ragged_batch, count, tied
+    run_ranks, save_model, build_config, ragged_batch, count, tied, frozen, train
 ):
-    config = build_config(algorithm={"kl": {"coef": 0.1}}, max_grad_norm=1e9)
     part = Play(
         model_folder=save_model(tied=tied),
-        reference_folder=save_model(3),
-        config=config,
+        reference_folder=save_model(3) if "algorithm" in train else None,
+        config=build_config(max_grad_norm=1e9, model={"frozen": frozen}, **train),
         steps=[("gradient", ragged_batch)],
     )
     [(expected, metrics)] = acts["play"](part)
+    assert frozen == [] or not any(name.startswith("model.layers.0.") for name in expected)
     for results in run_ranks(count, part):
         [(found, found_metrics)] = results
         assert_same(found, expected)
@@ -330,44 +340,12 @@ def test_a_rank_that_hangs_is_waited_for_until_the_deadline(
 
 
 @pytest.mark.slow
-def test_layers_that_compute_their_activations_again(
-    run_ranks, save_model, build_config, ragged_batch
-):
-    config = build_config(gradient_checkpointing=True, max_grad_norm=1e9)
-    part = Play(model_folder=save_model(), config=config, steps=[("gradient", ragged_batch)])
-    [(expected, _)] = acts["play"](part)
-    [(found, _)], _ = run_ranks(2, part)
-    assert_same(found, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "frozen", [("embeddings", "model.layers.0.*"), ("embeddings", "model.*")], ids=["part", "most"]
-)
-def test_frozen_weights_have_no_part_in_the_gradient(
-    run_ranks, save_model, build_config, ragged_batch, frozen
-):
-    """With all but the head frozen no layer has a backward pass."""
-    config = build_config(max_grad_norm=1e9)
-    model = config.model.model_copy(update={"frozen": frozen})
-    config = config.model_copy(update={"model": model})
-    part = Play(model_folder=save_model(), config=config, steps=[("gradient", ragged_batch)])
-    [(expected, metrics)] = acts["play"](part)
-    assert not any(name.startswith("model.layers.0.") for name in expected)
-    for [(found, found_metrics)] in run_ranks(2, part):
-        assert_same(found, expected)
-        assert_same_metrics(found_metrics, metrics)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("published", ["whole", "adapter"])
 def test_adapters_are_published_and_saved_as_by_one_process(
     run_ranks, save_model, build_config, ragged_batch, tmp_path, published
 ):
     pytest.importorskip("peft")
-    config = build_config(algorithm={"kl": {"coef": 0.1}}, learning_rate=1e-2)
-    model = config.model.model_validate({**config.model.model_dump(), "lora": {"rank": 4}})
-    config = config.model_copy(update={"model": model})
+    config = build_config(algorithm={"kl": {"coef": 0.1}}, model={"lora": {"rank": 4}})
     folder, paths = save_model(tied=True), [str(tmp_path / name) for name in ("one", "two")]
 
     def part(path: str) -> Any:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from agentrl_cli.train.data.packing import Packing, pack_samples
 from agentrl_cli.train.data.samples import Sample, Targets
-from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.masks import MaskTable, TokenMasks
 from agentrl_cli.train.model.output_head import compute_micro_batch_logprobs
 
@@ -112,26 +111,3 @@ def test_logprobs_and_gradients_equal(
     for name, gradient in plain.items():
         largest = float(gradient.abs().max())
         torch.testing.assert_close(shared[name], gradient, atol=1e-5 * max(largest, 1.0), rtol=0.0)
-
-
-def test_an_update_passes_fewer_tokens_and_learns_the_same(
-    build_model, build_config, build_trajectory
-):
-    """A group whose prompt is longer than its replies, and turns kept apart."""
-    turns = [[(range(40), [n, n + 1, 7]), ([8, 9], [n, 3])] for n in range(4)]
-    batch = [build_trajectory("g", index, float(index), own) for index, own in enumerate(turns)]
-    settings = {"learning_rate": 1e-3, "micro_batch_tokens": 400}
-    results = {}
-    for packing in ("plain", "prefix_tree"):
-        config = build_config(export_style="individual", packing=packing, **settings)
-        learner = Learner(build_model(), config)
-        metrics = learner.update(batch, 0)
-        results[packing] = (metrics, [p.detach().clone() for p in learner.model.parameters()])
-    (plain, plain_weights), (shared, shared_weights) = results.values()
-    # 8 samples of 43 or 47; once the prompt, and once what the second turns share with the first.
-    assert plain["train_tokens"] == 4 * (43 + 47)
-    assert shared["train_tokens"] == 40 + 4 * 7
-    for name in ("loss", "grad_norm", "approx_kl", "entropy"):
-        assert shared[name] == pytest.approx(plain[name], abs=1e-5, rel=1e-5)
-    for one, other in zip(plain_weights, shared_weights, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=0.0)

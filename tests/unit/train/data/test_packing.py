@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,15 +40,9 @@ def test_first_fit_decreasing_fills_the_gaps():
     assert pack_lengths([4, 3, 5, 1, 7], 10) == [[4, 1], [2, 0, 3]]
 
 
-def test_samples_longer_than_the_budget_go_alone():
-    assert pack_lengths([5, 30, 5], 10) == [[1], [0, 2]]
-
-
-def test_no_samples_no_bins_and_no_budget_no_packing():
+def test_no_samples_no_bins():
     assert pack_lengths([], 10) == []
     assert plan_micro_batches([], 10) == []
-    with pytest.raises(ValueError, match="max_tokens is 0"):
-        plan_micro_batches([torch.tensor([1])], 0)
 
 
 #: A stem that is shared, how much of it, and what follows.

@@ -1,24 +1,31 @@
-"""Advantages against numbers worked by hand."""
+"""Advantages, and the penalties that are taken off rewards, against numbers worked by hand."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import pytest
+import torch
 
 from agentrl_cli.config.algorithm_config import (
     AdvantageConfig,
     DrGrpoAdvantageConfig,
     GaeAdvantageConfig,
     GrpoAdvantageConfig,
+    KlConfig,
     MaxRlAdvantageConfig,
+    OverlongConfig,
     ReinforcePlusPlusAdvantageConfig,
     RlooAdvantageConfig,
 )
 from agentrl_cli.errors import RunError
 from agentrl_cli.records import Interaction, Trajectory
 from agentrl_cli.scores import compute_group_statistics, compute_score
-from agentrl_cli.train.loss.advantages import compute_advantages
+from agentrl_cli.tracking.credit import find_successors
+from agentrl_cli.train.data.samples import Sample, build_scoring_sample
+from agentrl_cli.train.loss.advantages import Penalties, compute_advantages
 
 GRPO = GrpoAdvantageConfig()
 DR_GRPO = DrGrpoAdvantageConfig()
@@ -45,16 +52,6 @@ def trajectory(
             Interaction(id=f"{name}{turn}", turn_return=value) for turn, value in enumerate(returns)
         ),
     )
-
-
-def test_a_long_trajectory_weighs_as_much_as_a_short_one():
-    # a has three turns of return 1, b one turn of 0: scores 1 and 0, mean 1/2. Over rows the
-    # mean would be 3/4.
-    statistics = compute_group_statistics(
-        [trajectory("a", [1.0, 1.0, 1.0]), trajectory("b", [0.0])]
-    )["g"]
-    assert statistics.mean == 0.5
-    assert statistics.deviation == pytest.approx(math.sqrt(0.5), rel=1e-12)
 
 
 def test_turns_without_a_return_are_left_out_of_the_score():
@@ -85,12 +82,6 @@ def test_a_return_that_is_not_finite_unscores_its_trajectory_alone():
     advantages = compute_advantages(batch, GRPO)
     assert advantages["c0"] == 0.0
     assert advantages["b0"] == pytest.approx(0.70711, abs=1e-5)
-
-
-def test_a_trajectory_without_calls_still_is_a_baseline():
-    # Its reward 1 makes the mean (0 + 1) / 2.
-    batch = [trajectory("a", [0.0]), trajectory("b", [], reward=1.0)]
-    assert compute_group_statistics(batch)["g"].mean == 0.5
 
 
 @pytest.mark.parametrize("config", COMPARING, ids=kind_of)
@@ -212,3 +203,110 @@ def test_nothing_scored_is_nothing_learned(config: AdvantageConfig):
     assert compute_advantages([], config) == {}
     batch = [trajectory("a", [1.0], reward=None), trajectory("b", [0.0], reward=None)]
     assert compute_advantages(batch, config) == {"a0": 0.0, "b0": 0.0}
+
+
+def sample(trajectory_index: int, rollout: list[float]) -> Sample:
+    built = build_scoring_sample([1] * (len(rollout) + 1), 1, temperature=1.0, top_p=1.0)
+    targets = dataclasses.replace(built.targets, rollout_logprobs=torch.tensor(rollout))
+    return dataclasses.replace(
+        built, targets=targets, trajectory_index=trajectory_index, trajectory_id="g/1"
+    )
+
+
+def attempt(*turns: Interaction, reward: float | None = 1.0) -> Trajectory:
+    return Trajectory(id="g/0", group_id="g", task_id="g", reward=reward, interactions=turns)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"),
+    # Free up to 100 - 40 = 60; 75 is 15 of 40 into the buffer.
+    [(0, 0.0), (60, 0.0), (61, 0.0125), (75, 0.1875), (100, 0.5), (5000, 0.5)],
+)
+def test_overlong_by_hand(num_tokens: int, penalty: float):
+    penalties = Penalties([attempt(Interaction(id="a", completion_ids=(1,) * num_tokens))])
+    penalties.add_overlong(OverlongConfig(buffer_tokens=40, coef=0.5), 100)
+    assert penalties.amounts == pytest.approx({0: penalty})
+
+
+@pytest.mark.parametrize(("own_limit", "penalty"), [(None, 0.75), (90, 1.0)])
+def test_overlong_counts_the_tokens_of_all_calls(own_limit: int | None, penalty: float):
+    a, b, c = (Interaction(id=str(count), completion_ids=(1,) * count) for count in (50, 40, 90))
+    penalties = Penalties([attempt(a, b), attempt(c, reward=None), attempt()])
+    penalties.add_overlong(OverlongConfig(buffer_tokens=40, max_tokens=own_limit), 100)
+    assert penalties.amounts == pytest.approx({0: penalty, 2: 0.0})
+    assert penalties.means == {"overlong_penalty_mean": pytest.approx(penalty / 3)}
+
+
+@pytest.mark.parametrize(
+    ("config", "amounts", "kl"),
+    [
+        # k1: (-1 + 1.5) + (-2 + 1) = -0.5 and -3 + 3.5 = 0.5 for trajectory 2; -1 + 4 = 3 for 0;
+        # 3 over four tokens.
+        ({"coef": 0.1}, {2: 0.0, 0: 0.3}, 0.75),
+        # k2: (0.25 + 1 + 0.25) / 2 = 0.75, and 9 / 2.
+        ({"coef": 2.0, "estimator": "k2"}, {2: 1.5, 0: 9.0}, 5.25 / 4),
+    ],
+)
+def test_kl_is_summed_over_the_samples_of_a_trajectory(
+    config: dict[str, Any], amounts: dict[int, float], kl: float
+):
+    samples = [sample(2, [-1.0, -2.0]), sample(0, [-1.0]), sample(2, [-3.0])]
+    reference = {
+        id(one): torch.tensor(logprobs)
+        for one, logprobs in zip(samples, [[-1.5, -1.0], [-4.0], [-3.5]], strict=True)
+    }
+    penalties = Penalties([attempt()] * 5)
+    penalties.add_kl(samples, reference, KlConfig(place="reward", **config))
+    assert penalties.amounts == pytest.approx(amounts)
+    mean = sum(amounts.values()) / 5
+    assert penalties.means == pytest.approx({"kl_penalty_mean": mean, "kl": kl})
+    none = Penalties([attempt()])
+    none.add_kl([], {}, KlConfig(place="reward", **config))
+    assert none.means["kl"] == 0.0
+
+
+@pytest.mark.parametrize("logprob", [math.inf, -math.inf, math.nan])
+def test_a_divergence_that_is_not_finite_is_named(logprob: float):
+    one = sample(0, [-1.0])
+    reference = {id(one): torch.tensor([logprob])}
+    with pytest.raises(RunError, match=r"^trajectory g/1: its divergence .* model\.dtype=float32 "):
+        Penalties([attempt()]).add_kl([one], reference, KlConfig(coef=0.1, place="reward"))
+
+
+def test_every_return_loses_all_penalties():
+    # The last turn in time stands first; the failed call has no return and keeps nothing.
+    turns = (
+        Interaction(id="late", started=5, turn_return=3.0, reward=2.0, completion_ids=(1,) * 90),
+        Interaction(id="early", started=1, turn_return=4.0, reward=1.0),
+        Interaction(id="failed", started=9),
+    )
+    untouched = attempt(Interaction(id="x", turn_return=1.0))
+    penalties = Penalties([untouched, attempt(*turns, reward=3.0), attempt(reward=None), attempt()])
+    # 30 / 40 x 0.5 and 0.5 x (-2.25 + 2.5).
+    penalties.add_overlong(OverlongConfig(buffer_tokens=40, coef=0.5), 100)
+    one = sample(1, [-2.25])
+    reference = {id(one): torch.tensor([-2.5])}
+    penalties.add_kl([one], reference, KlConfig(coef=0.5, place="reward"))
+    penalties.amounts[2] = penalties.amounts[3] = 0.25
+    reduced = penalties.reduce_rewards()
+    assert reduced[0] is untouched
+    late, early, failed = reduced[1].interactions
+    assert reduced[1].reward == 2.5
+    assert (late.turn_return, early.turn_return, failed.turn_return) == (2.5, 3.5, None)
+    assert (late.reward, early.reward, failed.reward) == (2.0, 1.0, None)
+    # The score falls by the penalty: (3 + 4) / 2 - 0.5.
+    assert compute_score(reduced[1]) == 3.0
+    assert [t.reward for t in reduced[2:]] == [None, 0.75]
+
+
+def test_a_penalty_leaves_whose_credit_a_turn_shares_in():
+    # Two parallel calls: the one that began last ends first, and hands over to the other.
+    turns = (
+        Interaction(id="long", started=1, ended=6, reward=1.0, turn_return=1.0),
+        Interaction(id="short", started=2, ended=5, turn_return=1.0),
+    )
+    penalties = Penalties([attempt(*turns)])
+    penalties.amounts[0] = 0.25
+    (reduced,) = penalties.reduce_rewards()
+    assert find_successors(turns) == {"long": (), "short": ("long",)}
+    assert find_successors(reduced.interactions) == find_successors(turns)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl_cli.train.masks import FREE, MaskTable, TokenMasks
-from agentrl_cli.train.model.output_head import is_linear, score_with_any, score_with_linear
+from agentrl_cli.train.model.output_head import is_linear, score_targets
 from agentrl_cli.train.model.token_scores import Choices, build_choices
 
 NUM_TARGETS, WIDTH, VOCABULARY_SIZE = 11, 8, 70
@@ -100,100 +100,56 @@ def differentiate(
     return list(torch.autograd.grad(loss, leaves))
 
 
+def assert_same(
+    found: tuple[Tensor, Tensor],
+    expected: tuple[Tensor, Tensor],
+    states: Tensor,
+    head: nn.Linear,
+    *,
+    entropy: bool = True,
+    tolerance: float = 1e-6,
+) -> None:
+    """Equal scores, and equal gradients of the states and of what is trained of the head."""
+    pairs = [
+        *zip(found, expected, strict=True),
+        *zip(
+            differentiate(found, states, head, entropy=entropy),
+            differentiate(expected, states, head, entropy=entropy),
+            strict=True,
+        ),
+    ]
+    for left, right in pairs:
+        torch.testing.assert_close(left, right, atol=tolerance, rtol=1e-5)
+
+
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "bias", "frozen", "more than a matrix"])
 @pytest.mark.parametrize("max_logits", [1, 3 * VOCABULARY_SIZE, WHOLE])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_values_and_gradients_are_those_of_the_plain_formula(
-    sampling: str, max_logits: int, bias: bool, entropy: bool
+    sampling: str, max_logits: int, kind: str, entropy: bool
 ) -> None:
-    head, states, choices = build_head(bias=bias), build_states(), choose(sampling)
-    found = score_with_linear(head, states, choices, max_logits)
+    head, states, choices = build_head(bias=kind == "bias"), build_states(), choose(sampling)
+    head.requires_grad_(kind != "frozen")
+    called = nn.Sequential(nn.Identity(), head) if kind == "more than a matrix" else head
+    assert is_linear(called) == (called is head)
+    found = score_targets(called, states, choices, max_logits)
     expected = compute_plainly(head, states, choices)
-    for left, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(left, right, atol=2e-6, rtol=1e-6)
-    for left, right in zip(
-        differentiate(found, states, head, entropy=entropy),
-        differentiate(expected, states, head, entropy=entropy),
-        strict=True,
-    ):
-        torch.testing.assert_close(left, right, atol=1e-6, rtol=1e-5)
+    assert_same(found, expected, states, head, entropy=entropy, tolerance=2e-6)
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
 @pytest.mark.parametrize("max_logits", [30_000, 60 * 3000])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", ["plain", "temperature top_p mask"])
 def test_borders_of_tiles_and_blocks_change_nothing(
     sampling: str, max_logits: int, is_trained: bool
 ) -> None:
     """Tiles of 448 of 3,000 columns or 10 of 60 rows, worked on by blocks of 43 rows."""
     head = build_head(vocabulary_size=3000).requires_grad_(is_trained)
     states, choices = build_states(60), choose(sampling, 60, 3000)
-    found = score_with_linear(head, states, choices, max_logits)
+    found = score_targets(head, states, choices, max_logits)
     expected = compute_plainly(head, states, choices)
-    pairs = [
-        *zip(found, expected, strict=True),
-        *zip(
-            differentiate(found, states, head, entropy=True),
-            differentiate(expected, states, head, entropy=True),
-            strict=True,
-        ),
-    ]
-    for left, right in pairs:
-        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("max_logits", [1, 4 * VOCABULARY_SIZE])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_gradients_are_those_of_finite_differences(sampling: str, max_logits: int) -> None:
-    head, choices = build_head(bias=True).double(), choose(sampling)
-
-    def score(states: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        del head.weight, head.bias
-        head.weight, head.bias = weight, bias
-        return score_with_linear(head, states, choices, max_logits)
-
-    states = build_states().double().detach().requires_grad_()
-    leaves = (states, *(p.detach().requires_grad_() for p in head.parameters()))
-    assert torch.autograd.gradcheck(score, leaves, eps=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("max_logits", [3 * VOCABULARY_SIZE, WHOLE])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_a_head_that_is_not_trained_hands_the_gradient_on(
-    sampling: str, max_logits: int, entropy: bool
-) -> None:
-    head, states, choices = build_head(), build_states(), choose(sampling)
-    trained = differentiate(
-        score_with_linear(head, states, choices, max_logits), states, head, entropy=entropy
-    )
-    head.requires_grad_(False)
-    (frozen,) = differentiate(
-        score_with_linear(head, states, choices, max_logits), states, head, entropy=entropy
-    )
-    torch.testing.assert_close(frozen, trained[0], atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("max_logits", [3 * VOCABULARY_SIZE, WHOLE])
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_other_heads_give_the_same(sampling: str, max_logits: int) -> None:
-    head, states, choices = build_head(), build_states(), choose(sampling)
-    assert is_linear(head)
-    other = nn.Sequential(nn.Identity(), head)
-    assert not is_linear(other)
-    found = score_with_any(other, states, choices, max_logits)
-    expected = score_with_linear(head, states, choices, max_logits)
-    pairs = [
-        *zip(found, expected, strict=True),
-        *zip(
-            differentiate(found, states, head, entropy=True),
-            differentiate(expected, states, head, entropy=True),
-            strict=True,
-        ),
-    ]
-    for left, right in pairs:
-        torch.testing.assert_close(left, right, atol=1e-6, rtol=1e-5)
+    assert_same(found, expected, states, head, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("max_logits", [5 * VOCABULARY_SIZE, WHOLE])
@@ -209,7 +165,7 @@ def test_bfloat16_is_as_near_to_the_truth_as_the_plain_formula(max_logits: int) 
     )
     errors = []
     for score in (
-        lambda: score_with_linear(head, states, choices, max_logits),
+        lambda: score_targets(head, states, choices, max_logits),
         lambda: compute_in_one_piece(head, states, choices.ids),
     ):
         gradients = differentiate(score(), states, head, entropy=False)
@@ -235,7 +191,7 @@ def test_the_gradient_of_a_near_certain_token_keeps_its_digits() -> None:
         head.weight.copy_(torch.tensor([[15.0], [0.0]]))
     states = torch.ones(1, 1, requires_grad=True)
     choices = Choices(torch.tensor([0]), None, None, None)
-    logprobs, _ = score_with_linear(head, states, choices, 100)
+    logprobs, _ = score_targets(head, states, choices, 100)
     (gradient,) = torch.autograd.grad(logprobs.sum(), head.weight)
     expected = 1 / (1 + np.exp(15.0))
     assert gradient[1, 0].item() == pytest.approx(-expected, rel=1e-4)
@@ -253,7 +209,7 @@ def test_no_float_tensor_is_larger_than_a_tile_forward_or_backward(
     ones = torch.ones(num_targets)
     choices = build_choices(ids, 0.9 * ones, top_p * ones, None)
     with watch_largest() as largest:
-        scores = score_with_linear(head, states, choices, max_logits)
+        scores = score_targets(head, states, choices, max_logits)
         forward = largest.num_values
         differentiate(scores, states, head, entropy=entropy)
     # The head itself has 24,000 values, all logits would be 180,000.
@@ -264,36 +220,10 @@ def test_no_float_tensor_is_larger_than_a_tile_forward_or_backward(
     assert whole.num_values == num_targets * vocabulary_size
 
 
-def test_the_head_is_called_once_as_a_module() -> None:
-    """What shards a model hangs on its modules' hooks."""
-    head, states, calls = build_head(), build_states(), []
-    head.register_forward_pre_hook(lambda *_: calls.append("before"))
-    head.register_forward_hook(lambda *_: calls.append("after"))
-    score_with_linear(head, states, choose("plain"), 2 * VOCABULARY_SIZE)
-    assert calls == ["before", "after"]
-    logits = head(states)
-    assert logits.shape == (NUM_TARGETS, VOCABULARY_SIZE)
-
-
-def test_a_head_that_fails_is_left_as_it_was() -> None:
-    head = build_head()
-    with pytest.raises(RuntimeError, match=r"shape|size"):
-        score_with_linear(head, torch.ones(NUM_TARGETS, WIDTH + 1), choose("plain"), WHOLE)
-    assert head(torch.ones(1, WIDTH)).shape == (1, VOCABULARY_SIZE)
-
-
 def test_a_second_backward_pass_is_refused_not_wrong() -> None:
     """The kept probabilities become the gradient in place."""
     head, states = build_head(), build_states()
-    loss = score_with_linear(head, states, choose("plain"), WHOLE)[0].sum()
+    loss = score_targets(head, states, choose("plain"), WHOLE)[0].sum()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_without_gradient_nothing_is_kept() -> None:
-    head, states = build_head(), build_states()
-    with torch.no_grad():
-        logprobs, entropies = score_with_linear(head, states, choose("plain"), WHOLE)
-    assert not logprobs.requires_grad
-    assert not entropies.requires_grad

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -73,42 +75,46 @@ def plain_attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> 
     return torch.stack(heads, dim=1)[None]
 
 
+def check_textbook(
+    layout: AttentionLayout, heads: int, key_heads: int, window: int | None, *, width: int = 16
+) -> None:
+    """The output, and the gradients of queries, keys and values."""
+    tensors = (
+        draw(layout, heads, 0),
+        draw(layout, key_heads, 1),
+        draw(layout, key_heads, 2, width=width),
+    )
+    packed, _ = packed_attention(
+        MODULE, *tensors, None, scaling=0.25, sliding_window=window, layout=layout
+    )
+    plain = plain_attention(*tensors, find_seen(layout, window))
+    torch.testing.assert_close(packed, plain, atol=1e-5, rtol=0.0)
+    weights = draw(layout, heads, 3, width=width).detach().transpose(1, 2)
+    for mine, expected in zip(
+        torch.autograd.grad((packed * weights).sum(), tensors),
+        torch.autograd.grad((plain * weights).sum(), tensors),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, expected, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("packing", ["plain", "prefix_tree"])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 def test_equals_the_textbook_with_gradients(packing: str, key_heads: int, window: int | None):
-    layout = build_layout(packing)
-    query, key, value = draw(layout, 4, 0), draw(layout, key_heads, 1), draw(layout, key_heads, 2)
-    weights = draw(layout, 4, 3).detach().transpose(1, 2)
-    packed, _ = packed_attention(
-        MODULE, query, key, value, None, scaling=0.25, sliding_window=window, layout=layout
-    )
-    plain = plain_attention(query, key, value, find_seen(layout, window))
-    torch.testing.assert_close(packed, plain, atol=1e-5, rtol=0.0)
-    for mine, expected in zip(
-        torch.autograd.grad((packed * weights).sum(), (query, key, value)),
-        torch.autograd.grad((plain * weights).sum(), (query, key, value)),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, expected, atol=1e-5, rtol=0.0)
+    check_textbook(build_layout(packing), 4, key_heads, window)
 
 
-def test_long_segments_are_right_too():
+@pytest.mark.parametrize("window", [None, 600])
+def test_long_segments_are_right_too(window: int | None):
     """More queries and keys than one block of the kernel, in the prompt and in the branches,
     and more than one block of a window."""
-    prompt = [1] * 700
-    layout = build_layout("prefix_tree", [prompt + [n] * (100 + 300 * n) for n in (2, 3, 4)])
-    query, key, value = draw(layout, 2, 0), draw(layout, 1, 1), draw(layout, 1, 2)
-    for window in (None, 600):
-        packed, _ = packed_attention(
-            MODULE, query, key, value, None, scaling=0.25, sliding_window=window, layout=layout
-        )
-        plain = plain_attention(query, key, value, find_seen(layout, window))
-        torch.testing.assert_close(packed, plain, atol=1e-5, rtol=0.0)
-        mine = torch.autograd.grad(packed.square().sum(), (query, key, value))
-        expected = torch.autograd.grad(plain.square().sum(), (query, key, value))
-        for one, other in zip(mine, expected, strict=True):
-            torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+    branches = [[1] * 700 + [n] * (100 + 300 * n) for n in (2, 3, 4)]
+    check_textbook(build_layout("prefix_tree", branches), 2, 1, window)
+
+
+def test_values_may_be_narrower_than_keys():
+    check_textbook(build_layout("prefix_tree"), 2, 2, None, width=8)
 
 
 def test_bfloat16_rounds_a_joined_output_once():
@@ -142,14 +148,6 @@ def test_bfloat16_gradients_of_many_segments_are_nearly_as_exact_as_of_one():
     assert all(own < 1.4 * plain for own, plain in zip(*errors, strict=True)), errors
 
 
-def test_values_may_be_narrower_than_keys():
-    layout = build_layout("prefix_tree")
-    query, key, value = draw(layout, 2, 0), draw(layout, 2, 1), draw(layout, 2, 2, width=8)
-    packed, _ = packed_attention(MODULE, query, key, value, None, scaling=0.25, layout=layout)
-    plain = plain_attention(query, key, value, find_seen(layout, None))
-    torch.testing.assert_close(packed, plain, atol=1e-5, rtol=0.0)
-
-
 def test_without_a_layout_every_row_is_a_sequence():
     layout = build_layout("plain", [[1] * 9])
     query, key, value = draw(layout, 4, 0), draw(layout, 2, 1), draw(layout, 2, 2)
@@ -160,60 +158,50 @@ def test_without_a_layout_every_row_is_a_sequence():
     assert torch.equal(rows, torch.cat([alone, turned]))
 
 
-def test_a_mask_is_refused_and_not_ignored():
-    query = draw(build_layout("plain"), 4, 0)
-    with pytest.raises(ValueError, match="no attention_mask"):
-        packed_attention(MODULE, query, query, query, torch.ones(1, 1, 17, 17))
-
-
-def test_keys_of_earlier_calls_are_refused_and_not_taken_for_the_first():
-    """As a cache of a generation would hand them over."""
+def test_a_mask_and_keys_of_earlier_calls_are_refused_and_not_ignored():
     keys = draw(build_layout("plain"), 4, 0)
+    with pytest.raises(ValueError, match="no attention_mask"):
+        packed_attention(MODULE, keys, keys, keys, torch.ones(1, 1, 17, 17))
     with pytest.raises(ValueError, match="no cache"):
         packed_attention(MODULE, keys[:, :, -1:], keys, keys, None)
 
 
-def test_recurrent_layers_are_refused():
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        (
+            "qwen3_next",
+            {
+                **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+                **dict.fromkeys(("num_experts", "num_experts_per_tok", "num_key_value_heads"), 1),
+                **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 1),
+                **dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
+                "layer_types": ["linear_attention", "full_attention"],
+            },
+            "linear_attention",
+        ),
+        # The older name of layer_types.
+        (
+            "recurrent_gemma",
+            {"lru_width": 16, "block_types": ["recurrent", "attention"]},
+            "attention, recurrent",
+        ),
+    ],
+)
+def test_recurrent_layers_are_refused(kind: str, settings: dict[str, Any], said: str):
     """Their state would flow from one sample of a row into the next."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
-        "qwen3_next",
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        num_hidden_layers=2,
-        num_experts=2,
-        num_experts_per_tok=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        linear_num_key_heads=1,
-        linear_num_value_heads=1,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        layer_types=["linear_attention", "full_attention"],
-    )
-    with pytest.raises(ModelError, match="layers of type linear_attention"):
-        use_packed_attention(AutoModelForCausalLM.from_config(config))
-
-
-def test_recurrent_layers_under_their_older_name_are_refused():
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        "recurrent_gemma",
+        kind,
         vocab_size=32,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
-        lru_width=16,
-        block_types=["recurrent", "attention"],
+        **settings,
     )
-    with pytest.raises(ModelError, match="layers of type attention, recurrent"):
+    with pytest.raises(ModelError, match=f"layers of type {said}"):
         use_packed_attention(AutoModelForCausalLM.from_config(config))
 
 

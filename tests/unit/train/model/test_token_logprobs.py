@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -29,37 +28,34 @@ def score(
     return found.logprobs.tolist(), found.entropies.tolist()
 
 
+LOG_2 = math.log(2.0)
 #: Probabilities 1/2, 1/4, 1/4.
-LOGITS = [math.log(2.0), 0.0, 0.0]
+LOGITS = [LOG_2, 0.0, 0.0]
 
 
-def test_plain_by_hand():
-    # Entropy: 1/2 ln 2 + 2 x 1/4 ln 4 = 1.5 ln 2.
-    logprobs, entropies = score([LOGITS, LOGITS], [0, 2])
-    assert logprobs == pytest.approx([-math.log(2.0), -math.log(4.0)])
-    assert entropies == pytest.approx([1.5 * math.log(2.0)] * 2)
-
-
-def test_temperature_by_hand():
-    # Temperature 1/2 squares the odds: 4 : 1 : 1.
-    logprobs, _ = score([LOGITS, LOGITS], [0, 1], temperature=0.5)
-    assert logprobs == pytest.approx([math.log(4 / 6), math.log(1 / 6)])
-
-
-def test_nucleus_by_hand():
-    # top_p 0.7: 1/2 is not enough, 1/2 + 1/4 is; the nucleus is tokens 0 and 1, 2/3 and 1/3,
-    # entropy ln 3 - 2/3 ln 2.
-    logprobs, entropies = score([LOGITS, LOGITS], [0, 1], top_p=0.7)
-    assert logprobs == pytest.approx([math.log(2 / 3), math.log(1 / 3)], abs=1e-6)
-    assert entropies == pytest.approx([math.log(3) - 2 / 3 * math.log(2)] * 2)
-
-
-def test_a_sampled_token_outside_the_nucleus_is_kept():
-    # Nucleus of 0.4: token 0. Token 2 is added: 1/2 to 1/4, so 2/3 and 1/3.
-    logprobs, entropies = score([LOGITS, LOGITS], [0, 2], top_p=0.4)
-    assert logprobs == pytest.approx([0.0, math.log(1 / 3)], abs=1e-6)
-    assert entropies[0] == pytest.approx(0.0, abs=1e-6)
-    assert all(math.isfinite(e) for e in entropies)
+@pytest.mark.parametrize(
+    ("targets", "settings", "logprobs", "entropies"),
+    [
+        # Entropy: 1/2 ln 2 + 2 x 1/4 ln 4 = 1.5 ln 2.
+        ([0, 2], {}, [1 / 2, 1 / 4], [1.5 * LOG_2] * 2),
+        # Temperature 1/2 squares the odds: 4 : 1 : 1.
+        ([0, 1], {"temperature": 0.5}, [4 / 6, 1 / 6], None),
+        # top_p 0.7: 1/2 is not enough, 1/2 + 1/4 is; the nucleus is tokens 0 and 1, 2/3 and 1/3.
+        ([0, 1], {"top_p": 0.7}, [2 / 3, 1 / 3], [math.log(3) - 2 / 3 * LOG_2] * 2),
+        # Nucleus of 0.4: token 0. A sampled token outside is added: 1/2 to 1/4, so 2/3 and 1/3.
+        ([0, 2], {"top_p": 0.4}, [1.0, 1 / 3], [0.0, math.log(3) - 2 / 3 * LOG_2]),
+    ],
+)
+def test_by_hand(
+    targets: list[int],
+    settings: dict[str, float],
+    logprobs: list[float],
+    entropies: list[float] | None,
+):
+    found = score([LOGITS, LOGITS], targets, **settings)
+    assert found[0] == pytest.approx([math.log(one) for one in logprobs], abs=1e-6)
+    if entropies is not None:
+        assert found[1] == pytest.approx(entropies, abs=1e-6)
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.95, 0.6, 0.05])
@@ -73,39 +69,6 @@ def test_equal_to_what_the_engine_says_of_the_tokens_it_samples(temperature: flo
         logits, identity, tokens, torch.full((200,), temperature), torch.full((200,), top_p)
     )
     torch.testing.assert_close(found.logprobs, expected, atol=1e-5, rtol=0.0)
-
-
-def run_chunked(
-    max_logits: int, head: Callable[[Tensor], Tensor], hidden: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    targets = torch.randint(0, 30, (11,), generator=generator)
-    temperatures = torch.rand(11, generator=generator) + 0.5
-    top_ps = torch.tensor([1.0, 0.9, 0.5] * 4)[:11]
-    found = compute_logprobs(hidden, head, targets, temperatures, top_ps, max_logits=max_logits)
-    loss = (found.logprobs * torch.arange(11)).sum()
-    return found.logprobs, found.entropies, *torch.autograd.grad(loss, (hidden, weight))
-
-
-def test_chunks_change_nothing_and_hold_few_logits():
-    torch.manual_seed(0)
-    linear = nn.Linear(8, 30, bias=False)
-    hidden = torch.randn(11, 8, requires_grad=True)
-    rows_seen: list[int] = []
-
-    def head(states: Tensor) -> Tensor:
-        rows_seen.append(states.shape[0])
-        return linear(states)
-
-    whole = run_chunked(10_000, head, hidden, linear.weight)
-    assert max(rows_seen) == 11
-    rows_seen.clear()
-    chunked = run_chunked(30 * 4, head, hidden, linear.weight)
-    assert max(rows_seen) == 4
-    # Each of the three chunks forward, and again in the backward pass.
-    assert sum(rows_seen) - 1 == 2 * 11
-    for left, right in zip(whole, chunked, strict=True):
-        torch.testing.assert_close(left, right, atol=1e-6, rtol=1e-5)
 
 
 def test_no_tokens_still_have_a_path_for_gradients():

@@ -9,28 +9,25 @@ from agentrl_cli.train.model import token_scores
 from agentrl_cli.train.model.token_scores import find_outside_nucleus
 
 
-def keep(probabilities: list[float], top_p: float, target: int = 0) -> list[int]:
+@pytest.mark.parametrize(
+    ("probabilities", "top_p", "target", "kept"),
+    [
+        # 0.4 is not 0.6 yet, 0.4 + 0.3 is.
+        ([0.1, 0.4, 0.2, 0.3], 0.6, 1, [1, 3]),
+        ([0.1, 0.4, 0.2, 0.3], 0.3, 1, [1]),
+        ([0.1, 0.4, 0.2, 0.3], 1.0, 0, [0, 1, 2, 3]),
+        # The target is always in it.
+        ([0.1, 0.4, 0.2, 0.3], 0.3, 0, [0, 1]),
+        # Of equal tokens the first go before: as many of the three of 0.2 as reach top_p.
+        ([0.2, 0.4, 0.2, 0.2], 0.7, 1, [0, 1, 2]),
+        ([0.2, 0.4, 0.2, 0.2], 0.5, 1, [0, 1]),
+    ],
+)
+def test_by_hand(probabilities: list[float], top_p: float, target: int, kept: list[int]):
     removed = find_outside_nucleus(
         torch.tensor([probabilities]), torch.tensor([top_p]), torch.tensor([target])
     )
-    return (~removed[0]).nonzero().flatten().tolist()
-
-
-def test_by_hand():
-    # 0.4 is not 0.6 yet, 0.4 + 0.3 is.
-    assert keep([0.1, 0.4, 0.2, 0.3], 0.6, target=1) == [1, 3]
-    assert keep([0.1, 0.4, 0.2, 0.3], 0.3, target=1) == [1]
-    assert keep([0.1, 0.4, 0.2, 0.3], 1.0) == [0, 1, 2, 3]
-
-
-def test_the_target_is_always_in_it():
-    assert keep([0.1, 0.4, 0.2, 0.3], 0.3, target=0) == [0, 1]
-
-
-def test_of_equal_tokens_the_first_go_before():
-    # One of 0.4, then as many of the three of 0.2 as reach 0.7.
-    assert keep([0.2, 0.4, 0.2, 0.2], 0.7, target=1) == [0, 1, 2]
-    assert keep([0.2, 0.4, 0.2, 0.2], 0.5, target=1) == [0, 1]
+    assert (~removed[0]).nonzero().flatten().tolist() == kept
 
 
 @pytest.mark.parametrize("num_likeliest", [1, 4, 40])

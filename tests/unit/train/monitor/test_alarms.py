@@ -19,7 +19,7 @@ from agentrl_cli.config.train_config import AlarmsConfig
 from agentrl_cli.errors import ConfigError
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.store.run_folder import ALARM_PREFIX as PREFIX
-from agentrl_cli.train.monitor.alarm_rules import ALARMS, Alarms
+from agentrl_cli.train.monitor.alarms import ALARMS, Alarms
 
 Line = dict[str, float]
 
@@ -193,18 +193,22 @@ def test_entropy_is_compared_with_the_first_steps() -> None:
     assert "mean reward is 0.500 and the best was 1.000" in text
 
 
-def test_a_model_that_begins_certain_is_no_collapse() -> None:
+@pytest.mark.parametrize(
+    ("first", "later", "found"),
+    [
+        (0.01, 0.01, set()),
+        # What is left to lose are the last digits of numbers.
+        (0.0, 0.0, set()),
+        (9e-4, 0.0, set()),
+        (1e-3, 9e-5, {"entropy_collapse"}),
+    ],
+)
+def test_a_model_that_begins_certain_is_no_collapse(
+    first: float, later: float, found: set[str]
+) -> None:
     run = Run()
-    assert not any(run.steps(30, {"entropy": 0.01}))
-    other = Run()
-    assert not any(other.steps(30, {"entropy": 0.0}))
-    # What is left to lose are the last digits of numbers.
-    sharp = Run()
-    assert not any(sharp.steps(5, {"entropy": 9e-4}))
-    assert not any(sharp.steps(30, {"entropy": 0.0}))
-    varied = Run()
-    assert not any(varied.steps(5, {"entropy": 1e-3}))
-    assert varied.steps(5, {"entropy": 9e-5})[-1] == {"entropy_collapse"}
+    assert not any(run.steps(5, {"entropy": first}))
+    assert run.steps(30, {"entropy": later})[-1] == found
 
 
 def test_a_run_that_has_learned_everything_is_no_failure() -> None:
@@ -353,13 +357,6 @@ def test_what_is_not_finite_is_never_passed_over(tmp_path: Path) -> None:
         load_config(path)
 
 
-def test_own_threshold_and_steps() -> None:
-    run = Run(build_config({"truncated": {"threshold": 0.8, "num_steps": 7}}))
-    assert not any(run.steps(30, {"truncated_fraction": 0.8}))
-    assert not any(run.steps(6, {"truncated_fraction": 0.9}))
-    assert run.step({"truncated_fraction": 0.9}) == {"truncated"}
-
-
 def test_stop_ends_the_run_and_again_where_it_lasts() -> None:
     config = build_config({"truncated": {"action": "stop"}})
     cut = {"truncated_fraction": 0.9}
@@ -368,6 +365,9 @@ def test_stop_ends_the_run_and_again_where_it_lasts() -> None:
     assert run.alarms.find_stop() is None
     run.step(cut)
     error = run.alarms.find_stop()
+    both = Run(build_config({n: {"action": "stop"} for n in ("truncated", "logprob_gap")}))
+    both.steps(3, {**cut, "logprob_gap_mean": 1.0})
+    assert "by the alarms logprob_gap and truncated" in str(both.alarms.find_stop())
     assert error is not None
     assert error.exit_code == 1
     assert "runs/e/t: ended after step 3 by the alarm truncated" in str(error)
@@ -388,13 +388,6 @@ def test_stop_ends_the_run_and_again_where_it_lasts() -> None:
     assert regardless.listener.messages[1:] == [
         "step 7: alarm truncated is over (it triggered at step 3)"
     ]
-
-
-def test_two_that_stop_are_both_named() -> None:
-    config = build_config({name: {"action": "stop"} for name in ("truncated", "logprob_gap")})
-    run = Run(config)
-    run.steps(3, {"truncated_fraction": 0.9, "logprob_gap_mean": 1.0})
-    assert "by the alarms logprob_gap and truncated" in str(run.alarms.find_stop())
 
 
 _CHANGES: list[Callable[[], Line]] = [
@@ -536,44 +529,66 @@ def test_a_message_says_what_was_seen_and_what_to_type(
     assert typed or name == "reward_constant"
 
 
-def test_more_of_a_bonus_is_advised_where_there_is_one(config_path: Path) -> None:
-    config = load_config(config_path, ["train.algorithm.entropy_coef=0.01"])
-    text = trigger(config, {"entropy": 0.02})
-    assert "try: train.algorithm.entropy_coef=0.02\n" in text
-    text = trigger(load_config(config_path), {"entropy": 0.02})
-    assert "try: train.algorithm.entropy_coef=0.001\n" in text
+CLIPPED = ("train.algorithm.loss.kind=ppo_clip", "train.num_epochs=1", "train.num_minibatches=1")
 
 
-def test_where_the_ratio_is_against_who_sampled_age_is_named(config_path: Path) -> None:
-    """approx_kl is then that of the age of the tokens too, also in a step of one update."""
-    stale = {"approx_kl": 0.3}
-    text = trigger(load_config(config_path), stale)
-    assert "within one step the policy moves 0.3 nats" in text
-    assert "older weights" not in text
-    assert "max_staleness" not in text
-    clipped = "train.algorithm.loss.kind=ppo_clip"
-    config = load_config(config_path, [clipped, "train.num_epochs=1", "train.num_minibatches=1"])
-    text = trigger(config, stale)
-    assert "from sampling on the policy moves 0.3 nats" in text
-    assert "or tokens that older weights sampled" in text
-    assert "try: rollout.max_staleness=1\n" in text
+@pytest.mark.parametrize(
+    ("overrides", "changes", "said", "unsaid"),
+    [
+        # More of a bonus where there is one.
+        (
+            ["train.algorithm.entropy_coef=0.01"],
+            {"entropy": 0.02},
+            ["try: train.algorithm.entropy_coef=0.02\n"],
+            [],
+        ),
+        ([], {"entropy": 0.02}, ["try: train.algorithm.entropy_coef=0.001\n"], []),
+        # Where the ratio is against who sampled, approx_kl is that of the age of the tokens too.
+        (
+            [],
+            {"approx_kl": 0.3},
+            ["within one step the policy moves 0.3 nats"],
+            ["older weights", "max_staleness"],
+        ),
+        (
+            CLIPPED,
+            {"approx_kl": 0.3},
+            [
+                "from sampling on the policy moves 0.3 nats",
+                "or tokens that older weights sampled",
+                "try: rollout.max_staleness=1\n",
+            ],
+            [],
+        ),
+        # Numbers that a step does not have are left out, not shown as 0 or nan.
+        (
+            [],
+            {"reward_mean": math.nan, "num_groups_without_signal": 8.0},
+            [],
+            ["mean reward", "nan"],
+        ),
+        (
+            [],
+            {"logprob_gap_mean": 0.5, "probe_gap_mean": math.nan},
+            [],
+            ["nan", "nats apart after"],
+        ),
+    ],
+)
+def test_a_message_fits_the_configuration_and_the_step(
+    config_path: Path,
+    overrides: Sequence[str],
+    changes: Line,
+    said: list[str],
+    unsaid: list[str],
+) -> None:
+    text = trigger(load_config(config_path, list(overrides)), changes)
+    assert all(one in text for one in said)
+    assert not any(one in text for one in unsaid)
 
 
 def test_every_alarm_has_a_case_and_a_rule() -> None:
-    names = {alarm.name for alarm in ALARMS}
+    names = set(ALARMS)
     assert names == {name for name, _, _ in CASES}
     assert names == set(AlarmsConfig.model_fields)
-    assert {a.implied_by for a in ALARMS} <= names | {None}
-
-
-def test_a_message_tells_only_of_what_is_there(config_path: Path) -> None:
-    """Numbers that a step does not have are left out, not shown as 0 or nan."""
-    config = load_config(config_path)
-    changes: dict[str, Any] = {"reward_mean": float("nan"), "num_groups_without_signal": 8.0}
-    text = trigger(config, changes)
-    assert "mean reward" not in text
-    assert "nan" not in text
-    changes = {"logprob_gap_mean": 0.5, "probe_gap_mean": float("nan")}
-    text = trigger(config, changes)
-    assert "nan" not in text
-    assert "nats apart after" not in text
+    assert {alarm.implied_by for alarm in ALARMS.values()} <= names | {None}

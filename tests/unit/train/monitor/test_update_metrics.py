@@ -11,8 +11,8 @@ from torch import Tensor
 
 from agentrl_cli.train.data.packing import MicroBatch, build_micro_batch
 from agentrl_cli.train.data.samples import Sample, build_scoring_sample
+from agentrl_cli.train.loss.gae import ValueLoss
 from agentrl_cli.train.loss.policy_loss import LossOutput
-from agentrl_cli.train.loss.value_loss import ValueLoss
 from agentrl_cli.train.monitor.update_metrics import UpdateMetrics
 from agentrl_cli.train.ranks import SINGLE
 
@@ -106,8 +106,8 @@ class TwoRanks:
     index, count = 0, 2
 
     def gather_objects(self, value: Any) -> list[Any]:
-        sums, maxima, counts = value
-        return [value, [sums, dict.fromkeys(maxima, 100.0), counts]]
+        sums, maxima = value
+        return [value, [sums, dict.fromkeys(maxima, 100.0)]]
 
 
 def test_ranks_add_up():
