@@ -14,7 +14,7 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import ConfigError, UserInputError
-from agentrl_cli.launch.processes.trainer_spec import RunningServers
+from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.launch.run_models import load_engine
 from agentrl_cli.launch.run_resolution import with_server_package
 from agentrl_cli.launch.servers.server_group import ServerGroup

@@ -16,8 +16,9 @@ from agentrl_cli.evaluate.eval_run import evaluate_and_store
 from agentrl_cli.launch.completion_sources import CompletionSource
 from agentrl_cli.launch.plan import build_plan
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup, TrainerSupervisor
+from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.launch.run_resolution import with_output_head, with_server_package
-from agentrl_cli.launch.servers.server_group import NoServers, ServerGroup
+from agentrl_cli.launch.servers.server_group import ServerGroup
 from agentrl_cli.launch.trainer import PPOTrainer, check_input, run_trainer, take_rows
 from agentrl_cli.log import Observer, file_log
 from agentrl_cli.rollout.background_loop import BackgroundLoop
@@ -89,25 +90,28 @@ def _supervise(checked: PPOTrainer, run: ResolvedRun, *, overwrite: bool, stop: 
         stack.callback(remove_folders_of_dead_runs, config.engine.weight_transfer.dir)
         if checked.report_if_complete(folder):
             return True
-        servers: ServerGroup | NoServers = NoServers(run)
+        servers, check_servers = RunningServers(run=run), lambda: None
         if run.servers:
             run = with_output_head(run, config, checked.model_folder)
-            servers = stack.enter_context(
-                ServerGroup(
-                    config, run, checked.model_folder, log_dir=folder.log_dir(), observer=observer
-                )
+            group = ServerGroup(
+                config, run, checked.model_folder, log_dir=folder.log_dir(), observer=observer
             )
+            servers, check_servers = stack.enter_context(group).servers, group.check
         start = partial(
             TrainerGroup,
             planned,
             folder.log_dir(),
+            servers,
             secrets=find_secrets(config.model_dump(mode="json")),
             observer=observer,
         )
-        supervisor = TrainerSupervisor(
-            config=config, servers=servers, start_trainer=start, observer=observer, stop=stop
-        )
-        return supervisor.run()
+        return TrainerSupervisor(
+            config=config,
+            start_trainer=start,
+            check_servers=check_servers,
+            observer=observer,
+            stop=stop,
+        ).run()
 
 
 def run_evaluation(

@@ -16,7 +16,7 @@ import yaml
 from agentrl_cli import __version__
 from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.errors import RunFolderError, StoreError, UserInputError
-from agentrl_cli.launch.servers.server_commands import find_vllm_lora_rank
+from agentrl_cli.launch.plan import find_vllm_lora_rank
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import is_full_disk, sync_folder, sync_tree
 from agentrl_cli.store.resume_check import load_saved_config

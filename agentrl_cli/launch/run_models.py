@@ -9,7 +9,7 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import ModelError
-from agentrl_cli.launch.processes.trainer_spec import RunningServers
+from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.launch.servers.server_group import open_router
 from agentrl_cli.log import Observer, SilentObserver
 from agentrl_cli.models.builtin_models import resolve_model_folder

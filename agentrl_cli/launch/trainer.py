@@ -15,7 +15,7 @@ from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import ConfigError, DatasetError, StoppedError
 from agentrl_cli.evaluate.eval_run import evaluate_and_store
-from agentrl_cli.launch.processes.trainer_spec import RunningServers, TrainerSpec
+from agentrl_cli.launch.processes.trainer_protocol import RunningServers, TrainerSpec
 from agentrl_cli.launch.run_models import find_tied_names, load_engine, load_learner
 from agentrl_cli.launch.run_resolution import (
     resolve_run_here,

@@ -15,7 +15,7 @@ from agentrl_cli.config.machine import Machine
 from agentrl_cli.config.resolved_run import resolve_run
 from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.engine.protocol import Generation, InferenceEngine, Sampling
-from agentrl_cli.launch.processes.trainer_spec import RunningServers
+from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.records import Interaction, InteractionStatus

@@ -189,12 +189,11 @@ def test_servers_on_the_cpu_leave_a_core_to_the_agents(
 
 def test_a_local_model_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
     config = make_config(engine={"kind": "vllm"})
-    plan = build_plan(config, NO_GPU, model_folder=str(tmp_path), ports=[4321])
+    plan = build_plan(config, NO_GPU, model_folder=str(tmp_path))
     server = servers_of(plan)[0]
     assert server.env["HF_HUB_OFFLINE"] == "1"
     assert value_of(server, "--model") == str(tmp_path)
     assert value_of(server, "--served-model-name") == "some/model"
-    assert value_of(server, "--port") == "4321"
     with_hub_tokenizer = make_config(engine={"kind": "vllm"}, tokenizer_path="some/tokenizer")
     server = servers_of(build_plan(with_hub_tokenizer, NO_GPU, model_folder=str(tmp_path)))[0]
     assert "HF_HUB_OFFLINE" not in server.env

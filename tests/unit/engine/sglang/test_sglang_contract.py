@@ -37,11 +37,8 @@ from agentrl_cli.engine.sglang.sglang_wire import (
     format_version,
     format_weights,
 )
-from agentrl_cli.launch.servers.server_commands import (
-    ServerSpec,
-    build_sglang_command,
-    format_sglang_settings,
-)
+from agentrl_cli.launch.plan import build_plan
+from agentrl_cli.launch.servers.server_group import format_sglang_settings
 
 _INSTALL = "uv pip install --no-deps --target {target} sglang==0.5.23"
 
@@ -448,10 +445,8 @@ def test_every_option_of_the_command_exists(package: Path) -> None:
         }
     )
     run = resolve_run(config, Machine(gpu_ids=("0", "1")), purpose="train")
-    argv, env = build_sglang_command(
-        config,
-        ServerSpec(index=0, model_folder="/m", port=4000, run=run, key_path="/run/s.yaml"),
-    )
+    server = build_plan(config, run)[1]
+    argv, env = server.argv, server.env
     options = [word for word in argv if word.startswith("--")]
     unknown = [
         option

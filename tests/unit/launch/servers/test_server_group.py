@@ -26,7 +26,6 @@ from agentrl_cli.errors import (
     AgentrlError,
     EngineError,
     EngineTimeoutError,
-    ModelError,
     UserInputError,
 )
 from agentrl_cli.launch.servers import server_supervisor
@@ -120,7 +119,6 @@ def test_servers_start_with_keys_and_ports_and_logs_of_their_own(
     server_group = make_server_group(num_servers=3, observer=observer)
     before = list(server_group.endpoints)
     start(server_group)
-    start(server_group)
     assert server_group.endpoints == before, "known before they listen"
     assert [e.name for e in before] == ["vllm-0", "vllm-1", "vllm-2"]
     assert len({e.base_url for e in before}) == len({e.api_key for e in before}) == 3
@@ -170,7 +168,7 @@ def test_servers_see_no_secrets_that_are_not_theirs(
         (
             "ValueError: To serve at least one request with the model's max seq len (8192), (9 GiB "
             "KV cache is needed, which is larger than the available KV cache memory (1 GiB).",
-            ModelError,
+            UserInputError,
             "engine.max_model_len (8192), engine.cpu_kv_cache_gib (1.0)",
         ),
         ("api_server.py: error: unrecognized arguments: --no", UserInputError, "--no"),
