@@ -16,15 +16,16 @@ from agentrl_cli.evaluate.eval_run import evaluate_and_store
 from agentrl_cli.launch.completion_sources import CompletionSource
 from agentrl_cli.launch.plan import build_plan
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup, TrainerSupervisor
-from agentrl_cli.launch.processes.trainer_protocol import RunningServers
-from agentrl_cli.launch.run_resolution import with_output_head, with_server_package
-from agentrl_cli.launch.servers.server_group import ServerGroup
-from agentrl_cli.launch.trainer import PPOTrainer, check_input, run_trainer, take_rows
+from agentrl_cli.launch.trainer import (
+    PPOTrainer,
+    build_workflows,
+    check_input,
+    run_trainer,
+    take_rows,
+)
 from agentrl_cli.log import Observer, file_log
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.dataset import build_eval_tasks
-from agentrl_cli.rollout.workflow import RolloutWorkflow
-from agentrl_cli.rollout.workflow_building import build_workflow, open_external_access, open_workers
 from agentrl_cli.store.config_secrets import find_secrets
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.train.loop import StopFlag
@@ -60,55 +61,43 @@ def run_training(
         if run.is_one_process:
             is_complete = run_trainer(trainer)
         else:
-            is_complete = _supervise(trainer, run, overwrite=overwrite, stop=stop)
+            is_complete = _supervise(trainer, overwrite=overwrite, stop=stop)
     except StoppedError:
         return RunResult(run_dir_of(config), is_complete=False, is_begun=False)
     return RunResult(run_dir_of(config), is_complete)
 
 
-def _supervise(checked: PPOTrainer, run: ResolvedRun, *, overwrite: bool, stop: StopFlag) -> bool:
-    """Trains in a process of its own, beside engine servers.
+def _supervise(checked: PPOTrainer, *, overwrite: bool, stop: StopFlag) -> bool:
+    """Trains in processes of their own, beside engine servers.
 
-    Args:
-        checked: looks at the input, so that nothing is started or deleted for a mistake in it.
-        run: the engine, the devices and the packages.
-        overwrite: discards what an earlier run left in the folder.
-        stop: asks the run to end.
+    ``checked`` looks at the input first, so that nothing is started or deleted for a mistake in it.
     """
-    config, observer = checked.config, checked.observer
-    run = with_server_package(run, config)
+    config, observer, source = checked.config, checked.observer, checked.source
     observer.on_stage("check")
     check_input(checked)
-    plan = build_plan(config, run, run_dir=str(run_dir_of(config)))
+    plan = build_plan(config, source.run, run_dir=str(run_dir_of(config)))
     planned = [process for process in plan if process.role == "trainer"]
     with ExitStack() as stack:
         folder = stack.enter_context(
-            RunFolder.create_or_resume(config, overwrite=overwrite, versions=run.versions)
+            RunFolder.create_or_resume(config, overwrite=overwrite, versions=source.run.versions)
         )
         stack.enter_context(file_log(folder.log_path("command")))
         # A trainer that was killed could not delete its weights, which may lie in RAM.
         stack.callback(remove_folders_of_dead_runs, config.engine.weight_transfer.dir)
         if checked.report_if_complete(folder):
             return True
-        servers, check_servers = RunningServers(run=run), lambda: None
-        if run.servers:
-            run = with_output_head(run, config, checked.model_folder)
-            group = ServerGroup(
-                config, run, checked.model_folder, log_dir=folder.log_dir(), observer=observer
-            )
-            servers, check_servers = stack.enter_context(group).servers, group.check
         start = partial(
             TrainerGroup,
             planned,
             folder.log_dir(),
-            servers,
+            source.start_servers(folder.log_dir(), stack),
             secrets=find_secrets(config.model_dump(mode="json")),
             observer=observer,
         )
         return TrainerSupervisor(
             config=config,
             start_trainer=start,
-            check_servers=check_servers,
+            check_servers=source.check,
             observer=observer,
             stop=stop,
         ).run()
@@ -133,8 +122,7 @@ def run_evaluation(
     rows = take_rows(None, config.valid_dataset or config.train_dataset, key)[:limit]
     gconfig = config.resolve_eval_gconfig()
     with ExitStack() as stack:
-        workflow = _build_eval_workflow(config, source, observer, stack)
-        stack.callback(workflow.close)
+        [workflow] = build_workflows(config, source, observer, stack, ["eval"])
         workflow.check_rows(rows, key)
         source.prepare()
         folder = RunFolder.for_evaluation(config)
@@ -142,7 +130,7 @@ def run_evaluation(
         background = stack.enter_context(BackgroundLoop())
         observer.on_stage("load model")
         workflow.log_to(folder.log_dir("eval"))
-        engine = source.start(background, folder.log_dir("eval"), stack)
+        engine = source.open_engine(folder.log_dir("eval"), background, stack)
         return background.run(
             evaluate_and_store(
                 folder,
@@ -156,21 +144,3 @@ def run_evaluation(
             ),
             config.rollout.compute_deadline(len(rows) * gconfig.n_samples),
         )
-
-
-def _build_eval_workflow(
-    config: ExperimentConfig, source: CompletionSource, observer: Observer, stack: ExitStack
-) -> RolloutWorkflow:
-    external = None
-    if config.rollout.agent_mode == "external":
-        external = open_external_access(config, observer.on_message, waits="limited")
-    return build_workflow(
-        config,
-        source.tokenizer if config.workflow_path is not None else None,
-        gconfig=config.resolve_eval_gconfig(),
-        open_client=source.open_client,
-        seed=config.seed,
-        workers=stack.enter_context(open_workers(config)),
-        external=external,
-        split="eval",
-    )

@@ -108,7 +108,7 @@ def _start_engine(
     stack.enter_context(file_log(folder.log_path("serve")))
     background = stack.enter_context(BackgroundLoop())
     observer.on_stage("load model")
-    return folder, background, source.start(background, folder.log_dir("serve"), stack)
+    return folder, background, source.open_engine(folder.log_dir("serve"), background, stack)
 
 
 def _format_usage(model_name: str, base_url: str, key: str, log_dir: Path) -> str:

@@ -23,6 +23,7 @@ from agentrl_cli.launch.processes.trainer_protocol import (
     TrainerSpec,
 )
 from agentrl_cli.launch.trainer import PPOTrainer, run_trainer, train_beside
+from agentrl_cli.store.resume_check import load_saved_config
 from agentrl_cli.train.rendezvous import Rendezvous
 
 
@@ -66,7 +67,7 @@ def _train_first(run_dir: Path, spec: TrainerSpec, rendezvous: Rendezvous | None
     events = TrainerEventWriter(spec.events_descriptor)
     try:
         trainer = PPOTrainer(
-            spec.load_config(run_dir),
+            load_saved_config(run_dir, spec.secrets),
             observer=events,
             stop=stop,
             servers=spec.servers,
