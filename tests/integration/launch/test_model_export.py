@@ -180,7 +180,7 @@ def test_what_cannot_be_exported_is_refused(make_run, tmp_path: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     check(StoreError, "is damaged: it holds no weights", run, to)
     shutil.rmtree(checkpoint)
-    with pytest.raises(RunFolderError, match=r"no checkpoint yet \(no step was done\).*Ctrl-C"):
+    with pytest.raises(RunFolderError, match=r"no checkpoint yet.*Ctrl-C"):
         export_checkpoint(run, to)
 
 

@@ -92,7 +92,7 @@ def test_an_unsupported_version_is_refused(make_config: MakeConfig, interpreter:
         ("{folder}/text", "cannot be executed"),
         ("/bin/echo", "did not answer as a Python interpreter does"),
         ("/bin/false", "it printed nothing"),
-        ("{folder}/no-program", "(Exec format error)"),
+        ("{folder}/no-program", "Exec format error"),
     ],
 )
 def test_what_is_no_interpreter_is_named(
