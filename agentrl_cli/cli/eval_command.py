@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from agentrl_cli.cli.options import ConfigOption, OverridesArgument
+from agentrl_cli.cli.train_command import ConfigOption, OverridesArgument
 from agentrl_cli.errors import UserInputError
 
 

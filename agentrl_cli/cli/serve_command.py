@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl_cli.cli.options import ConfigOption, OverridesArgument
+from agentrl_cli.cli.train_command import ConfigOption, OverridesArgument
 
 if TYPE_CHECKING:
     from agentrl_cli.launch.model_serving import ServedModel

@@ -7,11 +7,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl_cli.cli.options import ConfigOption, OverridesArgument
-
 if TYPE_CHECKING:
     from agentrl_cli.config.experiment import ExperimentConfig
     from agentrl_cli.config.resolved_run import ResolvedRun
+
+#: What every command with an experiment takes.
+ConfigOption = Annotated[
+    Path, typer.Option("--config", "-c", help="The experiment's YAML file.", metavar="FILE")
+]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Change keys of the file, for example gconfig.n_samples=8.",
+        show_default=False,
+    ),
+]
 
 
 def train_command(
