@@ -23,13 +23,6 @@ if TYPE_CHECKING:
     from agentrl_cli.store.run_folder import RunFolder
 
 
-def print_report(report: EvalReport, *, title: str) -> None:
-    """Prints one report."""
-    from agentrl_cli.inspector.inspect_run import build_console
-
-    build_console().print(build_report_table(report, title))
-
-
 def build_report_table(report: EvalReport, title: str) -> Table:
     """Name and value of everything that the report holds."""
     table = Table(title=Text(title, style="bold"), title_justify="left", box=None)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.weights.weight_folders import remove_folders_of_dead_runs
 from agentrl_cli.errors import StoppedError
 from agentrl_cli.evaluate.eval_report import EvalReport
-from agentrl_cli.evaluate.eval_run import evaluate_and_store
 from agentrl_cli.launch.completion_sources import CompletionSource
 from agentrl_cli.launch.plan import build_plan
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup, TrainerSupervisor
@@ -20,26 +17,15 @@ from agentrl_cli.launch.trainer import (
     PPOTrainer,
     build_workflows,
     check_input,
+    evaluate_rows,
     run_trainer,
     take_rows,
 )
 from agentrl_cli.log import Observer, file_log
 from agentrl_cli.rollout.background_loop import BackgroundLoop
-from agentrl_cli.rollout.dataset import build_eval_tasks
 from agentrl_cli.store.config_secrets import find_secrets
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.train.loop import StopFlag
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """What a training run left behind."""
-
-    run_dir: Path
-    is_complete: bool
-    """False: it was asked to stop before its last step."""
-    is_begun: bool = True
-    """False: before there was a run folder, even."""
 
 
 def run_training(
@@ -49,8 +35,12 @@ def run_training(
     observer: Observer,
     overwrite: bool,
     stop: StopFlag,
-) -> RunResult:
+) -> bool | None:
     """Trains as the configuration says, on what it comes to on this machine.
+
+    Returns:
+        True when the last step is done, False when asked to stop before it; None when that was
+        before there was a run folder.
 
     Raises:
         UserInputError: something in the input is wrong; nothing was started or written.
@@ -59,12 +49,10 @@ def run_training(
     trainer = PPOTrainer(config, run=run, observer=observer, stop=stop, overwrite=overwrite)
     try:
         if run.is_one_process:
-            is_complete = run_trainer(trainer)
-        else:
-            is_complete = _supervise(trainer, overwrite=overwrite, stop=stop)
+            return run_trainer(trainer)
+        return _supervise(trainer, overwrite=overwrite, stop=stop)
     except StoppedError:
-        return RunResult(run_dir_of(config), is_complete=False, is_begun=False)
-    return RunResult(run_dir_of(config), is_complete)
+        return None
 
 
 def _supervise(checked: PPOTrainer, *, overwrite: bool, stop: StopFlag) -> bool:
@@ -120,7 +108,6 @@ def run_evaluation(
     """
     key = "valid_dataset" if config.valid_dataset is not None else "train_dataset"
     rows = take_rows(None, config.valid_dataset or config.train_dataset, key)[:limit]
-    gconfig = config.resolve_eval_gconfig()
     with ExitStack() as stack:
         [workflow] = build_workflows(config, source, observer, stack, ["eval"])
         workflow.check_rows(rows, key)
@@ -131,16 +118,6 @@ def run_evaluation(
         observer.on_stage("load model")
         workflow.log_to(folder.log_dir("eval"))
         engine = source.open_engine(folder.log_dir("eval"), background, stack)
-        return background.run(
-            evaluate_and_store(
-                folder,
-                workflow,
-                engine,
-                build_eval_tasks(rows),
-                n_samples=gconfig.n_samples,
-                max_concurrent=config.rollout.max_concurrent,
-                observer=observer,
-                label=source.label,
-            ),
-            config.rollout.compute_deadline(len(rows) * gconfig.n_samples),
+        return evaluate_rows(
+            config, rows, workflow, engine, background, folder, observer, label=source.label
         )

@@ -13,14 +13,13 @@ from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import ConfigError, DatasetError, StoppedError
+from agentrl_cli.evaluate.eval_report import EvalReport
 from agentrl_cli.evaluate.eval_run import evaluate_and_store
 from agentrl_cli.launch.completion_sources import CompletionSource, EngineSource
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers, TrainerSpec
 from agentrl_cli.launch.run_models import find_tied_names, load_learner
 from agentrl_cli.launch.run_resolution import resolve_run_here
 from agentrl_cli.log import Observer, SilentObserver, file_log
-from agentrl_cli.models.builtin_models import resolve_model_folder
-from agentrl_cli.models.pretrained import load_tokenizer_of
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.curriculum import build_task_stream, recall_outcomes
@@ -159,7 +158,10 @@ class PPOTrainer:
         latest = folder.latest_checkpoint()
         if latest is None or latest[0] < self.config.train.total_steps:
             return False
-        self.observer.on_message(_describe_complete(folder, latest[0]))
+        self.observer.on_message(
+            f"{folder.path} is complete: {latest[0]} steps. For more, type train.total_steps="
+            f"{2 * latest[0]}; to begin again, --overwrite or another trial_name="
+        )
         return True
 
     def train(
@@ -186,51 +188,69 @@ class PPOTrainer:
             one.use(self.config.rollout)
             one.log_to(folder.log_dir())
         self.check_rows(workflow, eval_workflow)
-        cursor = open_cursor(folder, self._train_rows)
         # Here and not when a checkpoint is loaded: critics and adapters begin with random weights.
         seed_generators(self.config.seed)
         with ExitStack() as stack:
-            self.observer.on_stage("load model")
-            background = stack.enter_context(BackgroundLoop())
-            # They start while the learner is loaded.
-            self.source.start_servers(folder.log_dir(), stack)
-            ranks = stack.enter_context(
-                open_ranks(self._rendezvous, on_gpu=self.source.run.trains_on_gpu)
-            )
-            learner = self._load_learner(ranks, folder.latest_checkpoint())
-            engine = self.source.open_engine(
-                folder.log_dir(),
+            return self._run_loop(folder, workflow, eval_workflow, stack)
+
+    def _run_loop(
+        self,
+        folder: RunFolder,
+        workflow: RolloutWorkflow,
+        eval_workflow: RolloutWorkflow,
+        stack: ExitStack,
+    ) -> bool:
+        cursor = open_cursor(folder, self._train_rows)
+        self.observer.on_stage("load model")
+        background = stack.enter_context(BackgroundLoop())
+        # They start while the learner is loaded.
+        self.source.start_servers(folder.log_dir(), stack)
+        ranks = stack.enter_context(
+            open_ranks(self._rendezvous, on_gpu=self.source.run.trains_on_gpu)
+        )
+        learner = self._load_learner(ranks, folder.latest_checkpoint())
+        engine = self.source.open_engine(
+            folder.log_dir(),
+            background,
+            stack,
+            version=None,
+            tied_names=find_tied_names(learner.model),
+        )
+        loggers = build_loggers(self.config, folder.path, stack)
+        progress = BatchProgress(self.observer)
+        first_step = find_first_rolled_step(folder, learner.step + 1)
+        scheduler = self._build_scheduler(folder, workflow, engine, first_step, progress)
+        scheduler.set_policy_version(learner.step)
+        stack.callback(lambda: background.run(scheduler.close(), _CLOSE_SECONDS))
+        coordinator = RunCoordinator(
+            config=self.config,
+            folder=folder,
+            learner=learner,
+            saver=CheckpointSaver(self.config.train, folder, learner, cursor),
+            engine=engine,
+            scheduler=scheduler,
+            progress=progress,
+            first_rolled_step=first_step,
+            background=background,
+            probes=build_probes(self.tokenizer, self.config.engine.max_model_len),
+            evaluate=lambda step: evaluate_rows(
+                self.config,
+                self._valid_rows or [],
+                eval_workflow,
+                engine,
                 background,
-                stack,
-                version=None,
-                tied_names=find_tied_names(learner.model),
-            )
-            loggers = build_loggers(self.config, folder.path, stack)
-            progress = BatchProgress(self.observer)
-            first_step = find_first_rolled_step(folder, learner.step + 1)
-            scheduler = self._build_scheduler(folder, workflow, engine, first_step, progress)
-            scheduler.set_policy_version(learner.step)
-            stack.callback(lambda: background.run(scheduler.close(), _CLOSE_SECONDS))
-            coordinator = RunCoordinator(
-                config=self.config,
-                folder=folder,
-                learner=learner,
-                saver=CheckpointSaver(self.config.train, folder, learner, cursor),
-                engine=engine,
-                scheduler=scheduler,
-                progress=progress,
-                first_rolled_step=first_step,
-                background=background,
-                probes=build_probes(self.tokenizer, self.config.engine.max_model_len),
-                evaluate=lambda step: self._evaluate(eval_workflow, engine, background, step),
-                observer=self.observer,
-                loggers=loggers,
-                stop=self._stop,
-            )
-            with frozen_heap():
-                return TrainingLoop(
-                    config=self.config, learner=learner, ranks=ranks, coordinator=coordinator
-                ).run()
+                folder,
+                self.observer,
+                step=step,
+            ),
+            observer=self.observer,
+            loggers=loggers,
+            stop=self._stop,
+        )
+        with frozen_heap():
+            return TrainingLoop(
+                config=self.config, learner=learner, ranks=ranks, coordinator=coordinator
+            ).run()
 
     def _check_alone(self) -> None:
         num_processes = self.config.train.num_processes or 1
@@ -286,31 +306,6 @@ class PPOTrainer:
             already_finished=waiting,
         )
 
-    def _evaluate(
-        self,
-        workflow: RolloutWorkflow,
-        engine: InferenceEngine,
-        background: BackgroundLoop,
-        step: int,
-    ) -> None:
-        """Evaluates the engine's policy on the validation rows and stores what came of it."""
-        rows = self._valid_rows or []
-        n_samples = self.config.resolve_eval_gconfig().n_samples
-        rollout = self.config.rollout
-        background.run(
-            evaluate_and_store(
-                self._entered(),
-                workflow,
-                engine,
-                build_eval_tasks(rows, step),
-                n_samples=n_samples,
-                max_concurrent=rollout.max_concurrent,
-                observer=self.observer,
-                step=step,
-            ),
-            rollout.compute_deadline(len(rows) * n_samples),
-        )
-
     def _entered(self) -> RunFolder:
         if self._folder is None:
             raise RuntimeError("PPOTrainer is a context manager: with PPOTrainer(...) as trainer:")
@@ -333,6 +328,37 @@ def take_rows(given: Sequence[Row] | None, config: DatasetConfig | None, key: st
     return rows
 
 
+def evaluate_rows(
+    config: ExperimentConfig,
+    rows: Sequence[Row],
+    workflow: RolloutWorkflow,
+    engine: InferenceEngine,
+    background: BackgroundLoop,
+    folder: RunFolder,
+    observer: Observer,
+    **where: Any,
+) -> EvalReport:
+    """Evaluates the engine's model on the rows; ``where`` is the step or label to store it under.
+
+    Raises:
+        RunError: the evaluation could not be finished.
+    """
+    n_samples = config.resolve_eval_gconfig().n_samples
+    return background.run(
+        evaluate_and_store(
+            folder,
+            workflow,
+            engine,
+            build_eval_tasks(rows, where.get("step", 0)),
+            n_samples=n_samples,
+            max_concurrent=config.rollout.max_concurrent,
+            observer=observer,
+            **where,
+        ),
+        config.rollout.compute_deadline(len(rows) * n_samples),
+    )
+
+
 def train_beside(run_dir: Path, spec: TrainerSpec, rendezvous: Rendezvous) -> None:
     """Trains as a rank beside rank 0, whose :class:`PPOTrainer` has the rollouts.
 
@@ -340,21 +366,12 @@ def train_beside(run_dir: Path, spec: TrainerSpec, rendezvous: Rendezvous) -> No
         NotFiniteError: on every rank, as from :meth:`PPOTrainer.train`.
         RankLostError: another rank has ended, or has not come to an exchange in time.
     """
-    config = load_saved_config(run_dir, spec.secrets)
-    model_folder = resolve_model_folder(config.model.path, SilentObserver())
-    tokenizer = load_tokenizer_of(model_folder, config.tokenizer_path)
+    config, run = load_saved_config(run_dir, spec.secrets), spec.servers.run
+    source = EngineSource(config, run, SilentObserver())
     seed_generators(config.seed)
-    run = spec.servers.run
     with open_ranks(rendezvous, on_gpu=run.trains_on_gpu) as ranks:
-        learner = load_learner(config, run, model_folder, tokenizer, ranks=ranks)
+        learner = load_learner(config, run, source.model_folder, source.tokenizer, ranks=ranks)
         TrainingLoop(config=config, learner=learner, ranks=ranks, coordinator=None).run()
-
-
-def _describe_complete(folder: RunFolder, num_steps: int) -> str:
-    return (
-        f"{folder.path} is complete: {num_steps} steps. For more, type train.total_steps="
-        f"{2 * num_steps}; to begin again, --overwrite or another trial_name="
-    )
 
 
 def build_workflows(

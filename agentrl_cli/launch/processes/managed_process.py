@@ -52,15 +52,12 @@ class ManagedProcess:
         self._log_start = 0
 
     def start(self) -> None:
-        """Starts the command; a header line in the log says when.
+        """Starts the command, which does not run; a header line in the log says when.
 
         Raises:
             EngineError: no process can be started, or the log file cannot be written.
-            RuntimeError: it is running.
         """
         with self._lock:
-            if self._reaper is not None and self._poll() is None:
-                raise RuntimeError(f"{self.name} is running")
             try:
                 with self.log_path.open("ab") as log:
                     self._log_start = log.seek(0, os.SEEK_END)

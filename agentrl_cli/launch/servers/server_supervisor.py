@@ -69,7 +69,7 @@ class ServerSupervisor:
         self.process = process
         self.has_been_ready = False
         self._config = config
-        self._observer = observer
+        self._tell = observer.on_message
         self._on_failed = on_failed
         self._kind = kind
         self._on_cpu = on_cpu
@@ -101,17 +101,16 @@ class ServerSupervisor:
                     return
                 self.process.stop(term_seconds=0, kill_seconds=_KILL_SECONDS)
                 self._spend_restart(problem)
-        except AgentrlError as error:
-            self._fail(error)
         except Exception as error:
-            _log.exception("the supervision of %s failed", self.endpoint.name)
-            self._fail(EngineError(f"the supervision of {self.endpoint.name} failed: {error!r}"))
+            failure = (
+                error
+                if isinstance(error, AgentrlError)
+                else EngineError(f"the supervision of {self.endpoint.name} failed: {error!r}")
+            )
+            _log.error("%s", failure, exc_info=failure is not error)
+            self._on_failed(failure)
         finally:
             self.process.stop(term_seconds=_TERM_SECONDS, kill_seconds=_KILL_SECONDS)
-
-    def _fail(self, error: AgentrlError) -> None:
-        _log.error("%s", error)
-        self._on_failed(error)
 
     def _wait_ready(self) -> str | None:
         """None when it answers (or is to be stopped), else what went wrong.
@@ -240,9 +239,6 @@ class ServerSupervisor:
             return None
         finally:
             connection.close()
-
-    def _tell(self, text: str) -> None:
-        self._observer.on_message(text)
 
 
 def explain_taken_port(port: int, num_servers: int) -> str:

@@ -141,13 +141,6 @@ def test_file_descriptors_reach_the_command(tmp_path: Path) -> None:
     os.close(read_end)
 
 
-def test_a_running_process_is_not_started_twice(tmp_path: Path) -> None:
-    process = start_python("import time; time.sleep(600)", tmp_path)
-    with pytest.raises(RuntimeError, match="is running"):
-        process.start()
-    assert process.stop() == 128 + signal.SIGTERM
-
-
 @pytest.mark.parametrize(
     ("handler", "term_seconds", "status"),
     [("lambda *_: sys.exit(3)", 10.0, 3), ("signal.SIG_IGN", 0.3, 137)],
