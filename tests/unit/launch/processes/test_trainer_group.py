@@ -411,25 +411,12 @@ def test_a_killed_rank_ends_all_and_is_the_one_that_is_named(start: Start, kille
     assert find_children() == []
 
 
-def test_a_rank_that_fails_is_named_with_the_end_of_its_log(start: Start) -> None:
-    trainer = start(
-        """
-        if place.index == 2:
-            sys.exit("CUDA out of memory")
-        if is_first:
-            wait_for_others_to_fail()
-        time.sleep(60)
-        """
-    )
-    assert wait(trainer).crash is None
-    assert trainer.describe_end() == "ended with exit status 1 in rank 2 of 3 (trainer-2)"
-    assert "CUDA out of memory" in trainer.quote_log()
-
-
-def test_a_first_rank_that_does_not_notice_is_ended_too(start: Start) -> None:
-    trainer = start("time.sleep(60) if is_first else sys.exit(3)", count=2)
+@pytest.mark.parametrize("first", ["wait_for_others_to_fail()", "time.sleep(60)"])
+def test_a_rank_that_fails_is_named_with_the_end_of_its_log(start: Start, first: str) -> None:
+    trainer = start(f'{first} if is_first else sys.exit("CUDA out of memory")', count=2)
     assert wait(trainer) == TrainerReport()
-    assert trainer.describe_end() == "ended with exit status 3 in rank 1 of 2 (trainer-1)"
+    assert trainer.describe_end() == "ended with exit status 1 in rank 1 of 2 (trainer-1)"
+    assert "CUDA out of memory" in trainer.quote_log()
 
 
 @pytest.mark.parametrize(

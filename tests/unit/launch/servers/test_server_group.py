@@ -123,15 +123,15 @@ def test_servers_start_with_keys_and_ports_and_logs_of_their_own(
     assert len({e.base_url for e in before}) == len({e.api_key for e in before}) == 3
     assert all(len(e.api_key) > 40 for e in before)
     assert all("serving" in Path(e.log_path or "").read_text() for e in before)
-    assert sorted(interpreter.read_env(i)["VLLM_API_KEY"] for i in range(3)) == sorted(
+    assert {life["env"]["VLLM_API_KEY"] for life in interpreter.lives} == {
         e.api_key for e in before
-    )
+    }
     assert len(interpreter.pids) == 3
     assert not any(map(is_alive, interpreter.pids))
     assert server_group._error is None
     # Nobody but the owner reads another's key from a command line.
-    command_lines = [path.read_text() for path in (interpreter.folder / "lives").iterdir()]
-    assert not any(e.api_key in line for e in before for line in command_lines)
+    words = [word for life in interpreter.lives for word in life["argv"]]
+    assert not any(e.api_key in word for e in before for word in words)
 
 
 def test_servers_see_no_secrets_that_are_not_theirs(
@@ -144,7 +144,7 @@ def test_servers_see_no_secrets_that_are_not_theirs(
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
     monkeypatch.setenv("HF_TOKEN", "hf_for_gated_models")
     start(make_server_group())
-    env = interpreter.read_env(0)
+    env = interpreter.lives[0]["env"]
     assert not {"OPENAI_API_KEY", "AGENTRL_SERVERS", "VLLM_CPU_KVCACHE_SPACE"} & env.keys()
     assert env["HF_TOKEN"] == "hf_for_gated_models"
 
@@ -216,7 +216,7 @@ def test_a_killed_server_comes_back_at_its_endpoint(
     assert server_group._error is None
     [told] = [text for text in observer.texts if "restarting" in text]
     assert "was killed by SIGKILL; restarting it (restart 1 of 3 within an hour)" in told
-    assert interpreter.read_env(2)["VLLM_API_KEY"] in {e.api_key for e in endpoints}
+    assert interpreter.lives[2]["env"]["VLLM_API_KEY"] in {e.api_key for e in endpoints}
     assert is_alive(interpreter.pids[1]) or is_alive(interpreter.pids[0]), "the other keeps serving"
 
 
