@@ -24,6 +24,18 @@ MismatchFilter = Literal[
     "retokenized",
 ]
 
+FailureOption = Annotated[
+    FailureFilter | None, typer.Option(help="Failed trajectories only (or none of them).")
+]
+MismatchOption = Annotated[
+    MismatchFilter | None,
+    typer.Option(help="Trajectories with prefix mismatches only (or without any)."),
+]
+ReplacedOption = Annotated[
+    Literal["any", "none"] | None,
+    typer.Option(help="Trajectories of replaced groups only (or none of them)."),
+]
+
 
 def inspect_command(
     run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
@@ -40,17 +52,9 @@ def inspect_command(
     ] = False,
     min_reward: Annotated[float | None, typer.Option(help="Smallest reward.")] = None,
     max_reward: Annotated[float | None, typer.Option(help="Largest reward.")] = None,
-    failure: Annotated[
-        FailureFilter | None, typer.Option(help="Failed trajectories only (or none of them).")
-    ] = None,
-    mismatch: Annotated[
-        MismatchFilter | None,
-        typer.Option(help="Trajectories with prefix mismatches only (or without any)."),
-    ] = None,
-    replaced: Annotated[
-        Literal["any", "none"] | None,
-        typer.Option(help="Trajectories of replaced groups only (or none of them)."),
-    ] = None,
+    failure: FailureOption = None,
+    mismatch: MismatchOption = None,
+    replaced: ReplacedOption = None,
     task: Annotated[str | None, typer.Option(help="Task id.", metavar="ID")] = None,
     agent: Annotated[str | None, typer.Option(help="Agent name.", metavar="NAME")] = None,
     sort: Annotated[

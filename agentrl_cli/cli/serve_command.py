@@ -19,9 +19,7 @@ def serve_command(
     overrides: OverridesArgument = None,
     port: Annotated[
         int | None,
-        typer.Option(
-            min=1024, max=65535, help="Port on this machine; any free one otherwise.", metavar="N"
-        ),
+        typer.Option(min=1024, max=65535, help="Port; any free one otherwise.", metavar="N"),
     ] = None,
     host: Annotated[
         str | None,

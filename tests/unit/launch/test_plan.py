@@ -78,14 +78,13 @@ def test_a_run_on_gpus_has_servers_and_a_trainer_of_its_own() -> None:
     assert not any("--enable-sleep-mode" in s.argv for s in servers_of(plan))
 
 
-def test_one_gpu_is_shared() -> None:
-    config = make_config(engine={"kind": "vllm"})
+@pytest.mark.parametrize(("share", "expected"), [(None, "0.4"), (0.6, "0.6")])
+def test_one_gpu_is_shared(share: float | None, expected: str) -> None:
+    config = make_config(engine={"kind": "vllm", "gpu_memory_utilization": share})
     _, server, trainer = build_plan(config, with_gpus("5"))
     assert server.devices == trainer.devices == "cuda:5"
-    assert value_of(server, "--gpu-memory-utilization") == "0.4"
+    assert value_of(server, "--gpu-memory-utilization") == expected
     assert "--enable-sleep-mode" in server.argv
-    set_by_user = make_config(engine={"kind": "vllm", "gpu_memory_utilization": 0.6})
-    assert value_of(build_plan(set_by_user, with_gpus("5"))[1], "--gpu-memory-utilization") == "0.6"
 
 
 gpu_names = st.lists(
@@ -208,23 +207,13 @@ def test_adapters_get_a_rank_that_vllm_allocates(rank: int, allocated: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "gpus", "lora", "expected"),
-    [
-        (None, ("0", "1"), None, True),
-        ("nccl", ("0", "1"), None, True),
-        ("disk", ("0", "1"), None, False),
-        (None, ("0",), None, False),
-        (None, ("0", "1"), {}, False),
-        (None, (), None, False),
-    ],
+    ("gpus", "lora", "expected"),
+    [(("0", "1"), None, True), (("0",), None, False), (("0", "1"), {}, False), ((), None, False)],
 )
 def test_servers_are_ready_for_nccl_where_it_may_be_used(
-    kind: str | None, gpus: tuple[str, ...], lora: Any, expected: bool
+    gpus: tuple[str, ...], lora: Any, expected: bool
 ) -> None:
-    config = make_config(
-        model={"path": "m", "lora": lora},
-        engine={"kind": "vllm", "weight_transfer": {"kind": kind}},
-    )
+    config = make_config(model={"path": "m", "lora": lora}, engine={"kind": "vllm"})
     server = servers_of(build_plan(config, with_gpus(*gpus)))[0]
     assert ("--weight-transfer-config" in server.argv) is expected
 

@@ -25,7 +25,6 @@ from agentrl_cli.errors import AgentrlError, DatasetError, EngineError, RunError
 from agentrl_cli.launch.plan import PlannedProcess
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup, TrainerSupervisor
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers, TrainerReport
-from agentrl_cli.launch.servers.server_group import ServerGroup
 from agentrl_cli.log import SilentObserver
 
 #: What every rank of these tests begins with. ``life`` counts the trainers of a test.
@@ -146,44 +145,29 @@ def start(tmp_path: Path) -> Iterator[Start]:
         trainer.end()
 
 
-class FakeServers(ServerGroup):
-    """Servers whose faults the test decides."""
-
-    def __init__(self) -> None:
-        self.on_failed = None
-        self.trainers_at_stop: list[int] | None = None
-        self._error = None
-
-    def start(self) -> None:
-        """There is nothing to start."""
-
-    def stop(self) -> None:
-        self.trainers_at_stop = find_children()
-
-    def fail(self, error: AgentrlError) -> None:
-        self._error = error
-
-
 class Run:
     """A supervised run of a script, and what can be seen of it."""
 
     def __init__(self, folder: Path, start: Start) -> None:
         self.folder = folder
-        self.server_group = FakeServers()
+        self.server_error: AgentrlError | None = None
         self.shown = Recorder()
         self.stop = threading.Event()
         self.max_restarts = 3
         self._start = start
 
     def __call__(self, script: str) -> bool:
-        with self.server_group:
-            return TrainerSupervisor(
-                config=make_config(self.max_restarts),
-                start_trainer=lambda: self._start(script, count=1, observer=self.shown),
-                check_servers=self.server_group.check,
-                observer=self.shown,
-                stop=self.stop,
-            ).run()
+        return TrainerSupervisor(
+            config=make_config(self.max_restarts),
+            start_trainer=lambda: self._start(script, count=1, observer=self.shown),
+            check_servers=self._check_servers,
+            observer=self.shown,
+            stop=self.stop,
+        ).run()
+
+    def _check_servers(self) -> None:
+        if self.server_error is not None:
+            raise self.server_error
 
     def when(self, stage: str, action: Callable[[], object]) -> None:
         """Does it, in a thread, once the trainer has shown the stage."""
@@ -204,10 +188,10 @@ def run(tmp_path: Path, start: Start) -> Run:
     return Run(tmp_path, start)
 
 
-def test_a_run_ends_and_its_servers_are_stopped_after_the_trainer(run: Run) -> None:
+def test_a_run_ends_with_its_trainer(run: Run) -> None:
     assert run('events.on_step({"step": 1}); print("an agent prints"); done()')
     assert run.shown.steps == [1.0]
-    assert run.server_group.trainers_at_stop == []
+    assert find_children() == []
     assert "an agent prints" in (run.folder / "trainer.log").read_text()
 
 
@@ -256,7 +240,7 @@ def test_the_same_crash_twice_without_a_step_ends_the_run(run: Run) -> None:
         )
     assert run.num_lives == 2
     assert "Traceback of the crash" in str(caught.value)
-    assert run.server_group.trainers_at_stop == []
+    assert find_children() == []
 
 
 @pytest.mark.parametrize("max_restarts", [0, 2])
@@ -332,7 +316,7 @@ def test_ctrl_c_twice_stops_at_once(run: Run) -> None:
             run('events.on_stage("rollout", 4); signal.signal(15, signal.SIG_IGN); time.sleep(600)')
     finally:
         signal.signal(signal.SIGINT, previous)
-    assert run.server_group.trainers_at_stop == []
+    assert find_children() == []
 
 
 def test_a_trainer_that_does_not_end_after_its_last_word_is_ended(
@@ -343,30 +327,11 @@ def test_a_trainer_that_does_not_end_after_its_last_word_is_ended(
 
 
 def test_servers_that_died_too_often_end_the_run_with_their_error(run: Run) -> None:
-    run.when("rollout", lambda: run.server_group.fail(EngineError("vllm-0 died 4 times")))
+    error = EngineError("vllm-0 died 4 times")
+    run.when("rollout", lambda: setattr(run, "server_error", error))
     with pytest.raises(EngineError, match="died 4 times"):
         run('events.on_stage("rollout", 4); time.sleep(600)')
-    assert run.server_group.trainers_at_stop == []
-
-
-def test_a_trainer_that_lost_its_servers_is_explained_by_them(run: Run) -> None:
-    """It may say so before the server group knows."""
-
-    def fail() -> None:
-        time.sleep(1.0)
-        run.server_group.fail(EngineError("vllm-0 died 4 times: out of memory"))
-
-    run.when("load model", fail)
-    with pytest.raises(EngineError, match="out of memory") as caught:
-        run(
-            """
-            events.on_stage("load model")
-            events.report(TrainerReport(error=EngineError("no server answers")))
-            sys.exit(1)
-            """
-        )
-    assert "no server answers" in str(caught.value.__cause__)
-    assert run.num_lives == 1
+    assert find_children() == []
 
 
 def wait(trainer: TrainerGroup) -> TrainerReport:

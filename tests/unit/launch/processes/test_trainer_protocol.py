@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.machine import Machine
 from agentrl_cli.config.resolved_run import resolve_run
 from agentrl_cli.engine.protocol import ServerEndpoint
@@ -35,20 +35,11 @@ from agentrl_cli.train.rendezvous import Rendezvous
 
 
 @pytest.fixture
-def spec() -> TrainerSpec:
-    config = ExperimentConfig.model_validate(
-        {
-            "experiment_name": "exp",
-            "model": {"path": "m"},
-            "agent_builder_path": "a.b",
-            "train_dataset": {"path": "d"},
-            "engine": {"kind": "vllm"},
-        }
-    )
+def spec(make_config: Callable[..., Any]) -> TrainerSpec:
     endpoint = ServerEndpoint(
         name="vllm-0", base_url="http://127.0.0.1:8940", api_key="secret-1", log_path="x.log"
     )
-    run = resolve_run(config, Machine(gpu_ids=("0", "1")), purpose="train")
+    run = resolve_run(make_config(), Machine(gpu_ids=("0", "1")), purpose="train")
     return TrainerSpec(
         owner_pid=7,
         events_descriptor=5,
