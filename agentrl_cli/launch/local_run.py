@@ -96,12 +96,6 @@ def run_evaluation(
 ) -> EvalReport:
     """Evaluates a model on the validation rows (the training rows where there are none).
 
-    Args:
-        config: the experiment.
-        source: answers the agent's calls.
-        limit: the first rows only.
-        observer: shows the evaluation to a person.
-
     Raises:
         UserInputError: something in the input is wrong; nothing was started.
         RunError: the evaluation could not be finished.

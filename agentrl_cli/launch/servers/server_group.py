@@ -236,9 +236,6 @@ async def open_router(
     """A router whose servers, one of them at least, are ready for calls.
 
     Args:
-        config: the experiment's.
-        model_folder: folder or hub id that the servers loaded.
-        servers: where they listen.
         version: what their weights are called; None: the first publication will say.
         tied_names: further name of a tensor -> the name under which it is published.
         on_message: gets what a person should know, a line each.

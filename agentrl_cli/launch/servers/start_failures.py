@@ -87,12 +87,7 @@ def find_start_failure(
 ) -> UserInputError | None:
     """The error of a server whose log tells why it did not start; None where it does not.
 
-    Args:
-        config: the experiment; values of the keys that matter are shown.
-        name: the server.
-        log: what it wrote.
-        log_path: where the whole log is.
-        on_cpu: memory is then a matter of other keys.
+    ``on_cpu``: memory is then a matter of other keys.
     """
     memory = "engine.cpu_kv_cache_gib" if on_cpu else "engine.gpu_memory_utilization"
     for what, pattern, keys in _CAUSES:
