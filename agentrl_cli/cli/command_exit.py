@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
 
 from agentrl_cli.errors import AgentrlError
 
@@ -26,24 +25,24 @@ _DEBUG = "AGENTRL_DEBUG"
 
 def run_reporting_failures(command: Callable[[], object]) -> int:
     """Runs ``command`` and gives the exit code; whatever it raises becomes a message."""
+    code: object = 0
     try:
         command()
     except SystemExit as exit_request:
-        code = _exit_code(exit_request)
-        if code == EXIT_INTERRUPTED:
-            _say("stopped by Ctrl-C")
-        return code
+        code = exit_request.code or 0
     except KeyboardInterrupt:
-        _say("stopped by Ctrl-C")
-        return EXIT_INTERRUPTED
+        code = EXIT_INTERRUPTED
     except AgentrlError as error:
         if os.environ.get(_DEBUG):
             traceback.print_exc()
-        _say(str(error), "error")
+        _say(f"error: {error}")
         return error.exit_code
     except Exception as error:
-        return _report_unexpected(error)
-    return 0
+        _report_unexpected(error)
+        return 1
+    if code == EXIT_INTERRUPTED:
+        _say("stopped by Ctrl-C")
+    return code if isinstance(code, int) else 1
 
 
 @contextmanager
@@ -68,38 +67,22 @@ def crashes_logged(find_log: Callable[[], Path]) -> Iterator[None]:
         raise
 
 
-def _report_unexpected(error: Exception) -> int:
+def _report_unexpected(error: Exception) -> None:
     if os.environ.get(_DEBUG):
         traceback.print_exception(error)
-    else:
-        notes = getattr(error, "__notes__", [])
-        logged = " ".join(notes) or f"Set {_DEBUG}=1 and type the command again to see where."
-        frames = traceback.extract_tb(error.__traceback__)
-        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-        _say(
-            f"unexpected {type(error).__name__}: {error}{place}\n"
-            f"This is a bug in agentrl, or in code it called. {logged}",
-            "error",
-        )
-    return 1
+        return
+    notes = getattr(error, "__notes__", [])
+    logged = " ".join(notes) or f"Set {_DEBUG}=1 and type the command again to see where."
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    _say(
+        f"error: unexpected {type(error).__name__}: {error}{place}\n"
+        f"This is a bug in agentrl, or in code it called. {logged}"
+    )
 
 
-def _exit_code(exit_request: SystemExit) -> int:
-    code = exit_request.code
-    if code is None:
-        return 0
-    return code if isinstance(code, int) else 1
-
-
-def _say(text: str, label: str = "") -> None:
-    stream = sys.stderr
-    if label:
-        label = f"\x1b[1;31m{label}:\x1b[0m " if _has_color(stream) else f"{label}: "
-    print(f"{label}{text}", file=stream, flush=True)
-
-
-def _has_color(stream: TextIO) -> bool:
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 #: SIGTERM is what a cluster's scheduler sends before it kills.
@@ -127,10 +110,6 @@ def stop_on_signals(on_first: Callable[[str], None]) -> Iterator[threading.Event
         # display's lock, which would then never be free.
         threading.Thread(target=on_first, args=(_DRAINING,), daemon=True).start()
 
-    if threading.current_thread() is not threading.main_thread():
-        # Only the main thread may set handlers; without them Ctrl-C stops at once.
-        yield stop
-        return
     previous = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
         yield stop

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from agentrl_cli.cli.options import ConfigOption, OverridesArgument
+from agentrl_cli.cli.train_command import ConfigOption, OverridesArgument
 from agentrl_cli.errors import UserInputError
 
 
@@ -39,8 +39,9 @@ def evaluate_command(
         run = resolve_run_here(experiment, "eval")
 
     from agentrl_cli.cli.command_exit import crashes_logged
-    from agentrl_cli.cli.final_report import print_report
+    from agentrl_cli.cli.final_report import build_report_table
     from agentrl_cli.cli.progress_display import build_observer
+    from agentrl_cli.inspector.inspect_run import build_console
     from agentrl_cli.launch.completion_sources import EndpointSource, EngineSource
     from agentrl_cli.launch.local_run import run_evaluation
     from agentrl_cli.store.run_folder import RunFolder, run_dir_of
@@ -56,7 +57,8 @@ def evaluate_command(
             else EngineSource(experiment, run, observer, checkpoint)
         )
         report = run_evaluation(experiment, source, limit=limit, observer=observer)
-    print_report(report, title=str(checkpoint or model or experiment.model.path))
+    title = str(checkpoint or model or experiment.model.path)
+    build_console().print(build_report_table(report, title))
     typer.echo(f"look at its trajectories:  agentrl inspect-trajectories {run_dir} --evals")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,13 +21,6 @@ if TYPE_CHECKING:
     from agentrl_cli.evaluate.eval_report import Comparison, EvalReport, Lengths
     from agentrl_cli.records import Trajectory
     from agentrl_cli.store.run_folder import RunFolder
-
-
-def print_report(report: EvalReport, *, title: str) -> None:
-    """Prints one report."""
-    from agentrl_cli.inspector.inspect_run import build_console
-
-    build_console().print(build_report_table(report, title))
 
 
 def build_report_table(report: EvalReport, title: str) -> Table:
@@ -54,19 +47,6 @@ def build_comparison_table(before: EvalReport, after: EvalReport) -> Table:
     return table
 
 
-def format_comparison(comparison: Comparison) -> str:
-    """One sentence on the change of the mean reward."""
-    interval = ""
-    if comparison.interval is not None:
-        low, high = comparison.interval
-        interval = f" (95 % interval {low:+.3f} to {high:+.3f}, paired by task)"
-    return (
-        f"mean reward {comparison.before:.3f} -> {comparison.after:.3f}: "
-        f"{comparison.difference:+.3f}{interval}; of {format_count(comparison.num_tasks, 'task')} "
-        f"{comparison.num_improved} improved, {comparison.num_worse} got worse"
-    )
-
-
 def _list_rows(report: EvalReport) -> dict[str, str]:
     mean = "nothing was scored" if report.mean_reward is None else f"{report.mean_reward:.3f}"
     if report.interval is not None:
@@ -82,14 +62,11 @@ def _list_rows(report: EvalReport) -> dict[str, str]:
         rows["cut short by max_tokens"] = str(report.num_cut_short)
     if report.num_unscored:
         rows["unscored"] = str(report.num_unscored)
-    rows["failures"] = _format_failures(report.failures)
+    failures = [f"{boundary} {count}" for boundary, count in report.failures.items()]
+    rows["failures"] = ", ".join(failures) or "none"
     for cause, totals in report.prefix_mismatches.by_cause.items():
         rows[f"prefix mismatches: {cause.value}"] = format_mismatch_totals(totals)
     return rows
-
-
-def _format_failures(failures: Mapping[str, int]) -> str:
-    return ", ".join(f"{boundary} {count}" for boundary, count in failures.items()) or "none"
 
 
 def _format_lengths(lengths: Lengths | None) -> str:
@@ -111,12 +88,7 @@ def print_summary(
     console = console or build_console()
     _print_rewards(folder, console)
     _print_alarms(folder, console)
-    steps = folder.eval_steps()
-    if steps:
-        before, after = _read_eval(folder, steps[0]), _read_eval(folder, steps[-1])
-        _print_evals(steps, before[1], after[1], console)
-        if len(steps) > 1:
-            _print_pair(before[0], after[0], console)
+    _print_evals(folder, console)
     console.print()
     for line in _list_next_commands(folder, config_path, overrides):
         console.print(line, markup=False, soft_wrap=True)
@@ -154,45 +126,56 @@ def _read_eval(folder: RunFolder, step: int) -> tuple[list[Trajectory], EvalRepo
         return trajectories, build_report(trajectories)
 
 
-def _print_evals(
-    steps: Sequence[int], before: EvalReport, after: EvalReport, console: Console
-) -> None:
+def _print_evals(folder: RunFolder, console: Console) -> None:
+    """The first and the last evaluation, and a task in which they differ."""
     from agentrl_cli.evaluate.eval_report import compare_reports
-
-    console.print()
-    if len(steps) == 1:
-        console.print(build_report_table(before, f"evaluation after step {steps[0]}"))
-        return
-    console.print(build_comparison_table(before, after))
-    comparison = compare_reports(before, after)
-    if comparison is not None:
-        console.print(format_comparison(comparison), markup=False)
-
-
-def _print_pair(
-    before: Sequence[Trajectory], after: Sequence[Trajectory], console: Console
-) -> None:
     from agentrl_cli.inspector.trajectory_view import build_tree
 
-    pair = find_telling_pair(before, after)
-    if pair is not None:
-        for trajectory, title in zip(pair, ("before", "after"), strict=True):
-            console.print()
-            console.print(build_tree(trajectory, title))
+    steps = folder.eval_steps()
+    if not steps:
+        return
+    before, report_before = _read_eval(folder, steps[0])
+    console.print()
+    if len(steps) == 1:
+        console.print(build_report_table(report_before, f"evaluation after step {steps[0]}"))
+        return
+    after, report_after = _read_eval(folder, steps[-1])
+    console.print(build_comparison_table(report_before, report_after))
+    comparison = compare_reports(report_before, report_after)
+    if comparison is not None:
+        console.print(format_comparison(comparison), markup=False)
+    for trajectory, title in zip(
+        find_telling_pair(before, after), ("before", "after"), strict=False
+    ):
+        console.print()
+        console.print(build_tree(trajectory, title))
+
+
+def format_comparison(comparison: Comparison) -> str:
+    """One sentence on the change of the mean reward."""
+    interval = ""
+    if comparison.interval is not None:
+        low, high = comparison.interval
+        interval = f" (95 % interval {low:+.3f} to {high:+.3f}, paired by task)"
+    return (
+        f"mean reward {comparison.before:.3f} -> {comparison.after:.3f}: "
+        f"{comparison.difference:+.3f}{interval}; of {format_count(comparison.num_tasks, 'task')} "
+        f"{comparison.num_improved} improved, {comparison.num_worse} got worse"
+    )
 
 
 def find_telling_pair(
     before: Sequence[Trajectory], after: Sequence[Trajectory]
-) -> tuple[Trajectory, Trajectory] | None:
+) -> Sequence[Trajectory]:
     """A trajectory of the same task before and after: of those that gained most, the shortest.
 
-    None where no task has a reward both times.
+    None at all where no task has a reward both times.
     """
     earlier: dict[str, Trajectory] = {}
     for trajectory in filter(_has_reward, before):
         earlier.setdefault(trajectory.task_id, trajectory)
     pairs = [(earlier[t.task_id], t) for t in after if t.task_id in earlier and _has_reward(t)]
-    return min(pairs, key=_rank_pair, default=None)
+    return min(pairs, key=_rank_pair, default=())
 
 
 def _rank_pair(pair: tuple[Trajectory, Trajectory]) -> tuple[float, int]:

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, Self
+from typing import Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,7 +17,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from agentrl_cli.log import Observer, format_count
+from agentrl_cli.log import format_count
 
 #: Seconds between two plain lines about the progress of one stage.
 _PLAIN_INTERVAL = 10.0
@@ -25,15 +25,7 @@ _PLAIN_INTERVAL = 10.0
 _STEP_STAGES = frozenset({"rollout", "train", "publish", "save"})
 
 
-class ClosableObserver(Observer, Protocol):
-    """An observer that releases the terminal at the end of its block."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exc_info: object) -> None: ...
-
-
-def build_observer(total_steps: int | None = None) -> ClosableObserver:
+def build_observer(total_steps: int | None = None) -> PlainObserver | RichObserver:
     """A live display on a terminal; plain lines for pipes, CI, NO_COLOR and dumb terminals."""
     if is_plain(os.environ, sys.stdout.isatty()):
         return PlainObserver(total_steps)
@@ -92,7 +84,7 @@ class PlainObserver:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Nothing to release."""
+        """There is nothing to release."""
 
     def on_stage(self, stage: str, total: int | None = None) -> None:
         """One line for a new stage, except for those inside a step."""
@@ -104,7 +96,6 @@ class PlainObserver:
             self._next_line_at = self._clock() + _PLAIN_INTERVAL
 
     def on_progress(self, num_done: int, note: str = "") -> None:
-        """A line when the last one is ten seconds old."""
         with self._lock:
             if self._clock() < self._next_line_at:
                 return
@@ -113,12 +104,10 @@ class PlainObserver:
             self._print(f"{self._stage} ({num_done}{of}) {note}".rstrip())
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
-        """One line a step."""
         with self._lock:
             self._print(format_step(metrics, self._total_steps))
 
     def on_message(self, text: str) -> None:
-        """The text."""
         with self._lock:
             self._print(text)
 
@@ -158,18 +147,15 @@ class RichObserver:
                 self._console.print(self._render_steps())
 
     def on_stage(self, stage: str, total: int | None = None) -> None:
-        """Shows the stage and an empty bar."""
         with self._lock:
             self._stage, self._total, self._num_done, self._note = stage, total, 0, ""
             self._stage_began = time.monotonic()
 
     def on_progress(self, num_done: int, note: str = "") -> None:
-        """Moves the bar."""
         with self._lock:
             self._num_done, self._note = num_done, note
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
-        """Adds a bar to the sparkline of rewards."""
         with self._lock:
             self._last_step = dict(metrics)
             self._rewards.append(metrics.get("reward_mean", math.nan))
@@ -210,28 +196,18 @@ def format_sparkline(values: Sequence[float], width: int = 40) -> str:
 
     More values than ``width`` are averaged into ``width`` bars.
     """
-    shown = _shrink(values, width)
-    finite = [v for v in shown if math.isfinite(v)]
+    num_bars = min(width, len(values))
+    shown = []
+    for index in range(num_bars):
+        part = values[index * len(values) // num_bars : (index + 1) * len(values) // num_bars]
+        finite = [value for value in part if math.isfinite(value)]
+        shown.append(math.fsum(finite) / len(finite) if finite else math.nan)
+    finite = [value for value in shown if math.isfinite(value)]
     if not finite:
         return ""
     low, span = min(finite), max(finite) - min(finite)
-    bars = []
+    bars = ""
     for value in shown:
-        if not math.isfinite(value):
-            bars.append(" ")
-        elif span == 0:
-            bars.append(_BARS[3])
-        else:
-            bars.append(_BARS[min(int((value - low) / span * len(_BARS)), len(_BARS) - 1)])
-    return "".join(bars)
-
-
-def _shrink(values: Sequence[float], width: int) -> list[float]:
-    if len(values) <= width:
-        return list(values)
-    parts = []
-    for index in range(width):
-        part = values[index * len(values) // width : (index + 1) * len(values) // width]
-        finite = [v for v in part if math.isfinite(v)]
-        parts.append(math.fsum(finite) / len(finite) if finite else math.nan)
-    return parts
+        height = int((value - low) / span * len(_BARS)) if span and math.isfinite(value) else 3
+        bars += _BARS[min(height, len(_BARS) - 1)] if math.isfinite(value) else " "
+    return bars

@@ -5,14 +5,11 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from agentrl_cli.cli.options import ConfigOption, OverridesArgument
-
-if TYPE_CHECKING:
-    from agentrl_cli.launch.model_serving import ServedModel
+from agentrl_cli.cli.train_command import ConfigOption, OverridesArgument
 
 _POLL_SECONDS = 0.1
 
@@ -22,9 +19,7 @@ def serve_command(
     overrides: OverridesArgument = None,
     port: Annotated[
         int | None,
-        typer.Option(
-            min=1024, max=65535, help="Port on this machine; any free one otherwise.", metavar="N"
-        ),
+        typer.Option(min=1024, max=65535, help="Port; any free one otherwise.", metavar="N"),
     ] = None,
     host: Annotated[
         str | None,
@@ -57,7 +52,7 @@ def serve_command(
 
     experiment = load_config(config, overrides or [])
 
-    from agentrl_cli.cli.command_exit import crashes_logged
+    from agentrl_cli.cli.command_exit import crashes_logged, stop_on_signals
     from agentrl_cli.cli.progress_display import build_observer
     from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 
@@ -72,15 +67,9 @@ def serve_command(
             serve = partial(serve_online, on_finished=typer.echo) if online else serve_model
             address = ListenAddress(port, host, api_key)
             served = stack.enter_context(serve(experiment, observer=observer, address=address))
-        _serve_until_stopped(served)
+        with stop_on_signals(lambda _: typer.echo("stopping")) as stop:
+            typer.echo(served.text)
+            while not stop.is_set():
+                served.check()
+                time.sleep(_POLL_SECONDS)
     typer.echo("stopped serving")
-
-
-def _serve_until_stopped(served: ServedModel) -> None:
-    from agentrl_cli.cli.command_exit import stop_on_signals
-
-    with stop_on_signals(lambda _: typer.echo("stopping")) as stop:
-        typer.echo(served.text)
-        while not stop.is_set():
-            served.check()
-            time.sleep(_POLL_SECONDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl_cli.cli.options import ConfigOption, OverridesArgument
+from agentrl_cli.cli.train_command import ConfigOption, OverridesArgument
 
 
 def sft_command(config: ConfigOption, overrides: OverridesArgument = None) -> None:

@@ -7,11 +7,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl_cli.cli.options import ConfigOption, OverridesArgument
-
 if TYPE_CHECKING:
     from agentrl_cli.config.experiment import ExperimentConfig
     from agentrl_cli.config.resolved_run import ResolvedRun
+
+#: What every command with an experiment takes.
+ConfigOption = Annotated[
+    Path, typer.Option("--config", "-c", help="The experiment's YAML file.", metavar="FILE")
+]
+OverridesArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Change keys of the file, for example gconfig.n_samples=8.",
+        show_default=False,
+    ),
+]
 
 
 def train_command(
@@ -47,17 +58,16 @@ def train_command(
     from agentrl_cli.launch.local_run import run_training
     from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 
-    log = "command"
     with (
-        crashes_logged(lambda: RunFolder(run_dir_of(experiment)).log_path(log)),
+        crashes_logged(lambda: RunFolder(run_dir_of(experiment)).log_path("command")),
         build_observer(total_steps=experiment.train.total_steps) as observer,
         stop_on_signals(observer.on_message) as stop,
     ):
-        result = run_training(experiment, run, observer=observer, overwrite=overwrite, stop=stop)
-    if result.is_begun:
-        run_folder = RunFolder.open(result.run_dir)
+        is_done = run_training(experiment, run, observer=observer, overwrite=overwrite, stop=stop)
+    if is_done is not None:
+        run_folder = RunFolder.open(run_dir_of(experiment))
         print_summary(run_folder, config_path=config, overrides=overrides or [])
-    if not result.is_complete:
+    if not is_done:
         typer.echo("stopped before the last step; the same command resumes from here")
 
 

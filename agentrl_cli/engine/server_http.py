@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,7 @@ _DOWN_STATUSES = frozenset({502, 503, 504})
 _ENGINE_DEAD = "EngineCore encountered an issue"
 #: Of a log: enough for long lines of a traceback, little enough to read while an event loop waits.
 _MAX_TAIL_BYTES = 16_384
-_NUM_TAIL_LINES = 10
+_NUM_TAIL_LINES = 15
 
 
 class ServerHttp:
@@ -76,7 +76,7 @@ class ServerHttp:
         except TimeoutError:
             raise EngineTimeoutError(
                 f"{leg}: {self._where} did not finish within {timeout_seconds:g} s"
-                + format_log_tail(self._endpoint)
+                + format_log_tail(self._endpoint.log_path, keys=[self._endpoint.api_key])
             ) from None
 
     async def stream_events(self, path: str, body: object, *, leg: str) -> AsyncGenerator[bytes]:
@@ -206,16 +206,17 @@ def shorten(body: bytes) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
-def format_log_tail(endpoint: ServerEndpoint) -> str:
-    """A clause with the last lines of the server's log, without its key; "" if there are none."""
-    if endpoint.log_path is None:
+def format_log_tail(path: str | Path | None, *, keys: Iterable[str] = ()) -> str:
+    """A clause with the last lines of a log, without the ``keys``; "" if there are none."""
+    if path is None:
         return ""
     try:
-        with Path(endpoint.log_path).open("rb") as file:
+        with Path(path).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_TAIL_BYTES))
             text = file.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
-    lines = text.replace(endpoint.api_key, "***").splitlines()
-    shown = [f"\n  {line.rstrip()}" for line in lines if line.strip()][-_NUM_TAIL_LINES:]
-    return f"\nlast lines of {endpoint.log_path}:{''.join(shown)}" if shown else ""
+    for key in keys:
+        text = text.replace(key, "***")
+    shown = [f"\n  {line.rstrip()}" for line in text.splitlines() if line.strip()]
+    return f"\nlast lines of {path}:{''.join(shown[-_NUM_TAIL_LINES:])}" if shown else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,13 +15,14 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import ConfigError, UserInputError
-from agentrl_cli.launch.processes.trainer_spec import RunningServers
-from agentrl_cli.launch.run_models import load_engine
-from agentrl_cli.launch.run_resolution import with_server_package
-from agentrl_cli.launch.servers.server_group import ServerGroup
+from agentrl_cli.launch.processes.trainer_protocol import RunningServers
+from agentrl_cli.launch.run_models import load_embedded_engine
+from agentrl_cli.launch.run_resolution import with_output_head, with_server_package
+from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
 from agentrl_cli.log import Observer
 from agentrl_cli.models.builtin_models import resolve_model_folder
 from agentrl_cli.models.pretrained import load_tokenizer_of, open_whole_model
+from agentrl_cli.models.sft_training import CheckStop, never_stop
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.endpoint import EndpointGateway
@@ -30,6 +32,8 @@ from agentrl_cli.tracking.session import Budget
 #: A remote endpoint refuses when it is busy; its calls are repeated, with growing pauses.
 _NUM_ENDPOINT_RETRIES = 5
 _CLOSE_SECONDS = 20.0
+#: What a router may take longer than the servers' start before nobody waits for it.
+_GRACE_SECONDS = 30.0
 
 
 class EngineSource:
@@ -40,6 +44,9 @@ class EngineSource:
         run: what it comes to on this machine.
         observer: is told what is started.
         checkpoint: a checkpoint's folder, instead of ``model.path``.
+        servers: engine servers that run already; None: they are started here, where
+            ``engine.kind`` needs any.
+        check_stop: what it raises ends the making of a built-in model.
     """
 
     def __init__(
@@ -48,18 +55,23 @@ class EngineSource:
         run: ResolvedRun,
         observer: Observer,
         checkpoint: Path | None = None,
+        *,
+        servers: RunningServers | None = None,
+        check_stop: CheckStop = never_stop,
     ) -> None:
+        self.run = run
         self.label = "model"
         if checkpoint is not None:
             self.label = f"checkpoint-{_as_file_name(checkpoint.name)}"
         self._config = config
-        self._run = run
         self._model_path = str(checkpoint or config.model.path)
         self._observer = observer
+        self._servers = servers
+        self._check_stop = check_stop
         self._server_group: ServerGroup | None = None
 
     def check(self) -> None:
-        """Returns while the servers, if there are any, are started again when they die.
+        """Returns while the servers, if any were started here, can be kept running.
 
         Raises:
             AgentrlError: they died too often.
@@ -69,8 +81,8 @@ class EngineSource:
 
     @cached_property
     def model_folder(self) -> str:
-        """The model's folder or hub id."""
-        return resolve_model_folder(self._model_path, self._observer)
+        """The model's folder or hub id; a built-in model is made on its first use."""
+        return resolve_model_folder(self._model_path, self._observer, self._check_stop)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -79,36 +91,72 @@ class EngineSource:
 
     def prepare(self) -> None:
         """Looks for what servers run on, makes a built-in model, and checks its tokenizer."""
-        self._run = with_server_package(self._run, self._config)
+        if self._servers is None:
+            self.run = with_server_package(self.run, self._config)
         _ = self.tokenizer
 
-    def start(self, background: BackgroundLoop, log_dir: Path, stack: ExitStack) -> InferenceEngine:
-        """Loads the model: here, or on servers that are started now."""
-        server_group: ServerGroup | None = None
-        if self._run.servers:
+    def start_servers(self, log_dir: Path, stack: ExitStack) -> RunningServers:
+        """Where the servers are; begins to start those that nobody else has."""
+        if self._servers is not None:
+            return self._servers
+        self._servers = RunningServers(run=self.run)
+        if self.run.servers:
+            run = with_output_head(self.run, self._config, self.model_folder)
             # Servers load no folder that holds an adapter alone.
             whole_model = open_whole_model(self.model_folder, self._config.model.dtype)
-            server_group = stack.enter_context(
+            self._server_group = stack.enter_context(
                 ServerGroup(
                     self._config,
-                    self._run,
+                    run,
                     stack.enter_context(whole_model),
                     log_dir=log_dir,
                     observer=self._observer,
                 )
             )
-        engine = load_engine(
-            self._config,
-            self.model_folder,
-            self.tokenizer,
-            servers=server_group.wait() if server_group else RunningServers(run=self._run),
-            background=background,
-            observer=self._observer,
-            version=0,
-        )
-        if server_group is not None:
-            server_group.end_with_servers(engine)
-        self._server_group = server_group
+            self._servers = self._server_group.servers
+        return self._servers
+
+    def open_engine(
+        self,
+        log_dir: Path,
+        background: BackgroundLoop,
+        stack: ExitStack,
+        *,
+        version: int | None = 0,
+        tied_names: Mapping[str, str] | None = None,
+    ) -> InferenceEngine:
+        """An engine that is ready for calls: here, or on servers.
+
+        Args:
+            log_dir: gets the logs of servers that are started here.
+            background: the loop on which the engine is used.
+            stack: closes it.
+            version: what the servers' weights are called; None: the first publication will say.
+            tied_names: of :func:`find_tied_names`, for servers that will get weights.
+
+        Raises:
+            ModelError: the model cannot be loaded.
+            EngineError: no server became ready in time.
+        """
+        servers = self.start_servers(log_dir, stack)
+        if self._server_group is not None:
+            self._server_group.wait()
+        engine: InferenceEngine
+        if servers.run.servers:
+            opening = open_router(
+                self._config,
+                self.model_folder,
+                servers,
+                version,
+                tied_names or {},
+                self._observer.on_message,
+            )
+            limit = self._config.engine.start_timeout_seconds + _GRACE_SECONDS
+            engine = background.run(opening, limit)
+        else:
+            engine = load_embedded_engine(self._config, self.run, self.model_folder, self.tokenizer)
+        if self._server_group is not None:
+            self._server_group.end_with_servers(engine)
         stack.callback(lambda: background.run(engine.close(), _CLOSE_SECONDS))
         gateway = get_gateway(engine, self.tokenizer, **self._config.engine.list_reading_options())
         stack.callback(lambda: background.run(gateway.close(), _CLOSE_SECONDS))
@@ -170,7 +218,9 @@ class EndpointSource:
                 "ask for a key. Type: export OPENAI_API_KEY=... (any text where none is needed)"
             )
 
-    def start(self, background: BackgroundLoop, log_dir: Path, stack: ExitStack) -> InferenceEngine:
+    def open_engine(
+        self, log_dir: Path, background: BackgroundLoop, stack: ExitStack
+    ) -> InferenceEngine:
         """Opens the gateway to the endpoint."""
         gateway = EndpointGateway(
             self.base_url,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import yaml
 from agentrl_cli import __version__
 from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.errors import RunFolderError, StoreError, UserInputError
-from agentrl_cli.launch.servers.server_commands import find_vllm_lora_rank
+from agentrl_cli.launch.plan import find_vllm_lora_rank
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import is_full_disk, sync_folder, sync_tree
 from agentrl_cli.store.resume_check import load_saved_config
@@ -35,7 +35,6 @@ _ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
 #: For going on with the run, not for using the model.
 _NOT_EXPORTED = {layout.DATA_CURSOR, _MODEL_CARD_NAME}
-_DEFAULT_METRIC = "mean_reward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,19 +74,15 @@ def export_checkpoint(
     """
     folder = RunFolder.open(run)
     _check_target(to, folder.path)
-    checkpoints = dict(folder.list_checkpoints())
-    if not checkpoints:
-        raise RunFolderError(_describe_none(folder))
     config = load_saved_config(folder.path)
-    metric = config.train.keep_best_checkpoint or _DEFAULT_METRIC
+    metric = config.train.keep_best_checkpoint or "mean_reward"
+    score = None
     if choice is None:
         choice = _find_named_step(run, folder) or "last"
-    score = None
     if choice == "best":
         score = _find_best(folder, metric)
         choice = score.step
-    step = _resolve_step(choice, folder, checkpoints)
-    source = checkpoints[step]
+    step, source = _find_checkpoint(folder, choice)
     base = _read_adapter_base(source)
     if merge and base is None:
         raise UserInputError(
@@ -101,14 +96,15 @@ def export_checkpoint(
         card = format_model_card(folder, config, step=step, name=to.name, base=base)
         (temporary / _MODEL_CARD_NAME).write_text(card, encoding="utf-8")
         num_bytes = sum(path.stat().st_size for path in temporary.iterdir())
+    before = None if score is None else find_best_eval(folder, metric, (0,))
     return Exported(
         folder=to,
         step=step,
         kind="model" if base is None else "adapter",
         num_bytes=num_bytes,
-        score=score,
         metric=metric,
-        better_before=None if score is None else _find_better_before(folder, metric, score),
+        score=score,
+        better_before=before.value if before and score and before.value > score.value else None,
     )
 
 
@@ -133,10 +129,14 @@ def _find_named_step(run: Path, folder: RunFolder) -> int | None:
     return layout.parse_step(parts[1]) if is_checkpoint else None
 
 
-def _resolve_step(
-    choice: int | Literal["last"], folder: RunFolder, checkpoints: Mapping[int, Path]
-) -> int:
-    """The step of the checkpoint that was asked for, which is there."""
+def _find_checkpoint(folder: RunFolder, choice: int | Literal["last"]) -> tuple[int, Path]:
+    """Step and folder of the checkpoint that was asked for."""
+    checkpoints = dict(folder.list_checkpoints())
+    if not checkpoints:
+        raise RunFolderError(
+            f"{folder.path}: has no checkpoint yet. One is saved every train.save_every_steps, "
+            "after the last step, and when Ctrl-C stops the run"
+        )
     step = max(checkpoints) if choice == "last" else choice
     if step not in checkpoints:
         known = ", ".join(map(str, checkpoints))
@@ -144,13 +144,7 @@ def _resolve_step(
             f"{folder.path}: there is no checkpoint of step {step}. There are those of steps "
             f"{known}. Type --step {max(checkpoints)}, --best or --last"
         )
-    return step
-
-
-def _find_better_before(folder: RunFolder, metric: str, best: EvalScore) -> float | None:
-    """The score of the model before the training, if it is more than the ``best`` one."""
-    before = find_best_eval(folder, metric, (0,))
-    return before.value if before is not None and before.value > best.value else None
+    return step, checkpoints[step]
 
 
 def _read_adapter_base(source: Path) -> str | None:
@@ -168,7 +162,7 @@ def _find_best(folder: RunFolder, metric: str) -> EvalScore:
     found = find_best_checkpoint(folder, metric)
     if found is not None:
         return found[0]
-    saved = ", ".join(str(step) for step, _ in folder.list_checkpoints())
+    saved = ", ".join(str(step) for step, _ in folder.list_checkpoints()) or "none"
     evaluated = ", ".join(map(str, folder.eval_steps())) or "none"
     raise RunFolderError(
         f"{folder.path}: --best: no checkpoint has an evaluation that says {metric}. Checkpoints "
@@ -177,38 +171,26 @@ def _find_best(folder: RunFolder, metric: str) -> EvalScore:
     )
 
 
-def _describe_none(folder: RunFolder) -> str:
-    steps = folder.trajectory_steps()
-    done = f"{steps[-1]} step(s) were begun" if steps else "no step was done"
-    return (
-        f"{folder.path}: has no checkpoint yet ({done}). One is saved every "
-        "train.save_every_steps, after the last step, and when Ctrl-C stops the run"
-    )
-
-
 def _write_model(source: Path, target: Path, config: ExperimentConfig, *, merge: bool) -> None:
     """The model's files of the checkpoint; with ``merge`` whole weights instead of an adapter."""
     try:
-        names = sorted(path.name for path in source.iterdir() if path.is_file())
+        names = [path.name for path in source.iterdir() if path.is_file()]
+        if not any(next(source.glob(pattern), None) for pattern in _WEIGHTS):
+            raise StoreError(
+                f"{source} is damaged: it holds no weights (*.safetensors). Type --step with "
+                "another"
+            )
+        for name in names:
+            if name not in _NOT_EXPORTED and not (merge and name.startswith("adapter_")):
+                shutil.copyfile(source / name, target / name)
     except FileNotFoundError:
-        raise RunFolderError(_describe_deleted(source)) from None
-    if not any(next(source.glob(pattern), None) for pattern in _WEIGHTS):
-        raise StoreError(
-            f"{source} is damaged: it holds no weights (*.safetensors). Type --step with another"
-        )
-    for name in names:
-        if name in _NOT_EXPORTED or (merge and name.startswith("adapter_")):
-            continue
-        try:
-            shutil.copyfile(source / name, target / name)
-        except FileNotFoundError:
-            raise RunFolderError(_describe_deleted(source)) from None
-    if merge:
-        _write_merged(source, target, config.model.dtype)
-
-
-def _write_merged(source: Path, target: Path, dtype: str) -> None:
-    # Only here: without it nothing of a model is loaded.
+        raise RunFolderError(
+            f"{source} was deleted while it was read: the run goes on and keeps its newest "
+            "checkpoints only (train.keep_last_checkpoints). Type the command again with --last"
+        ) from None
+    if not merge:
+        return
+    # Only here: otherwise nothing of a model is loaded.
     import torch
 
     from agentrl_cli.models.pretrained import load_merged_model, without_progress_bars
@@ -216,14 +198,7 @@ def _write_merged(source: Path, target: Path, dtype: str) -> None:
     with without_progress_bars():
         # Added up in float32, so that the sum is rounded once.
         merged = load_merged_model(source, torch.float32)
-        merged.to(getattr(torch, dtype)).save_pretrained(target)
-
-
-def _describe_deleted(source: Path) -> str:
-    return (
-        f"{source} was deleted while it was read: the run goes on and keeps its newest "
-        "checkpoints only (train.keep_last_checkpoints). Type the command again with --last"
-    )
+        merged.to(getattr(torch, config.model.dtype)).save_pretrained(target)
 
 
 @contextmanager
@@ -238,18 +213,16 @@ def _new_folder(to: Path, source: Path) -> Iterator[Path]:
         temporary.rename(to)
         sync_folder(to.absolute().parent)
     except Exception as error:
-        if not is_full_disk(error):
-            if isinstance(error, OSError):
-                raise StoreError(
-                    f"{to}: cannot be written: {error}. Nothing was left there. Type --to with a "
-                    "folder that you may write to"
-                ) from error
+        if is_full_disk(error):
+            hint = (
+                f"the disk (or your quota) is full. Nothing was left there, and {source} is as it "
+                "was. Free some space, or type --to with a folder on a larger disk"
+            )
+        elif isinstance(error, OSError):
+            hint = f"{error}. Nothing was left there. Type --to with a folder that you may write to"
+        else:
             raise
-        raise StoreError(
-            f"{to}: cannot be written: the disk (or your quota) is full. Nothing was left there, "
-            f"and {source} is as it was. Free some space, or type --to with a folder on a larger "
-            "disk"
-        ) from error
+        raise StoreError(f"{to}: cannot be written: {hint}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -259,12 +232,7 @@ def format_model_card(
 ) -> str:
     """The card of the checkpoint of ``step``, in the form that the hub reads.
 
-    Args:
-        folder: of the run.
-        config: the run's.
-        step: the checkpoint's.
-        name: of the folder that is written.
-        base: folder or hub id of the model that it needs, where it holds an adapter alone.
+    ``base`` is the folder or hub id of the model that it needs, where it holds an adapter alone.
     """
     run = f"{config.experiment_name}/{config.trial_name}"
     facts = [
@@ -279,20 +247,21 @@ def format_model_card(
         ("seed", str(config.seed)),
     ]
     table = "\n".join(f"| {key} | {value} |" for key, value in facts)
-    front = yaml.safe_dump(
-        _build_front_matter(config, is_adapter=base is not None), sort_keys=False
-    )
-    how = _LOAD_MODEL if base is None else _LOAD_ADAPTER
-    rank = find_vllm_lora_rank(config.model.lora.rank) if config.model.lora is not None else 0
+    note, served = "", name
+    if base is not None:
+        rank = find_vllm_lora_rank(config.model.lora.rank) if config.model.lora is not None else 0
+        note = _ADAPTER_NOTE
+        served = f"{base} --enable-lora --max-lora-rank {rank} --lora-modules {name}={name}"
     return (
-        f"---\n{front}---\n\n# {name}\n\n"
+        f"---\n{_format_front_matter(config, is_adapter=base is not None)}---\n\n# {name}\n\n"
         f"Trained by reinforcement learning with agentrl {__version__}: step {step} of the run "
-        f"{run}.\n\n|  |  |\n|---|---|\n{table}\n\n" + how.format(name=name, base=base, rank=rank)
+        f"{run}.\n\n|  |  |\n|---|---|\n{table}\n\n"
+        + _USE.format(name=name, note=note, served=served)
     )
 
 
-_LOAD_MODEL = """## Use
-
+_USE = """## Use
+{note}
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -300,37 +269,24 @@ model = AutoModelForCausalLM.from_pretrained("{name}")
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 ```
 
-    vllm serve {name}
+    vllm serve {served}
 """
 
-_LOAD_ADAPTER = """## Use
-
-This is an adapter in peft's format: it needs the model that it was trained from.
+_ADAPTER_NOTE = """
+This is an adapter in peft's format: it needs peft, and the model that it was trained from.
 `base_model_name_or_path` in `adapter_config.json` says where that was; correct it if it is
 elsewhere now.
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{name}")  # loads the base model too; needs peft
-tokenizer = AutoTokenizer.from_pretrained("{name}")
-```
-
-    vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {name}={name}
 """
 
 
-def _build_front_matter(config: ExperimentConfig, *, is_adapter: bool) -> dict[str, Any]:
+def _format_front_matter(config: ExperimentConfig, *, is_adapter: bool) -> str:
     front: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
     if _is_on_hub(config.model.path):
         front["base_model"] = config.model.path
     if _is_on_hub(config.train_dataset.path):
         front["datasets"] = [config.train_dataset.path]
-    return {
-        **front,
-        "pipeline_tag": "text-generation",
-        "tags": ["agentrl", "reinforcement-learning"],
-    }
+    front |= {"pipeline_tag": "text-generation", "tags": ["agentrl", "reinforcement-learning"]}
+    return yaml.safe_dump(front, sort_keys=False)
 
 
 def _is_on_hub(path: str) -> bool:

@@ -105,7 +105,7 @@ def _start_engine(
     stack.enter_context(file_log(folder.log_path("serve")))
     background = stack.enter_context(BackgroundLoop())
     observer.on_stage("load model")
-    return folder, background, source.start(background, folder.log_dir("serve"), stack)
+    return folder, background, source.open_engine(folder.log_dir("serve"), background, stack)
 
 
 def _format_usage(model_name: str, base_url: str, key: str, log_dir: Path) -> str:
@@ -198,14 +198,11 @@ def serve_online(
             source.check()
 
         _wait_for_listener(access, check)
-        yield ServedModel(_format_text(engine.model_name, folder, shown[0]), check)
-
-
-def _format_text(model_name: str, folder: RunFolder, how: str) -> str:
-    return (
-        f"{model_name} is served (Ctrl-C ends it; logs: {folder.log_dir('serve')}; "
-        f"trajectories: agentrl inspect-trajectories {folder.path} --evals), and {how}"
-    )
+        text = (
+            f"{engine.model_name} is served (Ctrl-C ends it; logs: {folder.log_dir('serve')}; "
+            f"trajectories: agentrl inspect-trajectories {folder.path} --evals), and {shown[0]}"
+        )
+        yield ServedModel(text, check)
 
 
 async def _feed(pool: TrajectoryPool, config: ExperimentConfig, rows: Sequence[Row]) -> None:
@@ -235,6 +232,7 @@ def _wait_for_listener(access: ExternalListener, check: Callable[[], None]) -> N
 
 
 def _listen_at(config: ExperimentConfig, address: ListenAddress) -> ExperimentConfig:
+    """The configuration, with ``rollout.external`` as far as the address says otherwise."""
     given = {"host": address.host, "port": address.port}
     changes = {name: value for name, value in given.items() if value is not None}
     external = config.rollout.external.model_copy(update=changes)

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import ModelError
-from agentrl_cli.launch.processes.trainer_spec import RunningServers
-from agentrl_cli.launch.servers.server_group import open_router
-from agentrl_cli.log import Observer, SilentObserver
+from agentrl_cli.log import SilentObserver
 from agentrl_cli.models.builtin_models import resolve_model_folder
 from agentrl_cli.models.pretrained import load_model
-from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.ranks import SINGLE, Ranks
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-
-#: What a router may take longer than the servers' start before nobody waits for it.
-_GRACE_SECONDS = 30.0
 
 
 def load_learner(
@@ -33,9 +27,10 @@ def load_learner(
     tokenizer: object,
     *,
     ranks: Ranks = SINGLE,
+    checkpoint: Path | None = None,
 ) -> Learner:
     """A learner on the model's exact weights, with the reference model that a KL term needs and
-    the critic's that its advantages need.
+    the critic's that its advantages need; as it was at the ``checkpoint`` that rank 0 names.
 
     Several ranks load one after the other, so that one whole model stands in memory.
 
@@ -62,7 +57,11 @@ def load_learner(
             ranks=ranks,
         )
 
-    return ranks.in_turn(load)
+    learner = ranks.in_turn(load)
+    found = ranks.broadcast(None if checkpoint is None else str(checkpoint))
+    if found is not None:
+        learner.load(found)
+    return learner
 
 
 def _load_critic_model(
@@ -115,44 +114,19 @@ def find_tied_names(model: Any) -> dict[str, str]:
     return tied
 
 
-def load_engine(
-    config: ExperimentConfig,
-    model_folder: str,
-    tokenizer: object,
-    *,
-    servers: RunningServers,
-    background: BackgroundLoop,
-    observer: Observer,
-    version: int | None = None,
-    tied_names: Mapping[str, str] | None = None,
+def load_embedded_engine(
+    config: ExperimentConfig, run: ResolvedRun, model_folder: str, tokenizer: Any
 ) -> InferenceEngine:
-    """An engine that is ready for calls.
-
-    Args:
-        config: the experiment's.
-        model_folder: folder or hub id of the model.
-        tokenizer: the model's.
-        servers: they sample; with the embedded engine this process does, on its own copy of the
-            model.
-        background: the loop on which the engine is used.
-        observer: shows what goes wrong with weights on their way to servers.
-        version: what the servers' weights are called; None: the first publication will say.
-        tied_names: of :func:`find_tied_names`, for servers that will get weights.
+    """The engine that samples in this process, on a copy of the model of its own.
 
     Raises:
         ModelError: the model cannot be loaded.
-        EngineError: no server became ready in time.
     """
-    if not servers.run.servers:
-        from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
+    from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 
-        return EmbeddedEngine(
-            load_model(model_folder, config.model.dtype, _open_device(servers.run)),
-            tokenizer,
-            config.engine,
-            model_name=config.model.path,
-        )
-    return background.run(
-        open_router(config, model_folder, servers, version, tied_names or {}, observer.on_message),
-        config.engine.start_timeout_seconds + _GRACE_SECONDS,
+    return EmbeddedEngine(
+        load_model(model_folder, config.model.dtype, _open_device(run)),
+        tokenizer,
+        config.engine,
+        model_name=config.model.path,
     )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import agentrl_cli.models
@@ -122,15 +121,6 @@ def has_tied_embeddings(model_folder: str) -> bool:
     Raises:
         ModelError: the model's configuration cannot be read.
     """
-    path = Path(model_folder) / "config.json"
-    if path.is_file():
-        try:
-            found = _find_tie(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path} cannot be read: {error}") from error
-        if found is not None:
-            return found
-    # Not said: the architecture's default counts, which transformers knows.
     from transformers import AutoConfig
 
     try:
@@ -141,99 +131,41 @@ def has_tied_embeddings(model_folder: str) -> bool:
     return bool(model_config.get_text_config().tie_word_embeddings)
 
 
-def _find_tie(description: Any) -> bool | None:
-    """What a config.json says, of the text model first; None where it says nothing."""
-    if not isinstance(description, dict):
-        return None
-    for part in (description.get("text_config"), description):
-        if isinstance(part, dict) and isinstance(part.get("tie_word_embeddings"), bool):
-            return bool(part["tie_word_embeddings"])
-    return None
-
-
-#: The template of every built-in model.
-_BUILTIN_TEMPLATE = Path(agentrl_cli.models.__file__).with_name("chatml.jinja")
-_TEMPLATE_FILE, _CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
-
-
-@dataclass(frozen=True, slots=True)
-class _TokenizerFiles:
-    template: str
-    special_tokens: tuple[str, ...] = ()
-    has_response_template: bool = False
-
-
 def describe_reading(config: ExperimentConfig) -> str:
     """How tool calls and reasoning are read, as a line; ``auto`` with what it stands for."""
     calls, reasoning = config.engine.tool_call_parser, config.engine.reasoning_parser
     if "auto" not in (calls, reasoning):
         return f"tool calls are read as {calls}, reasoning as {reasoning}"
-    files = _find_files(config.tokenizer_path or config.model.path)
-    if files is None:
+    tokenizer = _load_local_tokenizer(config.tokenizer_path or config.model.path)
+    if tokenizer is None:
         return (
             f"tool calls are read as {calls}, reasoning as {reasoning}: what auto stands for is "
             "told by the chat template, once the tokenizer is loaded"
         )
+    template = collect_template_text(tokenizer.chat_template)
     chosen = calls
     if calls == "auto":
         chosen = find_tool_call_parser(
-            files.template, files.special_tokens, files.has_response_template
+            template,
+            getattr(tokenizer, "all_special_tokens", ()),
+            getattr(tokenizer, "response_template", None) is not None,
         )
         calls = f"{chosen} (auto)"
     if reasoning == "auto":
-        reasoning = f"{find_reasoning_parser(files.template, chosen)} (auto)"
+        reasoning = f"{find_reasoning_parser(template, chosen)} (auto)"
     return f"tool calls are read as {calls}, reasoning as {reasoning}"
 
 
-def _find_files(path: str) -> _TokenizerFiles | None:
-    """The parts of a tokenizer that tell its family; None: they are not on this machine."""
+def _load_local_tokenizer(path: str) -> Any:
+    """The tokenizer, as far as it tells a model's family; None: it is not on this machine."""
     if path.startswith("builtin:"):
-        return _TokenizerFiles(_BUILTIN_TEMPLATE.read_text(encoding="utf-8"))
-    template, described = _read(path, _TEMPLATE_FILE), _load_object(_read(path, _CONFIG_FILE))
-    if template is None:
-        template = collect_template_text(_unwrap(described.get("chat_template")))
-    if not template:
-        return None
-    has_response_template = described.get("response_template") is not None
-    return _TokenizerFiles(template, tuple(_list_tokens(described)), has_response_template)
+        template = Path(agentrl_cli.models.__file__).with_name("chatml.jinja")
+        return SimpleNamespace(chat_template=template.read_text(encoding="utf-8"))
+    # Seconds that other commands do without.
+    from transformers import AutoTokenizer
 
-
-def _unwrap(template: Any) -> Any:
-    """Several templates are a list of names and texts."""
-    if isinstance(template, list):
-        return {one["name"]: one["template"] for one in template if isinstance(one, dict)}
-    return template
-
-
-def _list_tokens(described: dict[str, Any]) -> Iterator[str]:
-    added = described.get("added_tokens_decoder")
-    for token in added.values() if isinstance(added, dict) else ():
-        if isinstance(token, dict) and token.get("special"):
-            yield str(token.get("content"))
-
-
-def _load_object(text: str | None) -> dict[str, Any]:
     try:
-        data = json.loads(text or "{}")
-    except ValueError:
-        # Loading the tokenizer says what is wrong with its file.
-        return {}
-    return data if isinstance(data, dict) else {}
-
-
-def _read(path: str, name: str) -> str | None:
-    """A file of a folder, or of a model on the hub that was fetched before; None: not here."""
-    file = Path(path) / name
-    if not Path(path).is_dir():
-        # Half a second that most commands do without.
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            cached = try_to_load_from_cache(path, name)
-        except HFValidationError:
-            return None
-        if not isinstance(cached, str):
-            return None
-        file = Path(cached)
-    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception:
+        # Where it is loaded to be used, the error says what is wrong with its files.
+        return None

@@ -5,27 +5,23 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cached_property
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
-from agentrl_cli.engine.protocol import InferenceEngine, Sampling
+from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import ConfigError, DatasetError, StoppedError
+from agentrl_cli.evaluate.eval_report import EvalReport
 from agentrl_cli.evaluate.eval_run import evaluate
-from agentrl_cli.launch.processes.trainer_spec import RunningServers, TrainerSpec
-from agentrl_cli.launch.run_models import find_tied_names, load_engine, load_learner
+from agentrl_cli.launch.completion_sources import CompletionSource, EngineSource
+from agentrl_cli.launch.processes.trainer_protocol import RunningServers, TrainerSpec
+from agentrl_cli.launch.run_models import find_tied_names, load_learner
 from agentrl_cli.launch.run_resolution import (
     resolve_run_here,
-    with_output_head,
-    with_server_package,
 )
-from agentrl_cli.launch.servers.server_group import ServerGroup
 from agentrl_cli.log import Observer, SilentObserver, file_log
-from agentrl_cli.models.builtin_models import resolve_model_folder
-from agentrl_cli.models.pretrained import load_tokenizer_of
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.dataset import (
@@ -39,10 +35,8 @@ from agentrl_cli.rollout.external.external_workflow import ExternalListener
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
+from agentrl_cli.store.resume_check import load_saved_config
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
-from agentrl_cli.tracking.client import TrackingClient
-from agentrl_cli.tracking.gateway import get_gateway
-from agentrl_cli.tracking.session import Budget
 from agentrl_cli.train.checkpoint import seed_generators
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.loop import RunCoordinator, StopFlag, TrainingLoop
@@ -105,13 +99,14 @@ class PPOTrainer:
         config.check_trainable()
         if run is None:
             run = servers.run if servers is not None else resolve_run_here(config, "train")
-        self._run = run
         RunFolder.check_resumable(config, overwrite=overwrite)
         self.config = config
         self.observer = observer or SilentObserver()
+        self.source = EngineSource(
+            config, run, self.observer, servers=servers, check_stop=self._check_stop
+        )
         self._stop = stop or threading.Event()
         self._overwrite = overwrite
-        self._servers = servers
         self._owner_pid = owner_pid
         self._rendezvous = rendezvous
         self._train_rows = take_rows(train_dataset, config.train_dataset, "train_dataset")
@@ -123,43 +118,32 @@ class PPOTrainer:
         self._stack = ExitStack()
         self._folder: RunFolder | None = None
 
-    @cached_property
-    def model_folder(self) -> str:
-        """The model's folder or hub id; a built-in model is made on its first use.
-
-        Raises:
-            StoppedError: the run was asked to stop meanwhile.
-        """
-        return resolve_model_folder(self.config.model.path, self.observer, self._check_stop)
-
     def _check_stop(self) -> None:
         if self._stop.is_set():
             raise StoppedError("the run was asked to stop before its first step")
 
-    @cached_property
+    @property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
-        return load_tokenizer_of(self.model_folder, self.config.tokenizer_path)
+        return self.source.tokenizer
 
     def __enter__(self) -> Self:
         # The last that can be wrong with the input, before anything is written.
-        _ = self.tokenizer
+        self.source.prepare()
         with ExitStack() as stack:
-            self._folder = stack.enter_context(self._open_folder())
-            stack.enter_context(file_log(self._folder.log_path("trainer")))
+            if self._owner_pid is None:
+                folder = RunFolder.create_or_resume(
+                    self.config, overwrite=self._overwrite, versions=self.source.run.versions
+                )
+            else:
+                folder = RunFolder.join(run_dir_of(self.config), self._owner_pid)
+            self._folder = stack.enter_context(folder)
+            stack.enter_context(file_log(folder.log_path("trainer")))
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
-
-    def _open_folder(self) -> RunFolder:
-        if self._owner_pid is not None:
-            return RunFolder.join(run_dir_of(self.config), self._owner_pid)
-        self._run = with_server_package(self._run, self.config)
-        return RunFolder.create_or_resume(
-            self.config, overwrite=self._overwrite, versions=self._run.versions
-        )
 
     @property
     def run_dir(self) -> Path:
@@ -181,7 +165,10 @@ class PPOTrainer:
         latest = folder.latest_checkpoint()
         if latest is None or latest[0] < self.config.train.total_steps:
             return False
-        self.observer.on_message(_describe_complete(folder, latest[0]))
+        self.observer.on_message(
+            f"{folder.path} is complete: {latest[0]} steps. For more, type train.total_steps="
+            f"{2 * latest[0]}; to begin again, --overwrite or another trial_name="
+        )
         return True
 
     def train(
@@ -208,45 +195,69 @@ class PPOTrainer:
             one.use(self.config.rollout)
             one.log_to(folder.log_dir())
         self.check_rows(workflow, eval_workflow)
-        cursor = open_cursor(folder, self._train_rows)
         # Here and not when a checkpoint is loaded: critics and adapters begin with random weights.
         seed_generators(self.config.seed)
         with ExitStack() as stack:
-            self.observer.on_stage("load model")
-            background = stack.enter_context(BackgroundLoop())
-            own_servers = self._start_servers(folder, stack)
-            ranks = stack.enter_context(self._open_ranks())
-            learner = self._load_learner(ranks, folder.latest_checkpoint())
-            engine = self._open_engine(own_servers, learner, background, stack)
-            loggers = build_loggers(self.config, folder.path, stack)
-            progress = BatchProgress(self.observer)
-            first_step = find_first_rolled_step(folder, learner.step + 1)
-            scheduler = self._build_scheduler(folder, workflow, engine, first_step, progress)
-            scheduler.set_policy_version(learner.step)
-            stack.callback(lambda: background.run(scheduler.close(), _CLOSE_SECONDS))
-            coordinator = RunCoordinator(
-                config=self.config,
-                folder=folder,
-                learner=learner,
-                saver=CheckpointSaver(self.config.train, folder, learner, cursor),
-                engine=engine,
-                scheduler=scheduler,
-                progress=progress,
-                first_rolled_step=first_step,
-                background=background,
-                probes=build_probes(self.tokenizer, self.config.engine.max_model_len),
-                evaluate=lambda step: self._evaluate(eval_workflow, engine, background, step),
-                observer=self.observer,
-                loggers=loggers,
-                stop=self._stop,
-            )
-            with frozen_heap():
-                return TrainingLoop(
-                    config=self.config, learner=learner, ranks=ranks, coordinator=coordinator
-                ).run()
+            return self._run_loop(folder, workflow, eval_workflow, stack)
 
-    def _open_ranks(self) -> AbstractContextManager[Ranks]:
-        return open_ranks(self._rendezvous, on_gpu=self._run.trains_on_gpu)
+    def _run_loop(
+        self,
+        folder: RunFolder,
+        workflow: RolloutWorkflow,
+        eval_workflow: RolloutWorkflow,
+        stack: ExitStack,
+    ) -> bool:
+        cursor = open_cursor(folder, self._train_rows)
+        self.observer.on_stage("load model")
+        background = stack.enter_context(BackgroundLoop())
+        # They start while the learner is loaded.
+        self.source.start_servers(folder.log_dir(), stack)
+        ranks = stack.enter_context(
+            open_ranks(self._rendezvous, on_gpu=self.source.run.trains_on_gpu)
+        )
+        learner = self._load_learner(ranks, folder.latest_checkpoint())
+        engine = self.source.open_engine(
+            folder.log_dir(),
+            background,
+            stack,
+            version=None,
+            tied_names=find_tied_names(learner.model),
+        )
+        loggers = build_loggers(self.config, folder.path, stack)
+        progress = BatchProgress(self.observer)
+        first_step = find_first_rolled_step(folder, learner.step + 1)
+        scheduler = self._build_scheduler(folder, workflow, engine, first_step, progress)
+        scheduler.set_policy_version(learner.step)
+        stack.callback(lambda: background.run(scheduler.close(), _CLOSE_SECONDS))
+        coordinator = RunCoordinator(
+            config=self.config,
+            folder=folder,
+            learner=learner,
+            saver=CheckpointSaver(self.config.train, folder, learner, cursor),
+            engine=engine,
+            scheduler=scheduler,
+            progress=progress,
+            first_rolled_step=first_step,
+            background=background,
+            probes=build_probes(self.tokenizer, self.config.engine.max_model_len),
+            evaluate=lambda step: evaluate_rows(
+                self.config,
+                self._valid_rows or [],
+                eval_workflow,
+                engine,
+                background,
+                folder,
+                self.observer,
+                step=step,
+            ),
+            observer=self.observer,
+            loggers=loggers,
+            stop=self._stop,
+        )
+        with frozen_heap():
+            return TrainingLoop(
+                config=self.config, learner=learner, ranks=ranks, coordinator=coordinator
+            ).run()
 
     def _check_alone(self) -> None:
         num_processes = self.config.train.num_processes or 1
@@ -259,58 +270,17 @@ class PPOTrainer:
             )
 
     def _load_learner(self, ranks: Ranks, latest: tuple[int, Path] | None) -> Learner:
-        learner = _open_learner(
+        learner = load_learner(
             self.config,
-            self._run,
-            self.model_folder,
+            self.source.run,
+            self.source.model_folder,
             self.tokenizer,
-            ranks,
-            checkpoint=None if latest is None else latest[1],
+            ranks=ranks,
+            checkpoint=latest[1] if latest else None,
         )
         if latest is not None:
             self.observer.on_message(f"resuming after step {latest[0]}, from {latest[1]}")
         return learner
-
-    def _start_servers(self, folder: RunFolder, stack: ExitStack) -> ServerGroup | None:
-        """Begins to start the servers that nobody else has, while the model is loaded."""
-        if self._servers is not None or not self._run.servers:
-            return None
-        self._run = with_output_head(self._run, self.config, self.model_folder)
-        return stack.enter_context(
-            ServerGroup(
-                self.config,
-                self._run,
-                self.model_folder,
-                log_dir=folder.log_dir(),
-                observer=self.observer,
-            )
-        )
-
-    def _open_engine(
-        self,
-        own_servers: ServerGroup | None,
-        learner: Learner,
-        background: BackgroundLoop,
-        stack: ExitStack,
-    ) -> InferenceEngine:
-        servers = self._servers or RunningServers(run=self._run)
-        if own_servers is not None:
-            servers = own_servers.wait()
-        engine = load_engine(
-            self.config,
-            self.model_folder,
-            self.tokenizer,
-            servers=servers,
-            background=background,
-            observer=self.observer,
-            tied_names=find_tied_names(learner.model),
-        )
-        if own_servers is not None:
-            own_servers.end_with_servers(engine)
-        stack.callback(lambda: background.run(engine.close(), _CLOSE_SECONDS))
-        gateway = get_gateway(engine, self.tokenizer, **self.config.engine.list_reading_options())
-        stack.callback(lambda: background.run(gateway.close(), _CLOSE_SECONDS))
-        return engine
 
     def _build_scheduler(
         self,
@@ -343,31 +313,6 @@ class PPOTrainer:
             already_finished=waiting,
         )
 
-    def _evaluate(
-        self,
-        workflow: RolloutWorkflow,
-        engine: InferenceEngine,
-        background: BackgroundLoop,
-        step: int,
-    ) -> None:
-        """Evaluates the engine's policy on the validation rows and stores what came of it."""
-        rows = self._valid_rows or []
-        n_samples = self.config.resolve_eval_gconfig().n_samples
-        rollout = self.config.rollout
-        background.run(
-            evaluate(
-                self._entered(),
-                workflow,
-                engine,
-                build_eval_tasks(rows, step),
-                n_samples=n_samples,
-                max_concurrent=rollout.max_concurrent,
-                observer=self.observer,
-                step=step,
-            ),
-            rollout.compute_deadline(len(rows) * n_samples),
-        )
-
     def _entered(self) -> RunFolder:
         if self._folder is None:
             raise RuntimeError("PPOTrainer is a context manager: with PPOTrainer(...) as trainer:")
@@ -390,6 +335,37 @@ def take_rows(given: Sequence[Row] | None, config: DatasetConfig | None, key: st
     return rows
 
 
+def evaluate_rows(
+    config: ExperimentConfig,
+    rows: Sequence[Row],
+    workflow: RolloutWorkflow,
+    engine: InferenceEngine,
+    background: BackgroundLoop,
+    folder: RunFolder,
+    observer: Observer,
+    **where: Any,
+) -> EvalReport:
+    """Evaluates the engine's model on the rows; ``where`` is the step or label to store it under.
+
+    Raises:
+        RunError: the evaluation could not be finished.
+    """
+    n_samples = config.resolve_eval_gconfig().n_samples
+    return background.run(
+        evaluate(
+            folder,
+            workflow,
+            engine,
+            build_eval_tasks(rows, where.get("step", 0)),
+            n_samples=n_samples,
+            max_concurrent=config.rollout.max_concurrent,
+            observer=observer,
+            **where,
+        ),
+        config.rollout.compute_deadline(len(rows) * n_samples),
+    )
+
+
 def train_beside(run_dir: Path, spec: TrainerSpec, rendezvous: Rendezvous) -> None:
     """Trains as a rank beside rank 0, whose :class:`PPOTrainer` has the rollouts.
 
@@ -397,72 +373,40 @@ def train_beside(run_dir: Path, spec: TrainerSpec, rendezvous: Rendezvous) -> No
         NotFiniteError: on every rank, as from :meth:`PPOTrainer.train`.
         RankLostError: another rank has ended, or has not come to an exchange in time.
     """
-    config = spec.load_config(run_dir)
-    model_folder = resolve_model_folder(config.model.path, SilentObserver())
-    tokenizer = load_tokenizer_of(model_folder, config.tokenizer_path)
+    config, run = load_saved_config(run_dir, spec.secrets), spec.servers.run
+    source = EngineSource(config, run, SilentObserver())
     seed_generators(config.seed)
-    run = spec.servers.run
     with open_ranks(rendezvous, on_gpu=run.trains_on_gpu) as ranks:
-        learner = _open_learner(config, run, model_folder, tokenizer, ranks)
+        learner = load_learner(config, run, source.model_folder, source.tokenizer, ranks=ranks)
         TrainingLoop(config=config, learner=learner, ranks=ranks, coordinator=None).run()
 
 
-def _open_learner(
+def build_workflows(
     config: ExperimentConfig,
-    run: ResolvedRun,
-    model_folder: str,
-    tokenizer: Any,
-    ranks: Ranks,
-    *,
-    checkpoint: Path | None = None,
-) -> Learner:
-    """A learner as it was at the ``checkpoint`` that rank 0 names; a new one where that is None."""
-    learner = load_learner(config, run, model_folder, tokenizer, ranks=ranks)
-    found = ranks.broadcast(None if checkpoint is None else str(checkpoint))
-    if found is not None:
-        learner.load(found)
-    return learner
-
-
-def _describe_complete(folder: RunFolder, num_steps: int) -> str:
-    return (
-        f"{folder.path} is complete: {num_steps} steps. For more, type train.total_steps="
-        f"{2 * num_steps}; to begin again, --overwrite or another trial_name="
-    )
-
-
-def build_workflows(trainer: PPOTrainer, stack: ExitStack) -> list[RolloutWorkflow]:
-    """The workflows that make trajectories for training and for evaluations, checked.
+    source: CompletionSource,
+    observer: Observer,
+    stack: ExitStack,
+    splits: Sequence[str],
+) -> list[RolloutWorkflow]:
+    """The workflows that make trajectories for training and for evaluations.
 
     ``stack`` closes them.
 
     Raises:
-        UserInputError: an agent, a reward or a dataset cannot be used.
+        UserInputError: an agent or a reward cannot be used.
     """
-    config = trainer.config
-
-    def open_client(engine: InferenceEngine, sampling: Sampling, budget: Budget) -> TrackingClient:
-        return TrackingClient(
-            engine=engine,
-            tokenizer=trainer.tokenizer,
-            sampling=sampling,
-            budget=budget,
-            **config.engine.list_reading_options(),
-        )
-
-    tokenizer = trainer.tokenizer if config.workflow_path is not None else None
+    tokenizer = source.tokenizer if config.workflow_path is not None else None
     workers = stack.enter_context(open_workers(config))
     external = None
     if config.rollout.agent_mode == "external":
-        external = ExternalListener(config.rollout, trainer.observer.on_message)
+        external = ExternalListener(config.rollout, observer.on_message)
     workflows: list[RolloutWorkflow] = []
-    purposes = (("train", config.gconfig), ("eval", config.resolve_eval_gconfig()))
-    for split, gconfig in purposes:
+    for split in splits:
         workflow = build_workflow(
             config,
             tokenizer,
-            gconfig=gconfig,
-            open_client=open_client,
+            gconfig=config.gconfig if split == "train" else config.resolve_eval_gconfig(),
+            open_client=source.open_client,
             seed=config.seed,
             workers=workers,
             external=external,
@@ -470,7 +414,6 @@ def build_workflows(trainer: PPOTrainer, stack: ExitStack) -> list[RolloutWorkfl
         )
         stack.callback(workflow.close)
         workflows.append(workflow)
-    trainer.check_rows(*workflows)
     return workflows
 
 
@@ -482,8 +425,8 @@ def check_input(trainer: PPOTrainer) -> None:
         UserInputError: something is.
     """
     with ExitStack() as stack:
-        build_workflows(trainer, stack)
-        _ = trainer.tokenizer
+        _build_both_workflows(trainer, stack)
+    trainer.source.prepare()
 
 
 def run_trainer(trainer: PPOTrainer) -> bool:
@@ -494,9 +437,17 @@ def run_trainer(trainer: PPOTrainer) -> bool:
         RunError: the run could not go on; what was done is stored.
     """
     with ExitStack() as stack:
-        workflows = build_workflows(trainer, stack)
+        workflows = _build_both_workflows(trainer, stack)
         stack.enter_context(trainer)
         return trainer.train(*workflows)
+
+
+def _build_both_workflows(trainer: PPOTrainer, stack: ExitStack) -> list[RolloutWorkflow]:
+    workflows = build_workflows(
+        trainer.config, trainer.source, trainer.observer, stack, ("train", "eval")
+    )
+    trainer.check_rows(*workflows)
+    return workflows
 
 
 @contextmanager

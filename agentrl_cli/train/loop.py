@@ -113,7 +113,7 @@ class RunCoordinator:
     background: BackgroundLoop
     probes: Sequence[Sequence[int]]
     """Prompts on which the engine's weights are verified."""
-    evaluate: Callable[[int], None]
+    evaluate: Callable[[int], object]
     """Evaluates the published policy after a step and stores the report."""
     observer: Observer
     loggers: Sequence[MetricsLogger]

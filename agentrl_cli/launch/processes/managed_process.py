@@ -17,9 +17,7 @@ from agentrl_cli.process_reaper import KILL_SIGNAL, build_reaper_command, kill_g
 
 _POLL_SECONDS = 0.02
 #: Enough for a Python traceback through a server's many layers.
-_MAX_TAIL_BYTES = 256 * 1024
-#: Lines of a log in a message.
-_NUM_QUOTED_LINES = 15
+_MAX_LOG_BYTES = 256 * 1024
 
 
 class ManagedProcess:
@@ -54,36 +52,29 @@ class ManagedProcess:
         self._log_start = 0
 
     def start(self) -> None:
-        """Starts the command; a header line in the log says when.
+        """Starts the command, which does not run; a header line in the log says when.
 
         Raises:
-            EngineError: the operating system starts no more processes, or the log file
-                cannot be written.
-            RuntimeError: it is running.
+            EngineError: no process can be started, or the log file cannot be written.
         """
         with self._lock:
-            if self._reaper is not None and self._poll() is None:
-                raise RuntimeError(f"{self.name} is running")
             try:
                 with self.log_path.open("ab") as log:
                     self._log_start = log.seek(0, os.SEEK_END)
                     started = datetime.now().astimezone().isoformat(timespec="seconds")
                     log.write(f"=== {self.name} starts, {started}\n".encode())
                     log.flush()
-                    self._reaper = self._start_reaper(log.fileno())
+                    self._reaper = subprocess.Popen(
+                        build_reaper_command(self.argv),
+                        env=self._env,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                        pass_fds=self._pass_fds,
+                    )
             except OSError as error:
                 raise EngineError(f"{self.name} cannot be started: {error}") from error
-
-    def _start_reaper(self, log: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            build_reaper_command(self.argv),
-            env=self._env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            pass_fds=self._pass_fds,
-        )
 
     @property
     def pid(self) -> int | None:
@@ -113,25 +104,24 @@ class ManagedProcess:
         return code if code >= 0 else 128 - code
 
     def wait(self, timeout_seconds: float) -> int | None:
-        """The exit status; None if it still runs after ``timeout_seconds``."""
+        """The exit status; None if it still runs after that time."""
         deadline = time.monotonic() + timeout_seconds
         while (status := self.poll()) is None and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
         return status
 
-    def send_signal(self, number: int) -> None:
-        """Sends a signal to the command (SIGTERM, SIGINT or SIGHUP), if it runs."""
-        with self._lock:
-            if self._reaper is not None and self._poll() is None:
-                os.kill(self._reaper.pid, number)
-
     def terminate(self) -> None:
         """Asks the command to end."""
-        self.send_signal(signal.SIGTERM)
+        self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Ends the command and all that it started, at once."""
-        self.send_signal(KILL_SIGNAL)
+        self._signal(KILL_SIGNAL)
+
+    def _signal(self, number: int) -> None:
+        with self._lock:
+            if self._reaper is not None and self._poll() is None:
+                os.kill(self._reaper.pid, number)
 
     def stop(self, *, term_seconds: float = 15.0, kill_seconds: float = 10.0) -> int | None:
         """Ends the command: asks it first, then kills it and all that it started.
@@ -151,21 +141,12 @@ class ManagedProcess:
         kill_group(self._reaper.pid)
         return self.wait(kill_seconds)
 
-    def tail(self, num_lines: int = 20) -> str:
-        """The last lines that the command wrote since it was last started."""
-        return "\n".join(self.read_log().splitlines()[1:][-num_lines:])
-
-    def quote_log(self) -> str:
-        """The last lines that the command wrote, for a message; empty where there are none."""
-        text = self.tail(_NUM_QUOTED_LINES).strip()
-        return f"\nThe last lines of {self.log_path}:\n{text}" if text else ""
-
     def read_log(self) -> str:
         """What the log has got since the last start, its header first (the end, if it is long)."""
         try:
             with self.log_path.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)
-                log.seek(max(self._log_start, size - _MAX_TAIL_BYTES))
+                log.seek(max(self._log_start, size - _MAX_LOG_BYTES))
                 return log.read().decode("utf-8", errors="replace")
         except OSError as error:
             return f"(the log {self.log_path} cannot be read: {error})"

@@ -17,15 +17,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.engine.server_http import format_log_tail
 from agentrl_cli.errors import RunError
 from agentrl_cli.launch.plan import PlannedProcess
 from agentrl_cli.launch.processes.managed_process import ManagedProcess, describe_status
-from agentrl_cli.launch.processes.trainer_events import TrainerEventReader, TrainerReport
-from agentrl_cli.launch.processes.trainer_spec import RunningServers, TrainerSpec
-from agentrl_cli.launch.servers.server_group import NoServers, ServerGroup
+from agentrl_cli.launch.processes.trainer_protocol import (
+    RunningServers,
+    TrainerEventReader,
+    TrainerReport,
+    TrainerSpec,
+)
 from agentrl_cli.log import Observer, get_logger
 from agentrl_cli.train.ranks import RankLostError
 
+if TYPE_CHECKING:
+    from agentrl_cli.train.loop import StopFlag
+
+_log = get_logger(__name__)
+
+_POLL_SECONDS = 0.05
+#: Room in the deadline of a step for what has none of its own: the update, and saving.
+_UPDATE_SECONDS = 3600.0
 #: How long rank 0 may take to end after its last report.
 _EXIT_SECONDS = 30.0
 #: What rank 0 may take to report what it knows of another's end, before it is ended too.
@@ -44,7 +56,7 @@ class TrainerGroup:
         planned: the command line of each up to the run folder, which this process holds, and
             additions to the environment; rank 0's first.
         log_dir: gets a log for each, with what it and, in rank 0, the agents print.
-        servers: the engine servers; None: rank 0 itself samples.
+        servers: the engine servers; those of the embedded engine are none.
         secrets: what is masked in the run folder's configuration.
         observer: receives what rank 0 reports.
 
@@ -82,50 +94,31 @@ class TrainerGroup:
             for rank, process in enumerate(planned)
         ]
         self._lost: list[int] = []
-        self._lost_at: float | None = None
-        self._reported_at: float | None = None
-        num_started = 0
+        self._ending_since: float | None = None
         try:
             for process in self._ranks:
                 process.start()
-                num_started += 1
         except BaseException:
             os.close(reading)
-            self._kill(self._ranks[:num_started])
+            self._kill()
             raise
         finally:
             os.close(writing)
-        self._events = TrainerEventReader(reading, observer)
-
-    @property
-    def log_path(self) -> Path:
-        """The log of rank 0."""
-        return self._ranks[0].log_path
-
-    @property
-    def is_stepping(self) -> bool:
-        """True in the middle of a step, once there is something to finish."""
-        return self._events.is_stepping
-
-    @property
-    def num_steps(self) -> int:
-        """Steps done since they were started."""
-        return self._events.num_steps
+        self.events = TrainerEventReader(reading, observer)
 
     def has_ended(self) -> bool:
         """True when rank 0 has ended, or another that should not have; or when rank 0 has reported
         its end and does not end."""
         if self._ranks[0].poll() is not None:
             return True
-        now = time.monotonic()
-        if self._events.report != TrainerReport():
-            self._reported_at = self._reported_at or now
-            return now > self._reported_at + _EXIT_SECONDS
-        self._note_lost()
-        if not self._lost:
-            return False
-        self._lost_at = self._lost_at or now
-        return now > self._lost_at + _NOTICE_SECONDS
+        patience_seconds = _EXIT_SECONDS
+        if self.events.report == TrainerReport():
+            self._note_lost()
+            if not self._lost:
+                return False
+            patience_seconds = _NOTICE_SECONDS
+        self._ending_since = self._ending_since or time.monotonic()
+        return time.monotonic() > self._ending_since + patience_seconds
 
     def ask_to_finish(self) -> None:
         """Asks them to finish the step in progress, save, and end."""
@@ -138,13 +131,13 @@ class TrainerGroup:
         failed.
         """
         is_first_killed = self._ranks[0].poll() == _SIGKILLED
-        ended_sooner = list(self._lost)
+        has_lost_sooner = bool(self._lost)
         self._note_lost()
         killed = [rank for rank in self._lost if self._ranks[rank].poll() == _SIGKILLED]
-        self._kill(self._ranks)
-        report = self._events.finish()
+        self._kill()
+        report = self.events.finish()
         blames_others = (report.crash or "").startswith(RankLostError.__name__)
-        if is_first_killed or not (ended_sooner or killed or blames_others):
+        if is_first_killed or not (has_lost_sooner or killed or blames_others):
             # They ended because rank 0 did.
             self._lost.clear()
         # Exchanges with a killed rank failed for the others, which may have been seen sooner.
@@ -164,10 +157,10 @@ class TrainerGroup:
             place = " and without a word" if status <= 128 else ""
         return describe_status(status) + place
 
-    def tail(self) -> str:
-        """The last lines of the log of the rank that ended first, introduced; empty where there are
-        none."""
-        return self._ranks[self._lost[0] if self._lost else 0].quote_log()
+    def quote_log(self) -> str:
+        """The last lines of the log of the rank that ended first, introduced."""
+        process = self._ranks[self._lost[0] if self._lost else 0]
+        return format_log_tail(process.log_path)
 
     def _note_lost(self) -> None:
         """Notes which of the others have failed."""
@@ -175,31 +168,22 @@ class TrainerGroup:
             if rank > 0 and rank not in self._lost and process.poll() not in (None, 0):
                 self._lost.append(rank)
 
-    def _kill(self, processes: Sequence[ManagedProcess]) -> None:
-        for process in processes:
+    def _kill(self) -> None:
+        for process in self._ranks:
             process.kill()
-        for process in processes:
-            process.wait(_KILL_SECONDS)
+        for process in self._ranks:
+            process.stop(term_seconds=0, kill_seconds=_KILL_SECONDS)
         shutil.rmtree(self._rendezvous_dir, ignore_errors=True)
-
-
-if TYPE_CHECKING:
-    from agentrl_cli.train.loop import StopFlag
-
-_log = get_logger(__name__)
-
-_POLL_SECONDS = 0.05
-#: Room in the deadline of a step for what has none of its own: the update, and saving.
-_UPDATE_SECONDS = 3600.0
 
 
 @dataclass(slots=True, kw_only=True)
 class TrainerSupervisor:
-    """Runs a trainer over a group of servers until the run has ended."""
+    """Runs a trainer until the run has ended, beside servers that ``check_servers`` looks after."""
 
     config: ExperimentConfig
-    servers: ServerGroup | NoServers
-    start_trainer: Callable[[RunningServers], TrainerGroup]
+    start_trainer: Callable[[], TrainerGroup]
+    check_servers: Callable[[], None]
+    """Raises AgentrlError once they cannot be kept running."""
     observer: Observer
     stop: StopFlag
     _num_restarts: int = field(default=0, init=False)
@@ -212,21 +196,24 @@ class TrainerSupervisor:
             AgentrlError: what the trainer or the servers failed with.
         """
         while True:
-            trainer = self.start_trainer(self.servers.servers)
+            trainer = self.start_trainer()
             try:
                 self._watch(trainer)
             finally:
                 report = trainer.end()
-            if self._is_over(trainer, report):
+            if report.error is not None:
+                raise report.error
+            if report.is_complete is not None or self.stop.is_set():
                 return bool(report.is_complete)
+            self._spend_restart(trainer, report.crash)
 
     def _watch(self, trainer: TrainerGroup) -> None:
         """Returns when the trainer has ended, or has nothing to finish and was asked to."""
         give_up_at: float | None = None
         while not trainer.has_ended():
-            self.servers.check()
+            self.check_servers()
             if self.stop.is_set():
-                if not trainer.is_stepping:
+                if not trainer.events.is_stepping:
                     return
                 if give_up_at is None:
                     trainer.ask_to_finish()
@@ -235,41 +222,36 @@ class TrainerSupervisor:
                     raise RunError(
                         "the trainer was asked to finish its step and did not in "
                         f"{self._compute_step_deadline():.0f} s. What was saved before stays; the "
-                        f"same command resumes from there.{trainer.tail()}"
+                        f"same command resumes from there.{trainer.quote_log()}"
                     )
             time.sleep(_POLL_SECONDS)
 
-    def _is_over(self, trainer: TrainerGroup, report: TrainerReport) -> bool:
-        """False when the trainer is to be started again.
+    def _spend_restart(self, trainer: TrainerGroup, crash: str | None) -> None:
+        """Says that it is started again.
 
         Raises:
-            AgentrlError: the run has failed.
+            RunError: it is not, as that would not help, or has not helped so often.
         """
-        if report.error is not None:
-            raise report.error
-        if report.is_complete is not None or self.stop.is_set():
-            return True
-        cause = f"crashed: {report.crash}" if report.crash else trainer.describe_end()
+        cause = f"crashed: {crash}" if crash else trainer.describe_end()
         limit = self.config.launcher.max_trainer_restarts
-        if report.crash and report.crash == self._last_crash and trainer.num_steps == 0:
+        if crash and crash == self._last_crash and trainer.events.num_steps == 0:
             raise RunError(
                 f"the trainer {cause}, twice at the same place without a step in between, so "
-                "it is not started again. This is a bug in agentrl, or in code it called. The "
-                f"full traceback is in {trainer.log_path}{trainer.tail()}"
+                "it is not started again. This is a bug in agentrl, or in code it called."
+                f"{trainer.quote_log()}"
             )
         if self._num_restarts >= limit:
             raise RunError(
                 f"the trainer {cause}, and launcher.max_trainer_restarts is {limit}. Its last "
                 "checkpoint and the trajectories of every finished batch are stored: the same "
                 "command resumes from there. (SIGKILL is often the system's answer to too little "
-                f"memory: a smaller train.micro_batch_tokens needs less.){trainer.tail()}"
+                f"memory: a smaller train.micro_batch_tokens needs less.){trainer.quote_log()}"
             )
         self._num_restarts += 1
-        self._last_crash = report.crash
+        self._last_crash = crash
         text = f"the trainer {cause}; it is started again (restart {self._num_restarts} of {limit})"
         _log.warning("%s", text)
         self.observer.on_message(text)
-        return False
 
     def _compute_step_deadline(self) -> float:
         """Seconds after which a step is over, with its publication and an evaluation."""

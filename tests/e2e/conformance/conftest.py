@@ -13,7 +13,7 @@ from agentrl_cli.config.experiment import EngineConfig, ExperimentConfig
 from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.engine.protocol import Sampling
-from agentrl_cli.launch.processes.trainer_spec import RunningServers
+from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.records import InteractionStatus

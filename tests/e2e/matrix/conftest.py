@@ -231,7 +231,9 @@ def online_service(
     finished: queue.Queue[str] = queue.Queue()
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("AGENTRL_API_KEY", raising=False)
-        patch.setattr("agentrl_cli.launch.completion_sources.load_engine", lambda *_, **__: engine)
+        patch.setattr(
+            "agentrl_cli.launch.completion_sources.load_embedded_engine", lambda *_: engine
+        )
         opened = serve_online(
             config, observer=SilentObserver(), on_finished=finished.put, address=ListenAddress()
         )

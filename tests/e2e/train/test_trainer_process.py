@@ -16,9 +16,8 @@ from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.protocol import ServerEndpoint
 from agentrl_cli.errors import EngineError, ImportPathError
 from agentrl_cli.launch.plan import PlannedProcess
-from agentrl_cli.launch.processes.trainer_events import TrainerReport
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup
-from agentrl_cli.launch.processes.trainer_spec import RunningServers
+from agentrl_cli.launch.processes.trainer_protocol import RunningServers, TrainerReport
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.store.run_folder import RunFolder
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.launch.processes.trainer_spec import RunningServers
+from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.dataset import build_eval_tasks

@@ -15,7 +15,7 @@ import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import ServerEndpoint
-from agentrl_cli.errors import ModelError, UserInputError
+from agentrl_cli.errors import UserInputError
 from agentrl_cli.launch.servers.server_group import ServerGroup
 
 
@@ -128,7 +128,7 @@ def test_a_model_that_does_not_fit_says_which_keys_change_it(
     untied_folder: Path,
 ) -> None:
     config = make_vllm_config(untied_folder, {"max_model_len": 1024, "cpu_kv_cache_gib": 0.0002})
-    with pytest.raises(ModelError) as error_info:
+    with pytest.raises(UserInputError) as error_info:
         start_server_group(config)
     text = str(error_info.value)
     assert text.startswith("vllm-0: the model does not fit. It says:\n  To serve at least one")

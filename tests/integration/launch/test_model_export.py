@@ -142,15 +142,6 @@ def test_an_adapter_alone_and_merged(make_run, tmp_path: Path, base: Path) -> No
     assert "library_name: transformers" in cards[1]
 
 
-def test_the_card_names_nothing_on_the_hub_that_is_a_file(make_run, tmp_path: Path) -> None:
-    folder, _ = make_run(1, dataset="data/rows.jsonl", frozen=["embeddings"])
-    export_checkpoint(folder.path, tmp_path / "to")
-    card = (tmp_path / "to" / "README.md").read_text()
-    assert "datasets" not in yaml.safe_load(card.split("---")[1])
-    assert "| tasks | `data/rows.jsonl main` |" in card
-    assert "| trained | all weights but embeddings, in float32 |" in card
-
-
 def test_what_cannot_be_exported_is_refused(make_run, tmp_path: Path) -> None:
     folder, _ = make_run(3)
     before = sorted(tmp_path.rglob("*"))
@@ -180,18 +171,8 @@ def test_what_cannot_be_exported_is_refused(make_run, tmp_path: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     check(StoreError, "is damaged: it holds no weights", run, to)
     shutil.rmtree(checkpoint)
-    with pytest.raises(RunFolderError, match=r"no checkpoint yet \(no step was done\).*Ctrl-C"):
+    with pytest.raises(RunFolderError, match=r"no checkpoint yet.*Ctrl-C"):
         export_checkpoint(run, to)
-
-
-def test_an_adapter_whose_settings_are_spoilt_is_refused(make_run, tmp_path: Path) -> None:
-    folder, _ = make_run(2, lora={"rank": 4})
-    path = folder.path / "checkpoints" / "step-000002" / "adapter_config.json"
-    for spoilt in ("{", "[]", "{}"):
-        path.write_text(spoilt)
-        with pytest.raises(StoreError, match=r"adapter_config\.json is damaged"):
-            export_checkpoint(folder.path, tmp_path / "to")
-    assert not (tmp_path / "to").exists()
 
 
 def test_a_checkpoint_that_the_run_deletes_meanwhile(make_run, tmp_path: Path, monkeypatch) -> None:
@@ -226,15 +207,13 @@ def test_a_full_disk_leaves_nothing(make_run, tmp_path: Path, merge: bool) -> No
     export_checkpoint(folder.path, tmp_path / "to", merge=merge)
 
 
-@pytest.mark.parametrize(
-    "flags", [{"temperature": 0.7, "do_sample": False}, {"early_stopping": True}]
-)
+@pytest.mark.parametrize("flags", [{"temperature": 0.7}, {"early_stopping": True}])
 def test_a_model_whose_generation_flags_contradict_each_other_can_be_saved(
     make_run, base: Path, tmp_path: Path, flags: dict[str, Any]
 ) -> None:
     """Some on the hub are like that: transformers loads them, and refuses to save them."""
     path = base / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **flags}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"do_sample": False} | flags))
     folder, learner = make_run(1)
     export_checkpoint(folder.path, tmp_path / "to")
     found = GenerationConfig.from_pretrained(tmp_path / "to")

@@ -315,9 +315,7 @@ def test_the_message_is_found_in_every_form_of_error(body: bytes, expected: str)
 
 
 def find_tail(path: Path) -> str:
-    return format_log_tail(
-        ServerEndpoint(name="vllm-0", base_url="", api_key=KEY, log_path=str(path))
-    )
+    return format_log_tail(path, keys=[KEY])
 
 
 def test_the_last_lines_are_shown_without_empty_ones_and_keys(tmp_path: Path) -> None:

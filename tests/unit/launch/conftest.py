@@ -23,19 +23,15 @@ if sys.argv[1] == "-c":
     print(json.dumps(settings["versions"]))
     sys.exit()
 
-name = next(a for a in sys.argv if a.isdigit() and len(a) > 3)
-lives = here / "lives"
-lives.mkdir(exist_ok=True)
 life = 0
 while True:
     # Others may begin at the same moment: a number belongs to who makes its file.
     try:
-        with (here / f"env-{{life}}.json").open("x") as file:
-            json.dump(dict(os.environ), file)
+        with (here / f"life-{{life}}.json").open("x") as file:
+            json.dump({{"pid": os.getpid(), "argv": sys.argv, "env": dict(os.environ)}}, file)
         break
     except FileExistsError:
         life += 1
-(lives / f"{{life}}-{{os.getpid()}}").write_text(json.dumps(sys.argv))
 behaviour = settings["lives"][min(life, len(settings["lives"]) - 1)]
 print("life", life, behaviour, flush=True)
 if behaviour.startswith("say "):
@@ -96,14 +92,15 @@ class FaultyInterpreter:
         (self.folder / "settings.json").write_text(json.dumps(settings))
 
     @property
+    def lives(self) -> list[dict[str, Any]]:
+        """``pid``, ``argv`` and ``env`` of all lives so far."""
+        texts = [path.read_text() for path in sorted(self.folder.glob("life-*.json"))]
+        return [json.loads(text) for text in texts if text]
+
+    @property
     def pids(self) -> list[int]:
         """Process ids of all lives so far."""
-        lives = (self.folder / "lives").glob("*")
-        return [int(path.name.split("-")[1]) for path in sorted(lives)]
-
-    def read_env(self, life: int) -> dict[str, str]:
-        """The environment of a life."""
-        return dict(json.loads((self.folder / f"env-{life}.json").read_text()))
+        return [life["pid"] for life in self.lives]
 
 
 @pytest.fixture

@@ -77,21 +77,13 @@ def test_a_run_on_gpus_has_servers_and_a_trainer_of_its_own() -> None:
     assert not any("--enable-sleep-mode" in s.argv for s in servers_of(plan))
 
 
-def test_an_evaluation_has_no_trainer() -> None:
-    config = make_config(engine={"kind": "vllm"})
-    plan = build_plan(config, with_gpus("0"), purpose="eval")
-    assert [p.name for p in plan] == ["command", "vllm-0"]
-    assert value_of(plan[1], "--gpu-memory-utilization") == "0.9"
-
-
-def test_one_gpu_is_shared() -> None:
-    config = make_config(engine={"kind": "vllm"})
+@pytest.mark.parametrize(("share", "expected"), [(None, "0.4"), (0.6, "0.6")])
+def test_one_gpu_is_shared(share: float | None, expected: str) -> None:
+    config = make_config(engine={"kind": "vllm", "gpu_memory_utilization": share})
     _, server, trainer = build_plan(config, with_gpus("5"))
     assert server.devices == trainer.devices == "cuda:5"
-    assert value_of(server, "--gpu-memory-utilization") == "0.4"
+    assert value_of(server, "--gpu-memory-utilization") == expected
     assert "--enable-sleep-mode" in server.argv
-    set_by_user = make_config(engine={"kind": "vllm", "gpu_memory_utilization": 0.6})
-    assert value_of(build_plan(set_by_user, with_gpus("5"))[1], "--gpu-memory-utilization") == "0.6"
 
 
 gpu_names = st.lists(
@@ -146,6 +138,8 @@ def test_an_evaluation_or_a_plain_run_has_no_ranks() -> None:
     config = make_config(engine={"kind": "embedded"}, train={"num_processes": 3})
     assert len(build_plan(config, NO_GPU, purpose="eval")) == 1
     assert len(build_plan(make_config(engine={"kind": "embedded"}), with_gpus("0", "1"))) == 1
+    served = build_plan(make_config(engine={"kind": "vllm"}), with_gpus("0"), purpose="eval")
+    assert [p.name for p in served] == ["command", "vllm-0"]
 
 
 def test_a_server_on_cpu_gets_what_vllm_needs_there() -> None:
@@ -177,34 +171,29 @@ def test_cpu_flags_stay_off_the_gpu() -> None:
     ("num_servers", "num_threads", "expected"),
     [(1, None, "8"), (2, None, "4"), (3, None, "2"), (20, None, "1"), (1, 5, "5")],
 )
-def test_servers_on_the_cpu_leave_a_core_to_the_agents(
+def test_servers_on_the_cpu_leave_a_core_to_the_agents_and_do_not_sample_in_step(
     num_servers: int, num_threads: int | None, expected: str
 ) -> None:
     machine = dataclasses.replace(NO_GPU, num_cores=9)
     engine = {"kind": "vllm", "num_servers": num_servers, "num_threads": num_threads}
-    for server in servers_of(build_plan(make_config(engine=engine), machine)):
-        assert server.env["OMP_NUM_THREADS"] == expected
+    servers = servers_of(build_plan(make_config(engine=engine, seed=2**40), machine))
+    assert [s.env["OMP_NUM_THREADS"] for s in servers] == [expected] * num_servers
+    seeds = {int(value_of(server, "--seed")) for server in servers}
+    assert len(seeds) == num_servers
+    assert all(0 <= seed < 2**31 for seed in seeds)
 
 
 def test_a_local_model_is_not_looked_for_on_the_hub(tmp_path: Path) -> None:
     config = make_config(engine={"kind": "vllm"})
-    plan = build_plan(config, NO_GPU, model_folder=str(tmp_path), ports=[4321])
+    plan = build_plan(config, NO_GPU, model_folder=str(tmp_path))
     server = servers_of(plan)[0]
     assert server.env["HF_HUB_OFFLINE"] == "1"
     assert value_of(server, "--model") == str(tmp_path)
     assert value_of(server, "--served-model-name") == "some/model"
-    assert value_of(server, "--port") == "4321"
     with_hub_tokenizer = make_config(engine={"kind": "vllm"}, tokenizer_path="some/tokenizer")
     server = servers_of(build_plan(with_hub_tokenizer, NO_GPU, model_folder=str(tmp_path)))[0]
     assert "HF_HUB_OFFLINE" not in server.env
     assert value_of(server, "--tokenizer") == "some/tokenizer"
-
-
-def test_servers_do_not_sample_in_step() -> None:
-    config = make_config(engine={"kind": "vllm", "num_servers": 3}, seed=2**40)
-    seeds = [int(value_of(s, "--seed")) for s in servers_of(build_plan(config, NO_GPU))]
-    assert len(set(seeds)) == 3
-    assert all(0 <= seed < 2**31 for seed in seeds)
 
 
 @pytest.mark.parametrize(("rank", "allocated"), [(1, "8"), (16, "16"), (20, "32"), (512, "512")])
@@ -217,23 +206,13 @@ def test_adapters_get_a_rank_that_vllm_allocates(rank: int, allocated: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("kind", "gpus", "lora", "expected"),
-    [
-        (None, ("0", "1"), None, True),
-        ("nccl", ("0", "1"), None, True),
-        ("disk", ("0", "1"), None, False),
-        (None, ("0",), None, False),
-        (None, ("0", "1"), {}, False),
-        (None, (), None, False),
-    ],
+    ("gpus", "lora", "expected"),
+    [(("0", "1"), None, True), (("0",), None, False), (("0", "1"), {}, False), ((), None, False)],
 )
 def test_servers_are_ready_for_nccl_where_it_may_be_used(
-    kind: str | None, gpus: tuple[str, ...], lora: Any, expected: bool
+    gpus: tuple[str, ...], lora: Any, expected: bool
 ) -> None:
-    config = make_config(
-        model={"path": "m", "lora": lora},
-        engine={"kind": "vllm", "weight_transfer": {"kind": kind}},
-    )
+    config = make_config(model={"path": "m", "lora": lora}, engine={"kind": "vllm"})
     server = servers_of(build_plan(config, with_gpus(*gpus)))[0]
     assert ("--weight-transfer-config" in server.argv) is expected
 
@@ -250,8 +229,7 @@ def test_the_users_interpreter_paths_and_arguments_are_taken_over() -> None:
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_no_key_is_in_a_plan(kind: str) -> None:
-    plan = build_plan(make_config(engine={"kind": kind}), with_gpus("0", "1"))
-    text = format_plan(plan)
+    text = format_plan(build_plan(make_config(engine={"kind": kind}), with_gpus("0", "1")))
     assert kind in text
     assert "API_KEY" not in text
     assert "--api-key" not in text
@@ -262,9 +240,9 @@ def test_an_sglang_server_is_named_and_placed() -> None:
     server = servers_of(build_plan(config, with_gpus("3", "4", "7"), key_dir="/keys"))[0]
     assert server.name == "sglang-0"
     assert server.env["CUDA_VISIBLE_DEVICES"] == "3,4"
-    assert value_of(server, "--config") == "/keys/sglang-0.yaml"
-    assert value_of(server, "--model-path") == "some/model"
-    assert value_of(server, "--mem-fraction-static") == "0.9"
+    flags = ("--config", "--model-path", "--mem-fraction-static")
+    expected = ["/keys/sglang-0.yaml", "some/model", "0.9"]
+    assert [value_of(server, flag) for flag in flags] == expected
 
 
 @pytest.mark.parametrize(
@@ -291,13 +269,10 @@ def test_what_cannot_run_says_what_to_type(sections: dict[str, Any], typed: str)
     assert typed in str(error_info.value)
 
 
-def test_sglang_runs_on_gpus_apart_from_the_trainers() -> None:
-    check(make_config(engine={"kind": "sglang"}), with_gpus("0", "1"))
-    with pytest.raises(UserInputError, match=r"apart from the trainer's.* Type engine\.kind=vllm"):
-        check(make_config(engine={"kind": "sglang"}), with_gpus("0"))
-
-
 def test_what_can_run_passes() -> None:
     check(make_config())
     check(make_config(engine={"kind": "vllm", "num_servers": 2}))
     check(make_config(), with_gpus("0"))
+    check(make_config(engine={"kind": "sglang"}), with_gpus("0", "1"))
+    with pytest.raises(UserInputError, match=r"apart from the trainer's.* Type engine\.kind=vllm"):
+        check(make_config(engine={"kind": "sglang"}), with_gpus("0"))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,8 @@ def write_config(folder: Path, **values: Any) -> str:
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"tie_word_embeddings": True}, True),
-        ({"tie_word_embeddings": False}, False),
-        ({"text_config": {"tie_word_embeddings": True}, "tie_word_embeddings": False}, True),
+        ({"model_type": "qwen2", "tie_word_embeddings": True}, True),
+        ({"model_type": "gemma", "tie_word_embeddings": False}, False),
         # Not said: Qwen2's default is untied, Gemma's is tied.
         ({"model_type": "qwen2"}, False),
         ({"model_type": "gemma"}, True),
@@ -52,15 +52,11 @@ def test_the_tie_is_read_from_the_models_folder(
     assert has_tied_embeddings(write_config(tmp_path, **values)) is expected
 
 
-@pytest.mark.parametrize("text", ["", "[1", "\x00"])
-def test_a_damaged_configuration_is_named(text: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
-        has_tied_embeddings(str(tmp_path))
-
-
-def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="cannot be loaded"):
+@pytest.mark.parametrize("text", [None, "", "[1"])
+def test_a_configuration_that_cannot_be_read_is_named(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json cannot be loaded"):
         has_tied_embeddings(str(tmp_path))
 
 
@@ -78,33 +74,32 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
 def test_only_servers_on_cpu_that_get_weights_need_a_head_of_their_own(
     engine: dict[str, Any], lora: Any, purpose: Any, num_gpus: int, expected: bool, tmp_path: Path
 ) -> None:
-    folder = write_config(tmp_path, tie_word_embeddings=True)
+    folder = write_config(tmp_path, model_type="qwen2", tie_word_embeddings=True)
     config = make_config(folder, lora, **engine)
     machine = Machine(gpu_ids=tuple(map(str, range(num_gpus))))
     run = resolve_run(config, machine, purpose=purpose)
     assert with_output_head(run, config, folder).untied_head is expected
 
 
-@pytest.mark.parametrize("where", ["file", "config", "list"])
-def test_auto_is_told_by_the_files_of_the_model(tmp_path: Path, where: str) -> None:
-    config: dict[str, Any] = {}
-    if where == "file":
-        (tmp_path / "chat_template.jinja").write_text(QWEN3)
-    elif where == "config":
-        config["chat_template"] = QWEN3
-    else:
-        config["chat_template"] = [{"name": "default", "template": QWEN3}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    expected = "tool calls are read as hermes (auto), reasoning as qwen3 (auto)"
+@pytest.mark.parametrize(
+    ("template", "tokens", "expected"),
+    [
+        (QWEN3, [], "tool calls are read as hermes (auto), reasoning as qwen3 (auto)"),
+        (
+            "{{ x }}",
+            ["[TOOL_CALLS]"],
+            "tool calls are read as mistral (auto), reasoning as none (auto)",
+        ),
+    ],
+)
+def test_auto_is_told_by_template_and_special_tokens(
+    tmp_path: Path, chat_tokenizer: Any, template: str, tokens: list[str], expected: str
+) -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.chat_template = template
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    tokenizer.save_pretrained(tmp_path)
     assert describe_reading(make_config(str(tmp_path))) == expected
-
-
-def test_special_tokens_tell_a_family_too(tmp_path: Path) -> None:
-    tokens = {"5": {"content": "[TOOL_CALLS]", "special": True}}
-    config = {"chat_template": "{{ x }}", "added_tokens_decoder": tokens}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    line = describe_reading(make_config(str(tmp_path)))
-    assert line == "tool calls are read as mistral (auto), reasoning as none (auto)"
 
 
 def test_names_are_shown_as_they_were_typed_and_built_in_models_are_known() -> None:

@@ -27,11 +27,8 @@ from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.engine_server import LoraAdapter, check_server_version
 from agentrl_cli.engine.protocol import Generation, Sampling, ServerEndpoint
 from agentrl_cli.engine.sglang.sglang_server import SAMPLING_MASK_TOP_K, SglangServer
-from agentrl_cli.launch.servers.server_commands import (
-    ServerSpec,
-    build_sglang_command,
-    format_sglang_settings,
-)
+from agentrl_cli.launch.plan import build_plan
+from agentrl_cli.launch.servers.server_group import format_sglang_settings
 
 ENDPOINT = ServerEndpoint(name="sglang-0", base_url="", api_key="key")
 CLIENT = SglangServer(ENDPOINT, EngineConfig(kind="sglang", max_model_len=64))
@@ -426,10 +423,8 @@ def test_every_option_of_the_command_exists(package: Path) -> None:
         }
     )
     run = resolve_run(config, Machine(gpu_ids=("0", "1")), purpose="train")
-    argv, env = build_sglang_command(
-        config,
-        ServerSpec(index=0, model_folder="/m", port=4000, run=run, key_path="/run/s.yaml"),
-    )
+    server = build_plan(config, run)[1]
+    argv, env = server.argv, server.env
     options = [word for word in argv if word.startswith("--")]
     unknown = [
         option

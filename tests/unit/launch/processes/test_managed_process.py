@@ -84,69 +84,48 @@ def test_the_exit_status_is_the_commands(code: str, status: int, tmp_path: Path)
     assert not Path(f"/proc/{process.pid}").exists(), "no zombie is left"
 
 
-def test_a_command_that_is_not_there_says_so_in_the_log(tmp_path: Path) -> None:
+def test_what_cannot_be_started_says_so(tmp_path: Path) -> None:
     process = ManagedProcess("thing", ("/no/such/program",), {}, tmp_path / "log")
     process.start()
     assert process.wait(10) == 127
-    assert process.tail() == "/no/such/program: No such file or directory"
-
-
-def test_a_folder_of_logs_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    process = ManagedProcess("thing", ("true",), {}, tmp_path / "none" / "log")
+    assert process.read_log().endswith("\n/no/such/program: No such file or directory\n")
     with pytest.raises(EngineError, match="thing cannot be started"):
-        process.start()
+        ManagedProcess("thing", ("true",), {}, tmp_path / "none" / "log").start()
 
 
-def test_the_log_is_appended_to_and_the_tail_is_of_the_last_start(tmp_path: Path) -> None:
+def test_the_log_is_appended_to_and_what_is_read_is_of_the_last_start(tmp_path: Path) -> None:
     process = start_python("print(*range(50), sep='\\n')", tmp_path)
-    process.wait(10)
-    first = process.read_log()
-    assert first.startswith("=== thing starts, 20")
-    assert process.tail(3) == "47\n48\n49"
-    process.start()
-    process.wait(10)
-    assert process.log_path.read_text().count("=== thing starts") == 2
-    assert process.read_log().count("=== thing starts") == 1
-    assert len(process.tail(1000).splitlines()) == 50
+    for number in (1, 2):
+        process.wait(10)
+        assert process.log_path.read_text().count("=== thing starts, 20") == number
+        header, *lines = process.read_log().splitlines()
+        assert header.startswith("=== thing starts, 20")
+        assert lines == [str(line) for line in range(50)]
+        if number == 1:
+            process.start()
 
 
-def test_the_command_gets_the_environment_and_no_terminal(tmp_path: Path) -> None:
-    code = "import os, sys; print(os.environ['MINE'], 'HOME' in os.environ, sys.stdin.read() == '')"
+def test_the_command_gets_environment_and_descriptors_and_no_terminal(tmp_path: Path) -> None:
+    read_end, write_end = os.pipe()
+    code = """
+        import os, sys
+        print(os.environ["MINE"], "HOME" in os.environ, sys.stdin.read() == "")
+        os.write(int(sys.argv[1]), b"hello")
+    """
     process = ManagedProcess(
         "thing",
-        (sys.executable, "-c", code),
+        (sys.executable, "-c", textwrap.dedent(code), str(write_end)),
         {"MINE": "yes"},
         tmp_path / "log",
         base_env={"PATH": os.environ["PATH"]},
-    )
-    process.start()
-    process.wait(10)
-    assert process.tail() == "yes False True"
-
-
-def test_file_descriptors_reach_the_command(tmp_path: Path) -> None:
-    read_end, write_end = os.pipe()
-    code = "import os, sys; os.write(int(sys.argv[1]), b'hello')"
-    process = ManagedProcess(
-        "thing",
-        (sys.executable, "-c", code, str(write_end)),
-        {},
-        tmp_path / "log",
         pass_fds=[write_end],
     )
     process.start()
     os.close(write_end)
     assert process.wait(10) == 0
-    assert os.read(read_end, 100) == b"hello"
-    assert os.read(read_end, 100) == b"", "the reaper must not hold the other end"
-    os.close(read_end)
-
-
-def test_a_running_process_is_not_started_twice(tmp_path: Path) -> None:
-    process = start_python("import time; time.sleep(600)", tmp_path)
-    with pytest.raises(RuntimeError, match="is running"):
-        process.start()
-    assert process.stop() == 128 + signal.SIGTERM
+    assert process.read_log().endswith("\nyes False True\n")
+    with os.fdopen(read_end, "rb") as pipe:
+        assert pipe.read() == b"hello", "the reaper must not hold the other end"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +143,7 @@ def test_stop_asks_first_and_kills_what_does_not_listen(
         time.sleep(600)
     """
     process = start_python(code, tmp_path)
-    wait_for(lambda: process.tail() == "ready")
+    wait_for(lambda: "ready" in process.read_log())
     started = time.monotonic()
     assert process.stop(term_seconds=term_seconds) == status
     assert time.monotonic() - started < 5
@@ -174,19 +153,17 @@ def test_stop_of_a_process_that_never_started_is_nothing(tmp_path: Path) -> None
     assert ManagedProcess("thing", ("true",), {}, tmp_path / "log").stop() is None
 
 
-def test_nothing_outlives_a_killed_command(family: tuple[ManagedProcess, dict[str, int]]) -> None:
-    process, pids = family
-    os.kill(pids["top"], signal.SIGKILL)
-    assert process.wait(10) == 137
-    assert not [name for name, pid in pids.items() if is_alive(pid)]
-
-
-def test_stop_reaches_what_has_left_the_group(
-    family: tuple[ManagedProcess, dict[str, int]],
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_nothing_outlives_the_command_not_even_what_has_left_its_group(
+    family: tuple[ManagedProcess, dict[str, int]], is_killed: bool
 ) -> None:
     process, pids = family
     assert os.getsid(pids["grand"]) != os.getsid(pids["top"])
-    process.stop()
+    if is_killed:
+        os.kill(pids["top"], signal.SIGKILL)
+        assert process.wait(10) == 137
+    else:
+        process.stop()
     assert not [name for name, pid in pids.items() if is_alive(pid)]
 
 
@@ -236,7 +213,7 @@ def test_the_end_of_the_thread_that_started_it_is_not_the_parents(tmp_path: Path
     thread = threading.Thread(target=lambda: started.append(start_python(code, tmp_path)))
     thread.start()
     thread.join()
-    wait_for(lambda: started[0].tail() == "ready")
+    wait_for(lambda: "ready" in started[0].read_log())
     assert started[0].wait(0.5) is None
     assert started[0].stop() == 128 + signal.SIGTERM
 

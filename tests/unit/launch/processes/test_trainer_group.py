@@ -1,10 +1,13 @@
-"""Several trainer processes as one: whoever dies, all end, and who died first is told."""
+"""Trainers that die in every way: real processes that run tiny scripts, beside made-up servers."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,96 +15,337 @@ from typing import Any
 
 import psutil
 import pytest
+from pydantic import TypeAdapter
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import Machine, resolve_run
+from agentrl_cli.engine.protocol import ServerEndpoint
+from agentrl_cli.errors import AgentrlError, DatasetError, EngineError, RunError
 from agentrl_cli.launch.plan import PlannedProcess
-from agentrl_cli.launch.processes.trainer_events import TrainerReport
-from agentrl_cli.launch.processes.trainer_group import TrainerGroup
-from agentrl_cli.launch.processes.trainer_spec import RunningServers
+from agentrl_cli.launch.processes.trainer_group import TrainerGroup, TrainerSupervisor
+from agentrl_cli.launch.processes.trainer_protocol import RunningServers, TrainerReport
 from agentrl_cli.log import SilentObserver
 
-#: What every rank of these tests begins with.
+#: What every rank of these tests begins with. ``life`` counts the trainers of a test.
 PREAMBLE = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
-from agentrl_cli.launch.processes.trainer_events import TrainerEventWriter, TrainerReport
-from agentrl_cli.launch.processes.trainer_spec import TrainerSpec
+from agentrl_cli.errors import DatasetError, EngineError
+from agentrl_cli.launch.processes.trainer_protocol import *
 folder = Path(sys.argv[1])
 spec, place = TrainerSpec.take(os.environ)
-is_first = place.index == 0
-events = TrainerEventWriter(spec.events_descriptor) if is_first else None
-(folder / f"rank-{place.index}").write_text(f"{place.count} {place.path}")
-def meet():
+is_first = place is None or place.index == 0
+if is_first:
+    os.set_inheritable(spec.events_descriptor, False)
+    events = TrainerEventWriter(spec.events_descriptor)
+    lives = folder / "lives"
+    with lives.open("a") as file:
+        file.write(f"{os.getpid()}\\n")
+    life = len(lives.read_text().splitlines())
+if place is not None:
+    (folder / f"rank-{place.index}").write_text(f"{place.count} {place.path}")
     while not all((folder / f"rank-{i}").exists() for i in range(place.count)):
         time.sleep(0.01)
+def done(is_complete=True):
+    events.report(TrainerReport(is_complete=is_complete))
+    sys.exit(0)
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
 def wait_for_others_to_fail():
     time.sleep(0.3)
     events.report(TrainerReport(crash="RankLostError: another has ended"))
     sys.exit(1)
-meet()
 """
 
 
-CONFIG = ExperimentConfig.model_validate(
-    {
-        "experiment_name": "exp",
-        "model": {"path": "m"},
-        "agent_builder_path": "a.b",
-        "train_dataset": {"path": "d"},
-        "engine": {"kind": "embedded"},
-    }
+def make_config(max_restarts: int = 3) -> ExperimentConfig:
+    return ExperimentConfig.model_validate(
+        {
+            "experiment_name": "exp",
+            "model": {"path": "m"},
+            "agent_builder_path": "a.b",
+            "train_dataset": {"path": "d"},
+            "engine": {"kind": "vllm"},
+            "launcher": {"max_trainer_restarts": max_restarts},
+        }
+    )
+
+
+SERVERS = RunningServers(
+    run=resolve_run(make_config(), Machine(), purpose="train"),
+    endpoints=(ServerEndpoint(name="vllm-0", base_url="http://127.0.0.1:1", api_key="the-key"),),
 )
-SERVERS = RunningServers(run=resolve_run(CONFIG, Machine(), purpose="train"))
+
+
+class Recorder(SilentObserver):
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+        self.steps: list[float] = []
+        self.messages: list[str] = []
+
+    def on_stage(self, stage: str, total: int | None = None) -> None:
+        self.stages.append(stage)
+
+    def on_step(self, metrics: Any) -> None:
+        self.steps.append(metrics["step"])
+
+    def on_message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+#: Of tests before: multiprocessing keeps a process of its own until the interpreter ends.
+_OTHERS: set[int] = set()
+
+
+def find_children() -> list[int]:
+    return [
+        p.pid
+        for p in psutil.Process().children(recursive=True)
+        if p.pid not in _OTHERS and p.is_running() and p.status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[4]))
+    _OTHERS.clear()
+    _OTHERS.update(find_children())
+    yield
+    assert find_children() == []
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+Start = Callable[..., TrainerGroup]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., TrainerGroup]]:
+def start(tmp_path: Path) -> Iterator[Start]:
     """Starts ranks that all run one script: ``start("...", count=3)``."""
     started: list[TrainerGroup] = []
 
-    def start_ranks(script: str, count: int = 3) -> TrainerGroup:
+    def start_ranks(script: str, count: int = 3, observer: Any = None) -> TrainerGroup:
         path = tmp_path / "rank.py"
         path.write_text(PREAMBLE + textwrap.dedent(script))
-        planned = [
-            PlannedProcess(
-                name="trainer" if i == 0 else f"trainer-{i}",
-                role="trainer",
-                argv=(sys.executable, str(path), str(tmp_path)),
-            )
-            for i in range(count)
-        ]
-        trainer = TrainerGroup(planned, tmp_path, SERVERS, secrets=[], observer=SilentObserver())
-        started.append(trainer)
-        return trainer
+        argv = (sys.executable, str(path), str(tmp_path))
+        names = ["trainer", *(f"trainer-{rank}" for rank in range(1, count))]
+        planned = [PlannedProcess(name=name, role="trainer", argv=argv) for name in names]
+        observer = observer or SilentObserver()
+        started.append(TrainerGroup(planned, tmp_path, SERVERS, secrets=[], observer=observer))
+        return started[-1]
 
     yield start_ranks
     for trainer in started:
         trainer.end()
 
 
-def list_children() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
+class Run:
+    """A supervised run of a script, and what can be seen of it."""
+
+    def __init__(self, folder: Path, start: Start) -> None:
+        self.folder = folder
+        self.server_error: AgentrlError | None = None
+        self.shown = Recorder()
+        self.stop = threading.Event()
+        self.max_restarts = 3
+        self._start = start
+
+    def __call__(self, script: str) -> bool:
+        return TrainerSupervisor(
+            config=make_config(self.max_restarts),
+            start_trainer=lambda: self._start(script, count=1, observer=self.shown),
+            check_servers=self._check_servers,
+            observer=self.shown,
+            stop=self.stop,
+        ).run()
+
+    def _check_servers(self) -> None:
+        if self.server_error is not None:
+            raise self.server_error
+
+    def when(self, stage: str, action: Callable[[], object]) -> None:
+        """Does it, in a thread, once the trainer has shown the stage."""
+
+        def act() -> None:
+            wait_for(lambda: stage in self.shown.stages)
+            action()
+
+        threading.Thread(target=act, daemon=True).start()
+
+    @property
+    def num_lives(self) -> int:
+        return len((self.folder / "lives").read_text().splitlines())
+
+
+@pytest.fixture
+def run(tmp_path: Path, start: Start) -> Run:
+    return Run(tmp_path, start)
+
+
+def test_a_run_ends_with_its_trainer(run: Run) -> None:
+    assert run('events.on_step({"step": 1}); print("an agent prints"); done()')
+    assert run.shown.steps == [1.0]
+    assert find_children() == []
+    assert "an agent prints" in (run.folder / "trainer.log").read_text()
+
+
+def test_a_killed_trainer_is_started_again_with_the_same_servers(run: Run) -> None:
+    assert run(
+        """
+        events.on_step({"step": life})
+        assert spec.servers.endpoints[0].api_key == "the-key"
+        assert not any("the-key" in value for value in os.environ.values())
+        if life == 1: os._exit(0)
+        if life == 2: die()
+        done()
+        """
+    )
+    assert run.num_lives == 3
+    assert run.shown.steps == [1.0, 2.0, 3.0]
+    assert [m.split(";")[0] for m in run.shown.messages] == [
+        "the trainer ended with exit status 0 and without a word",
+        "the trainer was killed by SIGKILL",
+    ]
+    assert "restart 2 of 3" in run.shown.messages[1]
+
+
+def test_a_crash_is_tried_again_as_long_as_it_makes_progress(run: Run) -> None:
+    assert run(
+        """
+        if life == 4: done()
+        events.on_step({"step": life})
+        events.report(TrainerReport(crash="TimeoutError: publish (loop.py:9)"))
+        sys.exit(1)
+        """
+    )
+    assert run.num_lives == 4
+    assert "crashed: TimeoutError" in run.shown.messages[0]
+
+
+def test_the_same_crash_twice_without_a_step_ends_the_run(run: Run) -> None:
+    crash = r"TypeError: no \(a.py:1\), twice at the same place"
+    with pytest.raises(RunError, match=crash) as caught:
+        run(
+            """
+            print("Traceback of the crash", file=sys.stderr)
+            events.report(TrainerReport(crash="TypeError: no (a.py:1)"))
+            sys.exit(1)
+            """
+        )
+    assert run.num_lives == 2
+    assert "Traceback of the crash" in str(caught.value)
+    assert find_children() == []
+
+
+@pytest.mark.parametrize("max_restarts", [0, 2])
+def test_the_budget_of_restarts_is_kept(run: Run, max_restarts: int) -> None:
+    run.max_restarts = max_restarts
+    with pytest.raises(RunError, match=f"max_trainer_restarts is {max_restarts}") as caught:
+        run("print('last line', flush=True); die()")
+    assert run.num_lives == max_restarts + 1
+    for promised in ("killed by SIGKILL", "the same command resumes", "last line"):
+        assert promised in str(caught.value)
+
+
+def test_a_mistake_of_the_user_is_not_tried_again(run: Run) -> None:
+    with pytest.raises(DatasetError, match=r"^row 3 is empty$"):
+        run('events.report(TrainerReport(error=DatasetError("row 3 is empty"))); sys.exit(2)')
+    assert run.num_lives == 1
+
+
+@pytest.mark.parametrize(
+    ("stage", "script", "steps"),
+    [
+        (
+            "rollout",
+            """
+            told = []
+            signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+            events.on_stage("rollout", 4)
+            while not told: time.sleep(0.01)
+            time.sleep(0.3)
+            events.on_step({"step": 1})
+            done(is_complete=False)
+            """,
+            [1.0],
+        ),
+        ("load model", 'events.on_stage("load model"); time.sleep(600)', []),
+        (
+            "rollout",
+            """
+            signal.signal(signal.SIGTERM, lambda *_: die())
+            events.on_stage("rollout", 4)
+            time.sleep(600)
+            """,
+            [],
+        ),
+    ],
+    ids=["finishes its step", "before its first step", "killed meanwhile"],
+)
+def test_a_run_that_is_stopped_is_not_started_again(
+    run: Run, stage: str, script: str, steps: list[float]
+) -> None:
+    run.when(stage, run.stop.set)
+    assert not run(script)
+    assert run.shown.steps == steps
+    assert run.num_lives == 1
+
+
+def test_a_trainer_that_ignores_the_stop_is_ended_at_the_deadline(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TrainerSupervisor, "_compute_step_deadline", lambda _: 0.5)
+    run.when("rollout", run.stop.set)
+    with pytest.raises(RunError, match="was asked to finish its step and did not in"):
+        run('signal.signal(15, signal.SIG_IGN); events.on_stage("rollout", 4); time.sleep(600)')
+
+
+def test_ctrl_c_twice_stops_at_once(run: Run) -> None:
+    """The second one is a KeyboardInterrupt in the main thread, wherever that is."""
+    # A job that a shell has started in the background ignores it otherwise.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        run.when("rollout", lambda: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            run('events.on_stage("rollout", 4); signal.signal(15, signal.SIG_IGN); time.sleep(600)')
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert find_children() == []
+
+
+def test_a_trainer_that_does_not_end_after_its_last_word_is_ended(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentrl_cli.launch.processes.trainer_group._EXIT_SECONDS", 0.3)
+    assert run("events.report(TrainerReport(is_complete=True)); time.sleep(600)")
+
+
+def test_servers_that_died_too_often_end_the_run_with_their_error(run: Run) -> None:
+    error = EngineError("vllm-0 died 4 times")
+    run.when("rollout", lambda: setattr(run, "server_error", error))
+    with pytest.raises(EngineError, match="died 4 times"):
+        run('events.on_stage("rollout", 4); time.sleep(600)')
+    assert find_children() == []
 
 
 def wait(trainer: TrainerGroup) -> TrainerReport:
-    deadline = time.monotonic() + 60
-    while not trainer.has_ended():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(trainer.has_ended)
     return trainer.end()
 
 
-def test_they_know_their_ranks_and_a_rendezvous_that_only_the_user_can_join(
-    start: Any, tmp_path: Path
-) -> None:
+def test_ranks_know_a_rendezvous_that_only_the_user_can_join(start: Start, tmp_path: Path) -> None:
     trainer = start(
         """
         if is_first:
             mode = os.stat(os.path.dirname(place.path)).st_mode
             assert mode & 0o077 == 0, oct(mode)
             time.sleep(0.3)
-            events.report(TrainerReport(is_complete=True))
+            done()
         """
     )
     report = wait(trainer)
@@ -113,46 +357,30 @@ def test_they_know_their_ranks_and_a_rendezvous_that_only_the_user_can_join(
 
 
 @pytest.mark.parametrize("killed", [0, 1, 2])
-def test_a_killed_rank_ends_all_and_is_the_one_that_is_named(start: Any, killed: int) -> None:
+def test_a_killed_rank_ends_all_and_is_the_one_that_is_named(start: Start, killed: int) -> None:
     """The others notice first, as exchanges with it fail at once."""
-    # Of earlier tests there may be some that stay.
-    children_before = list_children()
     trainer = start(
         f"""
         if place.index == {killed}:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
         if is_first:
             wait_for_others_to_fail()
         time.sleep(0.1)
         sys.exit(1)
         """
     )
-    report = wait(trainer)
-    assert report == TrainerReport()
+    assert wait(trainer) == TrainerReport()
     assert "was killed by SIGKILL" in trainer.describe_end()
     assert (f"trainer-{killed}" in trainer.describe_end()) == (killed > 0)
-    assert list_children() <= children_before
+    assert find_children() == []
 
 
-def test_a_rank_that_fails_is_named_with_the_end_of_its_log(start: Any) -> None:
-    trainer = start(
-        """
-        if place.index == 2:
-            sys.exit("CUDA out of memory")
-        if is_first:
-            wait_for_others_to_fail()
-        time.sleep(60)
-        """
-    )
-    assert wait(trainer).crash is None
-    assert trainer.describe_end() == "ended with exit status 1 in rank 2 of 3 (trainer-2)"
-    assert "CUDA out of memory" in trainer.tail()
-
-
-def test_a_first_rank_that_does_not_notice_is_ended_too(start: Any) -> None:
-    trainer = start("time.sleep(60) if is_first else sys.exit(3)", count=2)
+@pytest.mark.parametrize("first", ["wait_for_others_to_fail()", "time.sleep(60)"])
+def test_a_rank_that_fails_is_named_with_the_end_of_its_log(start: Start, first: str) -> None:
+    trainer = start(f'{first} if is_first else sys.exit("CUDA out of memory")', count=2)
     assert wait(trainer) == TrainerReport()
-    assert trainer.describe_end() == "ended with exit status 3 in rank 1 of 2 (trainer-1)"
+    assert trainer.describe_end() == "ended with exit status 1 in rank 1 of 2 (trainer-1)"
+    assert "CUDA out of memory" in trainer.quote_log()
 
 
 @pytest.mark.parametrize(
@@ -160,9 +388,9 @@ def test_a_first_rank_that_does_not_notice_is_ended_too(start: Any) -> None:
     [
         # Its exchange fails within a millisecond; whoever is killed takes longer to be reaped.
         (
-            "RuntimeError: Connection closed by peer",
-            "os.kill(os.getpid(), signal.SIGKILL)",
-            "was killed by SIGKILL in rank 1 of 2 (trainer-1)",
+            "RuntimeError: Connection closed",
+            "die()",
+            "was killed by SIGKILL in rank 1 of 2",
         ),
         (
             "RankLostError: another one has ended",
@@ -177,7 +405,7 @@ def test_a_first_rank_that_does_not_notice_is_ended_too(start: Any) -> None:
     ],
 )
 def test_a_first_rank_that_speaks_sooner_is_to_blame_unless_it_speaks_of_others(
-    start: Any, crash: str, end: str, named: str
+    start: Start, crash: str, end: str, named: str
 ) -> None:
     trainer = start(
         f"""
@@ -196,16 +424,10 @@ def test_a_first_rank_that_speaks_sooner_is_to_blame_unless_it_speaks_of_others(
 
 
 def test_a_first_rank_may_take_its_time_after_the_others_were_sent_home(
-    start: Any, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentrl_cli.launch.processes.trainer_group._NOTICE_SECONDS", 0.1)
-    trainer = start(
-        """
-        if is_first:
-            time.sleep(1.0)
-            events.report(TrainerReport(is_complete=True))
-        """
-    )
+    trainer = start("if is_first: time.sleep(1.0); done()")
     assert wait(trainer) == TrainerReport(is_complete=True)
 
 
@@ -213,12 +435,13 @@ def test_a_first_rank_may_take_its_time_after_the_others_were_sent_home(
 COMMAND = """
 import sys, time
 from pathlib import Path
-from agentrl_cli.launch.processes.trainer_spec import RunningServers
+from pydantic import TypeAdapter
 from agentrl_cli.launch.plan import PlannedProcess
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup
+from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.log import SilentObserver
 folder = Path(sys.argv[1])
-servers = RunningServers.parse((folder / "servers.json").read_text())
+servers = TypeAdapter(RunningServers).validate_json((folder / "servers.json").read_text())
 rank = (sys.executable, str(folder / "rank.py"), str(folder))
 planned = [PlannedProcess(name=f"trainer-{i}", role="trainer", argv=rank) for i in range(2)]
 trainer = TrainerGroup(planned, folder, servers, secrets=[], observer=SilentObserver())
@@ -230,15 +453,17 @@ while not trainer.has_ended():
 def test_no_rank_outlives_a_command_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(PREAMBLE + "time.sleep(600)")
     (tmp_path / "command.py").write_text(COMMAND)
-    (tmp_path / "servers.json").write_text(SERVERS.format())
+    (tmp_path / "servers.json").write_bytes(TypeAdapter(RunningServers).dump_json(SERVERS))
     argv = [sys.executable, str(tmp_path / "command.py"), str(tmp_path)]
     with subprocess.Popen(argv) as command:
         try:
-            deadline = time.monotonic() + 180
-            while not all((tmp_path / f"rank-{index}").exists() for index in range(2)):
-                assert time.monotonic() < deadline
-                assert command.poll() is None
-                time.sleep(0.02)
+            wait_for(
+                lambda: (
+                    all((tmp_path / f"rank-{index}").exists() for index in range(2))
+                    or command.poll() is not None
+                ),
+                seconds=180,
+            )
             below = psutil.Process(command.pid).children(recursive=True)
         finally:
             command.kill()

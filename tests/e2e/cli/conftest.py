@@ -1,0 +1,110 @@
+"""The command as a person types it: processes in a user's folder, the test's ``tmp_path``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROJECT = Path(__file__).parents[3]
+
+
+def _environment(**more: str) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if k != "AGENTRL_API_KEY"}
+    env |= {"PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return env | more
+
+
+class Command:
+    """A running ``agentrl``, and what it has printed."""
+
+    def __init__(self, folder: Path, *arguments: str, **env: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "agentrl_cli", *arguments],
+            cwd=folder,
+            env=_environment(**env),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.text = ""
+        self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as lines:
+            for line in lines:
+                with self._changed:
+                    self.text += line
+                    self._changed.notify_all()
+
+    def wait_for(self, text: str, seconds: float = 120) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: text in self.text, seconds), self.text
+
+    def signal(self, number: int, *, at: str) -> None:
+        """Sends a signal once it has printed ``at``."""
+        self.wait_for(at)
+        self.process.send_signal(number)
+
+    def end(self, seconds: float = 300) -> int:
+        """The exit code; nothing that it prints is a traceback."""
+        code = self.process.wait(seconds)
+        self._reader.join(10)
+        assert "Traceback" not in self.text
+        return code
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """Starts a command: ``start("serve", "--config", "c.yaml")``."""
+    started: list[Command] = []
+
+    def run(*arguments: str, **env: str) -> Command:
+        started.append(Command(tmp_path, *arguments, **env))
+        return started[-1]
+
+    yield run
+    for command in started:
+        command.process.kill()
+        command.process.wait()
+        command._reader.join(10)
+
+
+@pytest.fixture
+def finish(start: Callable[..., Command]) -> Callable[..., str]:
+    """What a command printed that ended well."""
+
+    def run(*arguments: str, **env: str) -> str:
+        command = start(*arguments, **env)
+        assert command.end() == 0, command.text
+        return command.text
+
+    return run
+
+
+@pytest.fixture
+def refused(start: Callable[..., Command]) -> Callable[..., str]:
+    """What a command printed that refused its input."""
+
+    def run(*arguments: str, **env: str) -> str:
+        command = start(*arguments, **env)
+        assert command.end() == 2, command.text
+        return command.text
+
+    return run
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, model_folder: Any) -> Path:
+    """A random model of two layers in the user's folder."""
+    return Path(shutil.copytree(model_folder, tmp_path / "tiny"))
