@@ -133,7 +133,15 @@ def _format_nearest_file(path: Path) -> str:
     return format_nearest(str(path), found) if found else "there is no .yaml file beside it"
 
 
-def _walk_lines(node: yaml.Node, prefix: KeyPath, path: Path) -> Iterator[tuple[KeyPath, int]]:
+def _walk_lines(
+    node: yaml.Node, prefix: KeyPath, path: Path, inside: tuple[yaml.Node, ...] = ()
+) -> Iterator[tuple[KeyPath, int]]:
+    if node in inside:
+        raise ConfigError(
+            f"{path}:{node.start_mark.line + 1}: {_format_path(prefix)}: this alias (*name) "
+            "stands inside what it names: write the value out"
+        )
+    inside = (*inside, node)
     if isinstance(node, yaml.MappingNode):
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
@@ -145,11 +153,11 @@ def _walk_lines(node: yaml.Node, prefix: KeyPath, path: Path) -> Iterator[tuple[
                 )
             seen[key] = line
             yield (*prefix, key), line
-            yield from _walk_lines(value_node, (*prefix, key), path)
+            yield from _walk_lines(value_node, (*prefix, key), path, inside)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             yield (*prefix, index), item.start_mark.line + 1
-            yield from _walk_lines(item, (*prefix, index), path)
+            yield from _walk_lines(item, (*prefix, index), path, inside)
 
 
 def _parse_override(text: str) -> tuple[list[str], Any]:

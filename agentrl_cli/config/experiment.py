@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from agentrl_cli.config.algorithm_config import check_algorithm
 from agentrl_cli.config.config_schema import ResumeSafe, StrictConfig
@@ -18,8 +19,17 @@ from agentrl_cli.errors import ConfigError, MissingExtraError
 _WORKERS_PER_CORE = 4
 
 
+def _check_folder_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._\-]*", name):
+        raise ValueError(
+            f"{name!r} becomes a folder name: allowed are letters, digits, '.', '_' and '-', "
+            "beginning with a letter or digit"
+        )
+    return name
+
+
 #: One path segment: experiments and trials become folder names.
-FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._\-]*$", max_length=120)]
+FolderName = Annotated[str, Field(max_length=120), AfterValidator(_check_folder_name)]
 
 
 def count_usable_cores() -> int:

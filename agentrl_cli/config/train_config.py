@@ -97,7 +97,7 @@ class PrefixMismatchesConfig(AlarmConfig):
 class NotFiniteConfig(StrictConfig):
     """A loss or a gradient is NaN or infinite."""
 
-    action: Literal["warn", "stop"] = "stop"
+    action: Annotated[Literal["warn", "stop"], BeforeValidator(_read_off)] = "stop"
     """``stop``: end the run with exit code 1, its weights as they were; ``warn``: leave that
     optimizer update out and continue."""
 

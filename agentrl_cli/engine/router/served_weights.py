@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.engine.protocol import Probe, WeightTransfer, WeightUpdate
@@ -30,6 +30,9 @@ _log = get_logger(__name__)
 
 #: Between two attempts to bring back an unhealthy server.
 _RETRY_SECONDS = 0.5
+#: A server that answers but does not take the weights, which may be large, is given them less and
+#: less often.
+_MAX_RETRY_SECONDS = 10.0
 
 
 class ServedWeights:
@@ -144,6 +147,7 @@ class ServedWeights:
             server.next_version = None
 
     async def _look_after(self, server: RoutedServer) -> None:
+        retry_seconds = _RETRY_SECONDS
         try:
             while True:
                 await self._pool.wait_until(
@@ -152,8 +156,10 @@ class ServedWeights:
                 if server.is_healthy:
                     await self._verify_late(server)
                 else:
-                    await asyncio.sleep(_RETRY_SECONDS)
-                    await self._try_bring_back(server)
+                    await asyncio.sleep(retry_seconds)
+                    is_refusing = await self._try_bring_back(server) == "refused"
+                    longer = min(2 * retry_seconds, _MAX_RETRY_SECONDS)
+                    retry_seconds = longer if is_refusing else _RETRY_SECONDS
         except AgentrlError as error:
             self._pool.fail(error)
         except Exception as error:
@@ -165,7 +171,9 @@ class ServedWeights:
             failure.__cause__ = error
             self._pool.fail(failure)
 
-    async def _try_bring_back(self, server: RoutedServer) -> None:
+    async def _try_bring_back(
+        self, server: RoutedServer
+    ) -> Literal["healthy", "silent", "refused"]:
         """Lets a server serve again if it answers, and takes and holds the current weights."""
         try:
             await server.client.check_health()
@@ -175,16 +183,19 @@ class ServedWeights:
                 raise
             if server.incarnation == 0:
                 server.unhealthy_reason = str(error)
-            return
+            return "silent"
         try:
             await self._bring_back(server)
         except ServerDownError as error:
             _log.debug("%s is down again: %s", server.name, error)
+            return "silent"
         except EngineError as error:
             reason = f"it answers again, but did not take the weights: {shorten(str(error))}"
             if reason != server.unhealthy_reason:
                 _log.warning("engine server %s stays unhealthy: %s", server.name, error)
             server.unhealthy_reason = reason
+            return "refused"
+        return "healthy"
 
     async def _bring_back(self, server: RoutedServer) -> None:
         """Gives the current weights to an unhealthy server, verifies them, and lets it serve.

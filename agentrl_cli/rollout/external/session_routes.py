@@ -22,7 +22,7 @@ from agentrl_cli.records import Interaction
 from agentrl_cli.rollout.external.task_queue import (
     AdminError,
     ExternalSession,
-    RequestBody,
+    ProgramRequest,
     Reward,
     SessionEnd,
     SessionRequest,
@@ -31,12 +31,12 @@ from agentrl_cli.rollout.external.task_queue import (
 from agentrl_cli.tracking.gateway import Limits, read_body
 from agentrl_cli.tracking.protocols.model_request import describe_error, parse_json
 
-BodyT = TypeVar("BodyT", bound=RequestBody)
+BodyT = TypeVar("BodyT", bound=ProgramRequest)
 
 PREFIX = "/agentrl/v1"
 
 
-class RewardRequest(RequestBody):
+class RewardRequest(ProgramRequest):
     """Rewards of a session: of the outcome, or of calls."""
 
     reward: Reward = None

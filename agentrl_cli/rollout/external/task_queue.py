@@ -60,13 +60,13 @@ def _parse_reward(value: Any) -> float | None:
 Reward = Annotated[float | None, BeforeValidator(_parse_reward)]
 
 
-class RequestBody(BaseModel):
+class ProgramRequest(BaseModel):
     """What a program sends."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class SessionRequest(RequestBody):
+class SessionRequest(ProgramRequest):
     """Which task a program asks for."""
 
     task_id: str | None = None
@@ -79,7 +79,7 @@ class SessionRequest(RequestBody):
     """How long to wait for a task."""
 
 
-class SessionEnd(RequestBody):
+class SessionEnd(ProgramRequest):
     """What a program says of a session at its end."""
 
     reward: Reward = None

@@ -592,12 +592,7 @@ class _OpenItem:
     def _build_item(self, status: str, parts: list[dict[str, Any]]) -> Item:
         item: Item = {"id": self._id, "status": status}
         if self.kind == "message":
-            return {**item, "type": "message", "role": "assistant", "content": parts}
+            return item | {"type": "message", "role": "assistant", "content": parts}
         summary, content = (parts, []) if self.kind == "summary" else ([], parts)
-        return {
-            **item,
-            "type": "reasoning",
-            "summary": summary,
-            "content": content,
-            "encrypted_content": None,
-        }
+        item |= {"type": "reasoning", "summary": summary, "content": content}
+        return item | {"encrypted_content": None}

@@ -191,7 +191,7 @@ async def test_a_hanging_server_names_leg_server_and_the_end_of_its_log(tmp_path
     assert message.startswith("the test: vllm-0 (http://127.0.0.1:")
     assert "within 0.1 s" in message
     assert "line 19" in message
-    assert "line 10\n" not in message
+    assert "line 5\n" not in message
     assert KEY not in message
     assert "loaded with ***" in message
 

@@ -9,10 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from agentrl_cli.config.machine import Machine
-from agentrl_cli.train.rendezvous import Rendezvous
 
-from agentrl_cli.config.resolved_run import resolve_run
+from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.protocol import ServerEndpoint
 from agentrl_cli.errors import (
     AgentrlError,
@@ -32,6 +30,7 @@ from agentrl_cli.launch.processes.trainer_protocol import (
     TrainerReport,
     TrainerSpec,
 )
+from agentrl_cli.train.ranks import Rendezvous
 
 
 @pytest.fixture
