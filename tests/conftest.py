@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ if "PYTHONPATH" in os.environ:
     paths = os.environ["PYTHONPATH"].split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, paths))
 
+from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.models.tokenizer_training import train_tokenizer
 from agentrl_cli.tracking.client import TrackingClient
@@ -243,3 +245,20 @@ def watch_largest() -> Callable[[], Any]:
             return made
 
     return Largest
+
+
+@pytest.fixture
+def run_config(tmp_path: Path) -> Callable[..., ExperimentConfig]:
+    """Builds a small configuration whose run folder lies in the test's own; sections may differ."""
+
+    def build(**sections: Any) -> ExperimentConfig:
+        data = {
+            "experiment_name": "exp",
+            "output_dir": str(tmp_path / "runs"),
+            "model": {"path": "m"},
+            "agent_builder_path": "a.b",
+            "train_dataset": {"path": "d"},
+        }
+        return ExperimentConfig.model_validate(data | sections)
+
+    return build

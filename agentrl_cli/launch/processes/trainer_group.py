@@ -133,11 +133,16 @@ class TrainerGroup:
         is_first_killed = self._ranks[0].poll() == _SIGKILLED
         has_lost_sooner = bool(self._lost)
         self._note_lost()
+        if self._ranks[0].poll() is not None and _blames_others(self.events.finish()):
+            # The exchange with a process fails before the process has ended.
+            deadline = time.monotonic() + _NOTICE_SECONDS
+            while not self._lost and time.monotonic() < deadline:
+                time.sleep(0.02)
+                self._note_lost()
         killed = [rank for rank in self._lost if self._ranks[rank].poll() == _SIGKILLED]
         self._kill()
         report = self.events.finish()
-        blames_others = (report.crash or "").startswith(RankLostError.__name__)
-        if is_first_killed or not (has_lost_sooner or killed or blames_others):
+        if is_first_killed or not (has_lost_sooner or killed or _blames_others(report)):
             # They ended because rank 0 did.
             self._lost.clear()
         # Exchanges with a killed rank failed for the others, which may have been seen sooner.
@@ -174,6 +179,10 @@ class TrainerGroup:
         for process in self._ranks:
             process.stop(term_seconds=0, kill_seconds=_KILL_SECONDS)
         shutil.rmtree(self._rendezvous_dir, ignore_errors=True)
+
+
+def _blames_others(report: TrainerReport) -> bool:
+    return (report.crash or "").startswith(RankLostError.__name__)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -60,7 +60,8 @@ class WorkerPool:
         self._idle: list[AgentWorker] = []
         self.workers: set[AgentWorker] = set()
         """All whose process may still run."""
-        self._taken: dict[AgentWorker, asyncio.Semaphore] = {}
+        self._taken: dict[AgentWorker, Callable[[], None]] = {}
+        """What frees each worker that a trajectory has."""
         self._settling: set[asyncio.Task[None]] = set()
         self._is_closed = threading.Event()
 
@@ -78,20 +79,24 @@ class WorkerPool:
         except BaseException:
             slots.release()
             raise
-        self._taken[worker] = slots
+        # A function of its own for every trajectory: one that gave its worker back before must not
+        # take it from the next.
+        free = self._taken[worker] = partial(self._free, slots, worker)
         worker.begin(label)
         try:
             yield worker
         finally:
-            self.give_back(worker)
+            if self._taken.get(worker) is free:
+                self.give_back(worker)
 
     def give_back(self, worker: AgentWorker) -> None:
         """Frees a worker that was taken; it is done when the block ends, and may be before."""
-        slots = self._taken.pop(worker, None)
-        if slots is not None:
-            task = asyncio.get_running_loop().create_task(self._settle(slots, worker))
-            self._settling.add(task)
-            task.add_done_callback(self._settling.discard)
+        self._taken.pop(worker)()
+
+    def _free(self, slots: asyncio.Semaphore, worker: AgentWorker) -> None:
+        task = asyncio.get_running_loop().create_task(self._settle(slots, worker))
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
 
     def close(self) -> None:
         """Ends all workers and what they have started; may be called twice."""

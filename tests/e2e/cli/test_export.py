@@ -8,22 +8,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.store.run_folder import RunFolder
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunFolder:
+def run(run_config) -> RunFolder:
     """A run whose checkpoints hold files of a model, and two of which were evaluated."""
-    config = ExperimentConfig.model_validate(
-        {
-            "experiment_name": "exp",
-            "output_dir": str(tmp_path / "runs"),
-            "model": {"path": "Qwen/Qwen2.5-0.5B-Instruct"},
-            "agent_builder_path": "a.b",
-            "train_dataset": {"path": "tasks.jsonl"},
-        }
-    )
+    config = run_config(model={"path": "Qwen/Qwen2.5-0.5B-Instruct"})
     with RunFolder.create_or_resume(config) as folder:
         for step, reward in ((10, 0.75), (20, 0.5)):
             folder.write_eval(step, [], {"mean_reward": reward})

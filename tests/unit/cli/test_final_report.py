@@ -7,7 +7,6 @@ import pytest
 from rich.console import Console
 
 from agentrl_cli.cli.final_report import build_report_table, find_telling_pair, print_summary
-from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.evaluate.eval_report import build_report
 from agentrl_cli.records import Boundary, Failure, Interaction, MismatchCause, Trajectory
 from agentrl_cli.store.run_folder import RunFolder
@@ -26,17 +25,8 @@ def attempt(task: int, reward: float | None, text: str = "", tokens: int = 1) ->
 
 
 @pytest.fixture
-def folder(tmp_path: Path):
-    config = ExperimentConfig.model_validate(
-        {
-            "experiment_name": "exp",
-            "output_dir": str(tmp_path / "my runs"),
-            "model": {"path": "m"},
-            "agent_builder_path": "a.b",
-            "train_dataset": {"path": "d"},
-        }
-    )
-    with RunFolder.create_or_resume(config) as run:
+def folder(run_config, tmp_path: Path):
+    with RunFolder.create_or_resume(run_config(output_dir=str(tmp_path / "my runs"))) as run:
         yield run
 
 

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.evaluate.eval_report import EvalReport
 from agentrl_cli.evaluate.eval_run import choose_k_values, evaluate
 from agentrl_cli.log import SilentObserver
@@ -40,19 +37,9 @@ class RecordingObserver(SilentObserver):
         self.seen.append((num_done, note))
 
 
-async def test_every_task_is_attempted_reported_and_stored(tmp_path: Path) -> None:
+async def test_every_task_is_attempted_reported_and_stored(run_config) -> None:
     observer = RecordingObserver()
-    folder = RunFolder.for_evaluation(
-        ExperimentConfig.model_validate(
-            {
-                "experiment_name": "exp",
-                "output_dir": str(tmp_path),
-                "model": {"path": "m"},
-                "agent_builder_path": "a.b",
-                "train_dataset": {"path": "d"},
-            }
-        )
-    )
+    folder = RunFolder.for_evaluation(run_config())
     report = await evaluate(
         folder,
         ScriptedWorkflow(),

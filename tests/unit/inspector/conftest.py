@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,16 +117,8 @@ def forked() -> Trajectory:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> ExperimentConfig:
-    return ExperimentConfig.model_validate(
-        {
-            "experiment_name": "exp",
-            "output_dir": str(tmp_path / "runs"),
-            "model": {"path": "m"},
-            "agent_builder_path": "a.b",
-            "train_dataset": {"path": "d"},
-        }
-    )
+def config(run_config) -> ExperimentConfig:
+    return run_config()
 
 
 @pytest.fixture

@@ -46,6 +46,7 @@ class FakeWorker:
         self._script = script
         self.num_tasks = 0
         self.has_ended = False
+        self.is_running = False
         self._how = ""
 
     def wait_until_idle(self, timeout_seconds: float) -> bool:
@@ -59,6 +60,8 @@ class FakeWorker:
 
     async def run(self, spec: AgentSpec, call: Any) -> AgentOutcome:
         assert not self.has_ended
+        assert not self.is_running
+        self.is_running = True
         self.num_tasks += 1
         self._how, script = call, self._script
         script.num_running += 1
@@ -69,6 +72,7 @@ class FakeWorker:
             self.has_ended = True
             raise
         finally:
+            self.is_running = False
             script.num_running -= 1
         if call == "crash":
             self.has_ended = True
@@ -84,7 +88,11 @@ class FakeWorker:
 async def run_one(pool: WorkerPool, how: str) -> str | None:
     async with pool.take(how) as worker:
         running = worker.run(SPEC, how)  # type: ignore[arg-type]
-        return (await asyncio.wait_for(running, 0.01 if how == "late" else 5)).final_answer
+        outcome = await asyncio.wait_for(running, 0.01 if how == "late" else 5)
+        # Its reward takes longer than the next trajectory of the worker.
+        pool.give_back(worker)
+        await asyncio.sleep(0.005)
+        return outcome.final_answer
 
 
 @settings(max_examples=25, deadline=None)

@@ -34,19 +34,10 @@ class FakeLearner:
 
 
 @pytest.fixture
-def make_config(tmp_path: Path):
+def make_config(run_config):
     def make(**train: Any) -> ExperimentConfig:
-        return ExperimentConfig.model_validate(
-            {
-                "experiment_name": "exp",
-                "output_dir": str(tmp_path / "runs"),
-                "model": {"path": "builtin:calculator"},
-                "agent_builder_path": "a.b",
-                "train_dataset": {"path": "tasks.jsonl"},
-                "valid_dataset": {"path": "tasks.jsonl"},
-                "train": {"total_steps": 100, **train},
-            }
-        )
+        valid = {"path": "tasks.jsonl"}
+        return run_config(valid_dataset=valid, train={"total_steps": 100, **train})
 
     return make
 
