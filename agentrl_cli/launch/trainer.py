@@ -43,7 +43,8 @@ from agentrl_cli.train.loop import RunCoordinator, StopFlag, TrainingLoop
 from agentrl_cli.train.monitor.batch_metrics import BatchProgress
 from agentrl_cli.train.monitor.loggers import build_loggers
 from agentrl_cli.train.publish import build_probes
-from agentrl_cli.train.ranks import Ranks, Rendezvous, open_ranks
+from agentrl_cli.train.ranks import Ranks, open_ranks
+from agentrl_cli.train.rendezvous import Rendezvous
 from agentrl_cli.train.resume import (
     CheckpointSaver,
     find_first_rolled_step,

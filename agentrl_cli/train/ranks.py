@@ -39,6 +39,8 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from agentrl_cli.train.rendezvous import RankLostError, Rendezvous
+
 #: The longest exchange is that with a rank 0 that writes a checkpoint to a slow disk, or with
 #: another rank that loads its model.
 _EXCHANGE_SECONDS = 3600.0
@@ -49,20 +51,6 @@ _BROADCAST_SECONDS = 30 * 24 * 3600.0
 T = TypeVar("T")
 
 _LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
-
-
-class RankLostError(RuntimeError):
-    """Another rank has ended, or has not come to an exchange in time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
-    """Which of the ranks a process is, and where it meets the others."""
-
-    index: int
-    count: int
-    path: str
-    """A file that does not exist yet, in a folder that only this user can open."""
 
 
 @dataclass(frozen=True, slots=True)

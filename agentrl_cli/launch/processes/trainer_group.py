@@ -28,7 +28,7 @@ from agentrl_cli.launch.processes.trainer_protocol import (
     TrainerSpec,
 )
 from agentrl_cli.log import Observer, get_logger
-from agentrl_cli.train.ranks import RankLostError
+from agentrl_cli.train.rendezvous import RankLostError
 
 if TYPE_CHECKING:
     from agentrl_cli.train.loop import StopFlag

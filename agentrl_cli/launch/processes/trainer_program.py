@@ -24,7 +24,7 @@ from agentrl_cli.launch.processes.trainer_protocol import (
 )
 from agentrl_cli.launch.trainer import PPOTrainer, run_trainer, train_beside
 from agentrl_cli.store.resume_check import load_saved_config
-from agentrl_cli.train.ranks import Rendezvous
+from agentrl_cli.train.rendezvous import Rendezvous
 
 
 class _SignalFlag:

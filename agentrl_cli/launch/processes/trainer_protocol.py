@@ -18,7 +18,7 @@ from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.protocol import ServerEndpoint
 from agentrl_cli.errors import AgentrlError, UserInputError, build_error
 from agentrl_cli.log import Observer, get_logger
-from agentrl_cli.train.ranks import Rendezvous
+from agentrl_cli.train.rendezvous import Rendezvous
 
 _log = get_logger(__name__)
 

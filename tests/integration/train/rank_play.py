@@ -22,7 +22,8 @@ from agentrl_cli.errors import RunError
 from agentrl_cli.records import Trajectory
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.loop import TrainingLoop
-from agentrl_cli.train.ranks import SINGLE, RankLostError, Ranks, Rendezvous, open_ranks
+from agentrl_cli.train.ranks import SINGLE, Ranks, open_ranks
+from agentrl_cli.train.rendezvous import RankLostError, Rendezvous
 
 
 @dataclass(frozen=True, kw_only=True)

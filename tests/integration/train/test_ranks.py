@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl_cli.train.ranks import Rendezvous
+from agentrl_cli.train.rendezvous import Rendezvous
 
 _PLAY = Path(__file__).parent / "rank_play.py"
 #: Ten times what they take on a core of their own.

@@ -30,7 +30,7 @@ from agentrl_cli.launch.processes.trainer_protocol import (
     TrainerReport,
     TrainerSpec,
 )
-from agentrl_cli.train.ranks import Rendezvous
+from agentrl_cli.train.rendezvous import Rendezvous
 
 
 @pytest.fixture
