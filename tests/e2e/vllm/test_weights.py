@@ -271,7 +271,8 @@ class Meddling:
                     self.meddle(folder)
                 await server.load_weights(folder)
 
-            await update.apply(SimpleNamespace(load_weights=load_weights))  # type: ignore[arg-type]
+            served = SimpleNamespace(load_weights=load_weights, load_adapter=server.load_adapter)
+            await update.apply(served)  # type: ignore[arg-type]
 
         return WeightUpdate(version, apply)
 
