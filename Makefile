@@ -30,8 +30,9 @@ quickstart-vllm: $(VENV)/.installed-vllm  ## The same, sampled by two vLLM serve
 
 vllm: $(VENV)/.installed-vllm  ## Install vLLM: the GPU build where there is a GPU, else the CPU build.
 
-# A file's tests share what they set up. Each worker takes one or two GB of memory.
-PARALLEL := -n auto --maxprocesses 4 --dist loadfile
+# A file's tests share what they set up, and the longest files come first (pyproject.toml). Each worker
+# takes one or two GB of memory.
+PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed-test  ## The tests of every part, in a few minutes.
 	$(BIN)/python -m pytest -m "not vllm and not slow" $(PARALLEL) $(PYTEST_ARGS)

@@ -96,6 +96,7 @@ def bare_python(folder: Path) -> str:
     return "engine.python=bare/bin/python"
 
 
+@pytest.mark.slow
 def test_dry_run_shows_servers_and_says_what_cannot_be_started(
     folder: Path, refused: Run, bare_python: str
 ) -> None:
@@ -108,6 +109,7 @@ def test_dry_run_shows_servers_and_says_what_cannot_be_started(
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--overwrite",)])
 def test_servers_are_not_started_and_nothing_is_deleted_for_a_mistake(
     folder: Path, refused: Run, bare_python: str, arguments: tuple[str, ...]
@@ -188,6 +190,7 @@ def run(folder: Path) -> Path:
         yield run_folder.path.relative_to(folder)
 
 
+@pytest.mark.slow
 def test_a_run_is_inspected_while_it_goes_on(run: Path, finish: Run) -> None:
     inspect = ("inspect-trajectories", str(run))
     assert "step 1" in finish(*inspect)

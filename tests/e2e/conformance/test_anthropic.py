@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from agentrl_cli import build_anthropic_client
 from agentrl_cli.tracking.client import TrackingClient
 
-pytestmark = pytest.mark.anthropic
+pytestmark = [pytest.mark.anthropic, pytest.mark.slow]
 
 Open = Callable[..., TrackingClient]
 USER: Any = {"role": "user", "content": "What is 2 + 2?"}

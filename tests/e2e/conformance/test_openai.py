@@ -17,6 +17,8 @@ import pytest
 
 from agentrl_cli.tracking.client import TrackingClient
 
+pytestmark = pytest.mark.slow
+
 Open = Callable[..., TrackingClient]
 Check = Callable[[TrackingClient, Any], None]
 PARAMETERS = {

@@ -41,6 +41,7 @@ class WantsOneToken(RolloutWorkflow):
         return client.export_interactions("individual")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_probability_of_the_wanted_token_rises_above_nine_tenths(
     project: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,8 @@ import torch
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.errors import EngineError, EngineTimeoutError
 
+pytestmark = pytest.mark.slow
+
 IDS = list(range(20, 60))
 NAME = "model.layers.1.mlp.up_proj.weight"
 

@@ -193,6 +193,7 @@ def run(folder, chat_tokenizer, scripted_engine, open_client):
     return run_questions
 
 
+@pytest.mark.slow
 async def test_each_fault_is_one_trajectorys_own(run, folder):
     faults = {
         "ctypes.string_at(0)": (Boundary.AGENT, "AgentCrashError", "killed by SIGSEGV"),
