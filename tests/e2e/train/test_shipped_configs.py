@@ -44,13 +44,12 @@ def run(arguments: list[str], folder: Path = ROOT, **environment: str) -> str:
 
 @pytest.mark.openai_agents
 @pytest.mark.timeout(1200)
-def test_the_quickstart_runs_in_small(tmp_path: Path) -> None:
-    """Two steps: what they teach is for the whole quickstart to show."""
+def test_the_quickstart_runs_in_small(tmp_path: Path, model_folder: Path) -> None:
+    """Two steps of a random model: what they teach is for the whole quickstart to show."""
     pytest.importorskip("agents")
     command = ["-m", "agentrl_cli", "train", "--config", "configs/quickstart.yaml"]
-    output = run(
-        [*command, "train.total_steps=2", "valid_dataset.limit=16", f"output_dir={tmp_path}"]
-    )
+    small = ["train.total_steps=2", "valid_dataset.limit=16", f"model.path={model_folder}"]
+    output = run([*command, *small, f"output_dir={tmp_path}"])
     folder = RunFolder.open(tmp_path / "quickstart" / "t0")
     check_steps(folder, 2)
     assert [folder.read_eval_report(step)["num_tasks"] for step in folder.eval_steps()] == [16, 16]
