@@ -24,7 +24,7 @@ def prepare_layers(model: PreTrainedModel, device: torch.device, train: TrainCon
     """Makes ``model`` compute packed samples on ``device``, as the engine does: without dropout.
 
     With it the trainer's logprobs would be of another policy. (Dropout of the attention is never
-    applied, see ``attention.py``.)
+    applied, see ``packed_attention.py``.)
 
     Raises:
         ModelError: the architecture has its attention built in, or ``train.compile`` asks for
