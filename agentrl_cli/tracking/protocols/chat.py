@@ -105,7 +105,7 @@ class _Body(_Conversation, RequestBody):
     }
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
-    stream_options: _StreamOptions = _StreamOptions()
+    stream_options: _StreamOptions = Field(default_factory=_StreamOptions)
     n: Annotated[int, Field(ge=1, le=128)] = 1
     stop: Stops = Field([])
     max_tokens: Limit | None = None

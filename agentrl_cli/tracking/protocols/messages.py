@@ -198,11 +198,11 @@ class _Body(RequestBody):
     ]
     system: _Texts = Field([])
     tools: list[_Tool] = Field([], max_length=1024)
-    tool_choice: _ToolChoice = _ToolChoice(type="auto")
+    tool_choice: _ToolChoice = Field(default_factory=lambda: _ToolChoice(type="auto"))
     max_tokens: Limit | None = None
     stop_sequences: Stops = Field([])
     thinking: _Thinking | None = None
-    output_config: _OutputConfig = _OutputConfig()
+    output_config: _OutputConfig = Field(default_factory=_OutputConfig)
     thread: _Thread | None = None
 
 

@@ -185,11 +185,11 @@ class _Body(RequestBody):
     parallel_tool_calls: bool = True
     previous_response_id: str | None = None
     prompt_cache_key: str | None = None
-    reasoning: _Reasoning = _Reasoning()
+    reasoning: _Reasoning = Field(default_factory=_Reasoning)
     safety_identifier: str | None = None
     store: bool = True
     stream_options: _StreamOptions = Field(_StreamOptions(), exclude=True)
-    text: _Text = _Text()
+    text: _Text = Field(default_factory=_Text)
     tool_choice: Any = "auto"
     tools: list[_Tool] = Field([], max_length=1024, exclude=True)
     top_logprobs: TopLogprobs = 0

@@ -13,6 +13,8 @@ import pytest
 
 from agentrl_cli.records import Interaction, MismatchCause
 from agentrl_cli.tracking.client import TrackingClient
+from agentrl_cli.tracking.template import ChatTemplate
+from tests.unit.tracking.conftest import build_tokenizer
 
 Open = Callable[..., TrackingClient]
 USER = {"role": "user", "content": "What is the weather in Paris?"}
@@ -436,3 +438,19 @@ async def test_changed_tools_are_still_a_changed_template(
     first = await ask(client, [USER], tools=[TOOL])
     await ask(client, [USER, first, AGAIN], tools=[OTHER])
     assert client.interactions[1].mismatch_cause is MismatchCause.TEMPLATE_CHANGED
+
+
+@pytest.mark.parametrize("state", ["padding", "truncation", "split_special_tokens"])
+def test_what_else_a_tokenizer_is_set_to_does_not_change_ids(state: str) -> None:
+    tokenizer = build_tokenizer()
+    text = "<|im_start|>user\nWhat is the weather in Paris?<|im_end|>\n"
+    expected = tuple(build_tokenizer().encode(text, add_special_tokens=False))
+    if state == "split_special_tokens":
+        tokenizer.split_special_tokens = True
+        expected = tuple(tokenizer.encode(text, add_special_tokens=False))
+    template = ChatTemplate(tokenizer)
+    if state == "padding":
+        tokenizer.backend_tokenizer.enable_padding(length=64)
+    elif state == "truncation":
+        tokenizer.backend_tokenizer.enable_truncation(3)
+    assert template.encode(text) == expected
