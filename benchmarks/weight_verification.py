@@ -217,6 +217,7 @@ class Cell:
         finally:
             publish._check = check
         self._ratios.setdefault(kind, []).append(found[0])
+        print(f"{self._version} {kind}: {found[0]:.3g} of what is allowed", file=sys.stderr)
 
     async def measure(self) -> dict[str, Any]:
         """Everything that the table shows of the cell."""
