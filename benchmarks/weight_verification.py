@@ -199,8 +199,8 @@ class Cell:
         self._version += 1
         prompts = self._own_prompts
         if self._version % 2:
-            at = 4 * self._version % len(self._texts)
-            prompts = [text[: 8 + 4 * i] for i, text in enumerate(self._texts[at : at + 4])]
+            at = 8 * self._version % len(self._texts)
+            prompts = [text[: 9 + i] for i, text in enumerate(self._texts[at : at + 8])]
         found: list[float] = []
         check = publish._check
 

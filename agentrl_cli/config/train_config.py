@@ -169,7 +169,7 @@ class TrainConfig(StrictConfig):
     alarms: ResumeSafe[AlarmsConfig] = AlarmsConfig()
     probe_tolerance: ResumeSafe[float | None] = Field(None, gt=0.0)
     """Maximum |engine - trainer| logprob after a weight publication, in nats: the mean over likely
-    tokens, weighted by probability. null: 4 times the trainer's own rounding (its pass in
+    tokens, weighted by probability. null: 5 times the trainer's own rounding (its pass in
     ``model.dtype`` against one in float32), at least 1e-3."""
 
     @field_validator("critic")

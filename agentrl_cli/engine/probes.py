@@ -47,31 +47,26 @@ def read_likely(generations: Sequence[Generation]) -> list[Logprobs]:
 
 
 def compute_probe_gap(engine: Sequence[Logprobs], trainer: Sequence[Logprobs]) -> ProbeGap:
-    """The gap over the tokens in ``trainer``, of which there is at least one.
+    """The gap over the tokens of both sides, of which there is at least one.
 
-    A token that the engine did not report is less likely to it than all that it did report.
+    A token that one side did not report is less likely to it than all that it did report.
     """
-    weighted, weights, largest, worst = 0.0, 0.0, 0.0, (-1.0, "")
+    total, weights, largest, worst = 0.0, 0.0, 0.0, (-1.0, "")
     for index, (said, expected) in enumerate(zip(engine, trainer, strict=True)):
-        lowest = min(said.values(), default=-math.inf)
-        for token, logprob in expected.items():
-            found = said.get(token, min(lowest, logprob))
-            gap = abs(found - logprob)
+        lowest_said = min(said.values(), default=-math.inf)
+        lowest_expected = min(expected.values(), default=-math.inf)
+        for token in said | expected:
+            found = said[token] if token in said else min(lowest_said, expected[token])
+            truth = expected[token] if token in expected else min(lowest_expected, found)
+            gap = abs(found - truth)
             gap = math.inf if math.isnan(gap) else gap
-            weight = (_chance(found) + _chance(logprob)) / 2
-            # Also where it is infinite on tokens without weight.
-            part = gap * weight if weight else (math.inf if gap == math.inf else 0.0)
-            weighted, weights, largest = weighted + part, weights + weight, max(largest, gap)
-            worst = max(
-                worst,
-                (
-                    part,
-                    f"prompt {index}, token {token}: engine logprob {found:.6f}, trainer "
-                    f"{logprob:.6f}",
-                ),
-            )
-    mean = weighted / weights if weights else math.inf
-    return ProbeGap(mean, largest, worst[1])
+            weight = (_chance(found) + _chance(truth)) / 2
+            # Infinite also where the weight is 0.
+            part = gap * weight if gap < math.inf else gap
+            total, weights, largest = total + part, weights + weight, max(largest, gap)
+            numbers = f"engine logprob {found:.6f}, trainer {truth:.6f}"
+            worst = max(worst, (part, f"prompt {index}, token {token}: {numbers}"))
+    return ProbeGap(total / weights if weights else math.inf, largest, worst[1])
 
 
 def compare_with_probes(generations: Sequence[Generation], probes: Sequence[Probe]) -> ProbeGap:

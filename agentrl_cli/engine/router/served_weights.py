@@ -273,9 +273,8 @@ class ServedWeights:
         if self._probes is None or self._probes[0] != version:
             return
         probes = self._probes[1]
-        gap = compare_with_probes(
-            [await self._ask(server, probe.prompt_ids) for probe in probes], probes
-        )
+        asked = (self._ask(server, probe.prompt_ids) for probe in probes)
+        gap = compare_with_probes(await asyncio.gather(*asked), probes)
         # Not "gap > tolerance": a NaN must not pass.
         if not gap.mean <= probes[0].tolerance:
             raise WeightMismatchError(
