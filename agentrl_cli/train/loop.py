@@ -23,7 +23,7 @@ from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.monitor.alarms import Alarms
 from agentrl_cli.train.monitor.batch_metrics import BatchProgress, summarize_trajectories
 from agentrl_cli.train.monitor.loggers import MetricsLogger
-from agentrl_cli.train.publish import publish_and_verify, resolve_probe_tolerance
+from agentrl_cli.train.publish import publish_and_verify
 from agentrl_cli.train.ranks import Ranks
 from agentrl_cli.train.resume import CheckpointSaver
 
@@ -87,7 +87,7 @@ class TrainingLoop:
         if self.coordinator is not None:
             return self.coordinator.publish(version)
         self.learner.weights()
-        self.learner.compute_logprobs([])
+        self.learner.score_probes([], [])
         return {}
 
 
@@ -178,7 +178,7 @@ class RunCoordinator:
                 self.learner,
                 version,
                 self.probes,
-                resolve_probe_tolerance(self.config),
+                self.config.train.probe_tolerance,
             ),
             self.config.engine.compute_publish_deadline(),
         )

@@ -9,10 +9,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Literal
 
 from agentrl_cli.config.experiment import EngineConfig
-from agentrl_cli.engine.protocol import Probe, WeightTransfer, WeightUpdate
+from agentrl_cli.engine.probes import PROBE_SAMPLING, compare_with_probes
+from agentrl_cli.engine.protocol import (
+    Generation,
+    Probe,
+    WeightTransfer,
+    WeightUpdate,
+    join_pieces,
+)
 from agentrl_cli.engine.router.server_pool import RoutedServer, ServerPool, shorten
 from agentrl_cli.errors import (
     AgentrlError,
@@ -47,6 +55,7 @@ class ServedWeights:
     def __init__(self, pool: ServerPool, transfer: WeightTransfer, config: EngineConfig) -> None:
         self._pool = pool
         self._transfer = transfer
+        self._config = config
         self._wait_seconds = config.publish_timeout_seconds + config.start_timeout_seconds
         # Held while servers are given weights, so that none gets older ones after newer.
         self._lock = asyncio.Lock()
@@ -263,20 +272,27 @@ class ServedWeights:
             )
         if self._probes is None or self._probes[0] != version:
             return
-        for index, probe in enumerate(self._probes[1]):
-            logprobs = await server.client.score(probe.token_ids, probe.num_prompt_tokens)
-            _compare(server.name, version, index, probe, logprobs)
+        probes = self._probes[1]
+        asked = (self._ask(server, probe.prompt_ids) for probe in probes)
+        gap = compare_with_probes(await asyncio.gather(*asked), probes)
+        # Not "gap > tolerance": a NaN must not pass.
+        if not gap.mean <= probes[0].tolerance:
+            raise WeightMismatchError(
+                f"{server.name} recovered and was given policy version {version}, but does not "
+                f"hold the trainer's weights. {gap.describe(probes[0].tolerance)}"
+            )
         server.is_verified = True
 
-
-def _compare(name: str, version: int, index: int, probe: Probe, logprobs: Sequence[float]) -> None:
-    for place, (engine, trainer) in enumerate(zip(logprobs, probe.logprobs, strict=True)):
-        # Not "gap > tolerance": a NaN must not pass.
-        if not abs(engine - trainer) <= probe.tolerance:
-            raise WeightMismatchError(
-                f"{name} recovered and was given policy version {version}, but does not hold the "
-                f"trainer's weights. Probe {index}, completion token {place} (id "
-                f"{probe.token_ids[probe.num_prompt_tokens + place]}): engine logprob "
-                f"{engine:.6f}, trainer {trainer:.6f}, apart by {abs(engine - trainer):.2e}; "
-                f"allowed {probe.tolerance:.2e}"
-            )
+    async def _ask(self, server: RoutedServer, prompt_ids: Sequence[int]) -> Generation:
+        """What the server, which serves no calls, says of the next token."""
+        seconds = self._config.generate_timeout_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                pieces = server.client.stream(prompt_ids, PROBE_SAMPLING)
+                async with aclosing(pieces):
+                    return join_pieces([piece async for piece in pieces])
+        except TimeoutError:
+            raise EngineTimeoutError(
+                f"{server.name} did not answer a probe within {seconds:g} s "
+                "(engine.generate_timeout_seconds)"
+            ) from None

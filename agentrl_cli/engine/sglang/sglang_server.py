@@ -142,24 +142,6 @@ class SglangServer(EngineServer):
             for top, mask, entry, logprob in zip(tops, masks, plain, logprobs, strict=True)
         ]
 
-    def _format_score(
-        self, token_ids: Sequence[int], start: int, adapter: LoraAdapter | None
-    ) -> dict[str, Any]:
-        body: dict[str, Any] = {
-            "input_ids": list(token_ids),
-            # No prompt logprobs come without sampling one token.
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
-            "return_logprob": True,
-            # The entry there is always empty; that of the next token is the first with a logprob.
-            "logprob_start_len": start - 1,
-        }
-        return body if adapter is None else {**body, "lora_path": adapter.name}
-
-    def _read_scores(
-        self, reply: dict[str, Any], token_ids: Sequence[int], start: int
-    ) -> list[Any]:
-        return [entry[0] for entry in reply["meta_info"]["input_token_logprobs"][1:]]
-
     async def check_health(self) -> int:
         try:
             if not self._is_paused:

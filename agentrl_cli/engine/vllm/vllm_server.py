@@ -105,19 +105,6 @@ class VllmServer(EngineServer):
         piece = self._build_piece(sampling, choice["token_ids"], logprobs, tops, reason, stop)
         return piece, choice.get("weight_versions")
 
-    def _format_score(
-        self, token_ids: Sequence[int], start: int, adapter: LoraAdapter | None
-    ) -> dict[str, Any]:
-        # vLLM computes the whole prompt then, whatever its prefix cache holds.
-        params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False}
-        return self._format_body(token_ids, params, adapter)
-
-    def _read_scores(
-        self, reply: dict[str, Any], token_ids: Sequence[int], start: int
-    ) -> list[Any]:
-        pairs = zip(token_ids[start:], reply["prompt_logprobs"][start:], strict=True)
-        return [entry[str(token)]["logprob"] for token, entry in pairs]
-
     async def pause(self) -> None:
         self._salt = None
         try:

@@ -158,12 +158,26 @@ def build_scoring_sample(
     """A sample whose tokens from position ``start`` on are scored; for logprobs alone."""
     input_ids = torch.tensor(token_ids, dtype=torch.long)
     sources = torch.arange(max(start, 1) - 1, len(token_ids) - 1)
+    return _score_at(input_ids, sources, input_ids[sources + 1], temperature, top_p)
+
+
+def build_candidate_sample(prompt_ids: Sequence[int], candidate_ids: Sequence[int]) -> Sample:
+    """A sample in which each candidate is scored as the token after the prompt."""
+    input_ids = torch.tensor(prompt_ids, dtype=torch.long)
+    sources = torch.full((len(candidate_ids),), len(prompt_ids) - 1)
+    return _score_at(input_ids, sources, torch.tensor(candidate_ids, dtype=torch.long), 1.0, 1.0)
+
+
+def _score_at(
+    input_ids: Tensor, sources: Tensor, ids: Tensor, temperature: float, top_p: float
+) -> Sample:
+    """A sample for logprobs alone, of ``ids`` as predicted from ``sources``."""
     count = len(sources)
     return Sample(
         input_ids=input_ids,
         targets=Targets(
             sources=sources,
-            ids=input_ids[sources + 1],
+            ids=ids,
             rollout_logprobs=torch.zeros(count),
             versions=torch.full((count,), -1),
             advantages=torch.zeros(count),

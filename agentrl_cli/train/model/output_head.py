@@ -158,8 +158,12 @@ def score_targets(
     if is_linear(head):
         is_trained = any(p is not None and p.requires_grad for p in (head.weight, head.bias))
         keeps_unit = torch.is_grad_enabled() and not is_trained
+        # Of another type where the model computes in float32 for once.
+        weight, bias = (
+            None if p is None else p.to(hidden_states.dtype) for p in (head.weight, head.bias)
+        )
         scores: tuple[Tensor, Tensor] = _ScoresOfHead.apply(  # type: ignore[no-untyped-call]
-            hidden_states, head.weight, head.bias, choices, max_logits, keeps_unit
+            hidden_states, weight, bias, choices, max_logits, keeps_unit
         )
         return scores
     # Tiles of any other head are computed once more in the backward pass.

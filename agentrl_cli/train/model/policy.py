@@ -19,6 +19,7 @@ from agentrl_cli.train.checkpoint import STATE_DIR, load_optimizer_state, load_w
 from agentrl_cli.train.data.packing import MicroBatch
 from agentrl_cli.train.data.samples import Sample
 from agentrl_cli.train.masks import MaskMaker
+from agentrl_cli.train.model.float32_pass import computing_in_float32
 from agentrl_cli.train.model.layers import prepare_layers, set_checkpointing
 from agentrl_cli.train.model.optimizer import MasterOptimizer, cast_weights
 from agentrl_cli.train.model.output_head import (
@@ -111,6 +112,11 @@ class Policy(TrainedModel[TokenLogprobs]):
             return self.score(samples)
         finally:
             self.model.enable_adapters()
+
+    def score_in_float32(self, samples: Sequence[Sample]) -> dict[int, Tensor]:
+        """As :meth:`score`, computed in float32 from the weights as they are."""
+        with computing_in_float32(self.model):
+            return self.score(samples)
 
     def build_mask_maker(self) -> MaskMaker | None:
         """What makes the masks of constrained tokens; its table is the step's own."""

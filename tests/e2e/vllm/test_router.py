@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import Generation, Probe, Sampling, join_pieces
@@ -151,13 +152,10 @@ async def test_no_call_fails_when_a_server_is_killed(
         # Published while the server is started again: it must come back with these.
         await router.publish_weights(2, models[2].state_dict())
         ids = tuple(range(20, 40))
-        rest = Generation(
-            completion_ids=ids[4:], rollout_logprobs=(), versions=(), finish_reason="length"
-        )
-        truth = compute_truth(models[2], ids[:4], rest, Sampling()).tolist()
-        probe = Probe(
-            token_ids=ids, num_prompt_tokens=4, logprobs=tuple(truth), tolerance=TOLERANCE
-        )
+        with torch.no_grad():
+            logprobs = models[2](torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        likely = enumerate(logprobs.tolist())
+        probe = Probe(prompt_ids=ids, logprobs=tuple(likely), tolerance=TOLERANCE)
         router.expect(2, [probe])
         await wait_for(lambda: len(router.replicas) == 2, 240)
         num_prompts = len(servers[0].prompts)

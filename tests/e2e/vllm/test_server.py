@@ -185,20 +185,6 @@ async def test_calls_of_new_weights_use_no_cache_of_old_ones(
     assert await server.policy_version() == 2
 
 
-async def test_scores_equal_a_forward_pass_whatever_the_cache_holds(
-    server: Any, models: list[Any], compute_truth: ComputeTruth
-) -> None:
-    ids = tuple(range(5, 105))
-    await server.generate(ids, Sampling(max_tokens=2))
-    rest = Generation(
-        completion_ids=ids[1:], rollout_logprobs=(), versions=(), finish_reason="length"
-    )
-    expected = compute_truth(models[0], ids[:1], rest, Sampling())
-    assert find_gap(await server.score(ids, 1), expected) < TOLERANCE
-    assert find_gap(await server.score(ids, 60), expected[59:]) < TOLERANCE
-    assert await server.score(ids, len(ids)) == []
-
-
 async def test_a_stop_text_ends_the_completion_and_keeps_its_tokens(
     server: Any, chat_tokenizer: Any
 ) -> None:
@@ -423,8 +409,6 @@ async def test_a_call_keeps_the_adapter_that_it_began_with(
         expected = compute_truth(model, PROMPT, generation, Sampling())
         assert find_gap(generation.rollout_logprobs, expected) < TOLERANCE
     assert await server.policy_version() == 3
-    scores = await server.score([*PROMPT, *new.completion_ids], len(PROMPT))
-    assert find_gap(scores, expected) < TOLERANCE
 
     await server.load_adapter(tmp_path / "1", 4)
     loaded = await list_adapters()

@@ -32,8 +32,9 @@ from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
 from agentrl_cli.errors import WeightMismatchError
 from agentrl_cli.launch.run_models import find_tied_names
 from agentrl_cli.launch.servers.server_group import ServerGroup
+from agentrl_cli.models.pretrained import load_model, load_tokenizer
 from agentrl_cli.train.learner import Learner
-from agentrl_cli.train.publish import publish_and_verify
+from agentrl_cli.train.publish import build_probes, publish_and_verify
 
 NUM_COMPLETIONS = 200
 NUM_PUBLICATIONS = 5
@@ -236,6 +237,27 @@ async def test_a_stale_head_stops_the_run(
             with pytest.raises(WeightMismatchError) as caught:
                 await publish_and_verify(engine, learner, version, PROBES, TOLERANCE)
             assert "vllm-0 does not hold the trainer's weights" in str(caught.value)
+
+
+async def test_a_real_model_in_bfloat16_is_verified(
+    real_model, make_vllm_config, start_server_group
+):
+    model = {"path": str(real_model), "dtype": "bfloat16"}
+    config = make_vllm_config(real_model, model=model)
+    server_group = start_server_group(config)
+    learner = Learner(load_model(str(real_model), "float32", "cpu"), config)
+    prompts = build_probes(load_tokenizer(real_model), 512)
+    transfer = Meddling()
+    async with open_engine(config, server_group, learner, transfer) as engine:
+        for version in (1, 2):
+            metrics = await publish_and_verify(engine, learner, version, prompts)
+            assert metrics["probe_gap_mean"] < metrics["probe_tolerance"] < 0.2
+        old = learner.weights()[NAME].clone()
+        with torch.no_grad():
+            learner.model.get_parameter(NAME).mul_(-1.0)
+        transfer.meddle = lambda folder: write_tensor(folder, old)
+        with pytest.raises(WeightMismatchError, match="weighted by probability"):
+            await publish_and_verify(engine, learner, 3, prompts)
 
 
 async def test_a_version_that_somebody_else_sets_stops_the_run(

@@ -12,8 +12,9 @@ from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.errors import WeightMismatchError
+from agentrl_cli.models.pretrained import load_model, load_tokenizer
 from agentrl_cli.train.learner import Learner
-from agentrl_cli.train.publish import publish_and_verify
+from agentrl_cli.train.publish import build_probes, publish_and_verify
 
 PROBES = [[5, 6, 7, 8], [9, 10], [11] * 20]
 
@@ -48,6 +49,28 @@ async def test_three_updates_are_published_and_verified(
         metrics = await publish_and_verify(engine, learner, version, PROBES, 1e-4)
         assert metrics["probe_gap_max"] < 1e-4
     assert await engine.policy_version() == 3
+
+
+async def test_a_real_model_in_bfloat16_is_verified(real_model, build_config):
+    """Its rare tokens round by more than stale weights move likely ones."""
+    model, tokenizer = load_model(str(real_model), "bfloat16", "cpu"), load_tokenizer(real_model)
+    engine = EmbeddedEngine(
+        model, tokenizer, EngineConfig(max_model_len=128, num_threads=1), model_name="real"
+    )
+    learner = Learner(load_model(str(real_model), "float32", "cpu"), build_config(dtype="bfloat16"))
+    prompts = build_probes(tokenizer, 128)
+    for version, text in enumerate(("", " The colours of the sea", " 17 + 25 = 42, so")):
+        more = tokenizer.encode(text, add_special_tokens=False)
+        metrics = await publish_and_verify(engine, learner, version, [p + more for p in prompts])
+        assert metrics["probe_gap_mean"] < metrics["probe_tolerance"] < 0.2
+    published, name = learner.weights, "model.layers.7.mlp.down_proj.weight"
+    old = published()[name].clone()
+    with torch.no_grad():
+        learner.model.get_parameter(name).mul_(-1.0)
+    learner.weights = lambda: published() | {name: old}
+    with pytest.raises(WeightMismatchError, match="weighted by probability"):
+        await publish_and_verify(engine, learner, 3, prompts)
+    await engine.close()
 
 
 async def test_temperature_and_top_p_agree(engine, build_tiny_model, build_config, tied):

@@ -158,13 +158,6 @@ def test_spans_that_leave_a_token_in_doubt_are_refused(
     assert versions == tuple(owners[i + 3][0] for i in range(num_tokens))
 
 
-async def test_scores_of_other_tokens_are_refused(server: EngineServer, faulty: Any) -> None:
-    for reply in ({}, {"prompt_logprobs": [None]}, {"meta_info": {"input_token_logprobs": [1]}}):
-        faulty.answers[faulty.generate_path] = reply
-        with pytest.raises(EngineError, match="logprobs of a prompt that cannot be used"):
-            await server.score([5, 6, 7], 1)
-
-
 @pytest.mark.parametrize(("label", "version"), [("default", UNKNOWN_VERSION), ("0", 0), ("12", 12)])
 async def test_versions_are_numbers(
     server: EngineServer, faulty: Any, label: str, version: int

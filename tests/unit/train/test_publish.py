@@ -32,7 +32,7 @@ class FaultyReplica:
     version_error: Exception | None = None
     generate_error: Exception | None = None
     version: int = 0
-    seeds: list[int | None] = field(default_factory=list)
+    samplings: list[Sampling] = field(default_factory=list)
 
     async def policy_version(self) -> int:
         if self.version_error is not None:
@@ -40,15 +40,17 @@ class FaultyReplica:
         return self.version + self.version_offset
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> Generation:
-        self.seeds.append(sampling.seed)
+        self.samplings.append(sampling)
         await asyncio.sleep(0)
         if self.generate_error is not None:
             raise self.generate_error
+        likely = tuple(zip((40, 41), self.logprobs, strict=False))
         return Generation(
-            completion_ids=(40, 41)[: len(self.logprobs)],
-            rollout_logprobs=self.logprobs,
-            versions=(self.version + self.sampled_version_offset,) * len(self.logprobs),
+            completion_ids=(40,),
+            rollout_logprobs=(-1.0,),
+            versions=(self.version + self.sampled_version_offset,),
             finish_reason="length",
+            top_logprobs=(likely,) if likely else (),
         )
 
 
@@ -69,23 +71,25 @@ class FaultyEngine:
 
 
 class FixedLearner:
-    """Says -1 and -2 of the two tokens after each prompt."""
+    """Says -1 and -2 of tokens 40 and 41, and rounds by ``rounding``."""
+
+    def __init__(self, rounding: float = 0.0) -> None:
+        self.rounding = rounding
 
     def weights(self) -> Mapping[str, Any]:
         return {"w": 1}
 
-    def compute_logprobs(
-        self, token_id_lists: Sequence[Sequence[int]], *, starts: Sequence[int]
-    ) -> list[list[float]]:
-        pairs = zip(token_id_lists, starts, strict=True)
-        return [[-1.0, -2.0][: len(ids) - start] for ids, start in pairs]
+    def score_probes(self, prompts: Any, candidates: Any) -> Any:
+        own = {40: -1.0, 41: -2.0}
+        scored = [[[own[token] for token in ids] for ids in one] for one in candidates]
+        return scored, [[x + self.rounding for x in row] for row in scored[0]]
 
 
 async def publish(
     *replicas: FaultyReplica,
     engine: Any = None,
     learner: Any = None,
-    tolerance: float = 1e-3,
+    tolerance: float | None = 1e-3,
 ) -> dict[str, float]:
     engine = engine or FaultyEngine(*replicas)
     return await publish_and_verify(
@@ -109,19 +113,24 @@ async def test_honest_replicas_pass_and_what_they_must_show_later_is_kept():
     engine = FaultyEngine(FaultyReplica(logprobs=(-1.0, -2.0004)), FaultyReplica("vllm-1"))
     metrics = await publish(engine=engine)
     assert metrics["probe_gap_max"] == pytest.approx(4e-4)
-    assert metrics["probe_gap_mean"] == pytest.approx(1e-4)
+    share = math.exp(-2.0) / (math.exp(-1.0) + math.exp(-2.0))
+    assert metrics["probe_gap_mean"] == pytest.approx(4e-4 * share, rel=1e-3)
     assert metrics.keys() >= {"publish_seconds", "probe_seconds"}
-    assert [replica.seeds for replica in engine.replicas] == [[0, 1]] * 2
+    # One step of the engine, whatever else it does.
+    assert {s.max_tokens for replica in engine.replicas for s in replica.samplings} == {1}
     probes = [
-        Probe(
-            token_ids=(*prompt, 40, 41),
-            num_prompt_tokens=len(prompt),
-            logprobs=(-1.0, -2.0),
-            tolerance=1e-3,
-        )
-        for prompt in ([1, 2, 3], [4])
+        Probe(prompt_ids=prompt, logprobs=((40, -1.0), (41, -2.0)), tolerance=1e-3)
+        for prompt in ((1, 2, 3), (4,))
     ]
     assert engine.expected == [(7, probes)]
+
+
+async def test_what_is_allowed_follows_from_the_trainers_own_rounding():
+    far = FaultyReplica(logprobs=(-1.05, -2.05))
+    metrics = await publish(far, learner=FixedLearner(rounding=0.02), tolerance=None)
+    assert metrics["probe_tolerance"] == pytest.approx(0.1)
+    with pytest.raises(WeightMismatchError, match=r"5\.00e-02 nats apart; allowed 1\.00e-03"):
+        await publish(far, tolerance=None)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +140,8 @@ async def test_honest_replicas_pass_and_what_they_must_show_later_is_kept():
         (
             {"sampled_version_offset": -2},
             WeightMismatchError,
-            "vllm-1 sampled probe 0 with version 5",
+            "vllm-1 sampled after probe prompt 0 with version 5",
         ),
-        ({"logprobs": (math.nan, -2.0)}, WeightMismatchError, "engine logprob nan"),
         ({"logprobs": (-9.0, math.nan)}, WeightMismatchError, "engine logprob nan"),
         ({"logprobs": ()}, WeightMismatchError, "vllm-1 sampled no token"),
         ({"generate_error": EngineTimeoutError("too late")}, EngineTimeoutError, "too late"),
@@ -151,8 +159,8 @@ async def test_one_replica_with_other_logprobs_stops_the_run_with_both_numbers()
         await publish(engine=engine)
     message = str(caught.value)
     assert "vllm-1 does not hold" in message
-    assert "completion token 1 (id 41): engine logprob -3.000000, trainer -2.000000" in message
-    assert "train.probe_tolerance=2" in message
+    assert "token 41: engine logprob -3.000000, trainer -2.000000" in message
+    assert "type train.probe_tolerance=0." in message
     assert "type the same command again" in message
     assert engine.expected == []
     await publish(faulty, tolerance=1.01)

@@ -180,14 +180,6 @@ class FakeServer:
         await self._reach(process, seconds, "version")
         return process.label
 
-    async def score(self, token_ids: Sequence[int], start: int) -> list[float]:
-        process = self.process
-        await self._reach(process, 0.01, "score")
-        return [
-            compute_logprob(token_ids[:place], process.weights)
-            for place in range(start, len(token_ids))
-        ]
-
     async def check_health(self) -> int:
         process = self.process
         seconds = process.load_seconds if process.is_loading else 0.002

@@ -19,9 +19,9 @@ def in_world(**options: Any) -> Any:
 
 
 def build_probe(w: Any, weights: int) -> Probe:
-    ids = [5, 6, 7, 8, 9]
-    logprobs = tuple(w.compute_logprob(ids[:place], weights) for place in (3, 4))
-    return Probe(token_ids=tuple(ids), num_prompt_tokens=3, logprobs=logprobs, tolerance=1e-3)
+    ids = (5, 6, 7)
+    likely = (w.sample_token(ids, weights), w.compute_logprob(ids, weights))
+    return Probe(prompt_ids=ids, logprobs=(likely,), tolerance=1e-3)
 
 
 @in_world(num_servers=3)
@@ -163,8 +163,7 @@ async def test_one_that_recovers_with_other_weights_ends_the_run(w: Any, fault: 
         with pytest.raises(WeightMismatchError, match="fake-0") as caught:
             await call
     if fault == "ignores_weights":
-        assert f"trainer {probe.logprobs[0]:.6f}" in str(caught.value)
-        assert f"logprob {w.compute_logprob([5, 6, 7], 0):.6f}" in str(caught.value)
+        assert f"trainer {probe.logprobs[0][1]:.6f}" in str(caught.value)
         assert "allowed 1.00e-03" in str(caught.value)
 
 

@@ -199,14 +199,6 @@ def test_the_cut_of_a_nucleus_is_within_the_servers_limit(package: Path) -> None
     assert 1 < SAMPLING_MASK_TOP_K < default.value
 
 
-def test_sglang_understands_a_request_for_scores(api: Any, sampling_params: Any) -> None:
-    body = CLIENT._format_score([5, 6, 7, 8], 2, None)
-    decoded = api.GenerateRequest.from_json_value(body)
-    assert decoded.return_logprob is True
-    assert decoded.logprob_start_len == 1
-    sampling_params.SamplingParams(**body["sampling_params"]).verify(vocab_size=100)
-
-
 ORDERS = {
     "/pause_generation": ("PauseGenerationReqInput", {"mode": "retract"}),
     "/continue_generation": ("ContinueGenerationReqInput", {}),

@@ -63,12 +63,3 @@ async def test_with_top_p_the_logprobs_are_those_after_it(generate: Generate, fa
     answer(faulty, [5, 2], output_token_sampling_logprobs=[-0.1])
     with pytest.raises(EngineError, match="not one logprob for each of 2 tokens"):
         await generate(top_p=0.9)
-
-
-async def test_scores_skip_the_entry_before_the_first(server: SglangServer, faulty: Any) -> None:
-    # Of SGLang's own making: the entry at logprob_start_len has no logprob.
-    entries = [[None, 6, None], [-1.5, 7, None], [-2.5, 8, None]]
-    faulty.answers["/generate"] = {"meta_info": {"input_token_logprobs": entries}}
-    assert await server.score([5, 6, 7, 8], 2) == [-1.5, -2.5]
-    with pytest.raises(EngineError, match="2 logprobs for 3 tokens"):
-        await server.score([5, 6, 7, 8], 1)

@@ -103,24 +103,6 @@ async def test_weights_that_make_no_numbers_are_named_as_such(
             await generate(temperature=temperature)
 
 
-async def test_scores_are_read_from_their_position_on(server: VllmServer, faulty: Any) -> None:
-    scores = [None, {"99": {"logprob": -8.6, "rank": 598}}, {"3": {"logprob": -8.1}, "7": {}}]
-    faulty.answers[faulty.generate_path] = {"prompt_logprobs": scores, "choices": [{}]}
-    assert await server.score([10, 99, 3], 1) == [-8.6, -8.1]
-    assert await server.score([10, 99, 3], 2) == [-8.1]
-    assert await server.score([10, 99, 3], 3) == []
-    for broken in (
-        scores[:2],
-        [*scores, None],
-        [None, {"98": {"logprob": -1.0}}, scores[2]],
-        [None, None, scores[2]],
-        [None, {"99": {"logprob": None}}, scores[2]],
-    ):
-        faulty.answers[faulty.generate_path] = {"prompt_logprobs": broken}
-        with pytest.raises(EngineError):
-            await server.score([10, 99, 3], 1)
-
-
 async def ask(server: VllmServer, faulty: Any, sampling: Sampling) -> Any:
     """What is sent for a completion of 7 tokens."""
     async for _ in server.stream([1] * 57, sampling, stream_interval=4):

@@ -1,0 +1,346 @@
+"""Whether verification is silent on sound engines and finds planted faults:
+``python -m benchmarks.weight_verification``.
+
+Writes docs/results/weight-verification.md: for the real model and a tiny random one, in float32 and
+bfloat16, on the embedded engine and on vLLM, publications of updated weights, each on other probe
+prompts, and then publications in which something stays as it was. Every cell of the table is a
+process of its own; ``--cell real bfloat16 vllm`` measures one and prints it as JSON. A cell that
+reaches ``--max-seconds`` plants its faults after fewer publications, and the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.config.resolved_run import Machine, resolve_run
+from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
+from agentrl_cli.engine.protocol import Sampling
+from agentrl_cli.engine.router.engine_router import EngineRouter
+from agentrl_cli.engine.vllm.vllm_server import VllmServer
+from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
+from agentrl_cli.errors import WeightMismatchError
+from agentrl_cli.launch.run_resolution import with_output_head
+from agentrl_cli.launch.servers.server_group import ServerGroup
+from agentrl_cli.log import SilentObserver
+from agentrl_cli.models.pretrained import load_model, load_tokenizer
+from agentrl_cli.models.tokenizer_training import train_tokenizer
+from agentrl_cli.train import publish
+from agentrl_cli.train.learner import Learner
+from benchmarks.real_model import fetch_real_model
+from benchmarks.small_model import build_model
+
+_PAGE = Path("docs/results/weight-verification.md")
+_TEXT = Path("docs/how-it-works.md")
+#: Of every update, for every weight: the default of train.learning_rate, ten times.
+_UPDATE_SIZE = 1e-5
+#: What an adapter is trained with.
+_ADAPTER_UPDATE_SIZE = 1e-4
+_HEAD = "lm_head.weight"
+_EMBEDDINGS = "model.embed_tokens.weight"
+_LORA = {"rank": 8, "alpha": 16.0}
+
+
+def build_config(folder: Path, dtype: str, engine: str, lora: bool = False) -> ExperimentConfig:
+    """An experiment with that model; whole weights reach the servers."""
+    return ExperimentConfig.model_validate(
+        {
+            "experiment_name": "weight-verification",
+            "model": {"path": str(folder), "dtype": dtype, "lora": _LORA if lora else None},
+            "agent_builder_path": "some.module.build",
+            "train_dataset": {"path": "rows.jsonl"},
+            "engine": {
+                "kind": engine,
+                "max_model_len": 512,
+                "max_num_seqs": 64,
+                "num_threads": 1,
+                "start_timeout_seconds": 600.0,
+                **({"weight_transfer": {"kind": "disk"}} if engine == "vllm" else {}),
+                **({"cpu_kv_cache_gib": 0.5} if engine == "vllm" else {}),
+            },
+        }
+    )
+
+
+def save_tiny_model(folder: Path) -> None:
+    """A random model whose tokens differ in probability by orders of magnitude."""
+    tokenizer = train_tokenizer(["What is 2 + 2? The answer is 4."] * 3, 400)
+    model = build_model(128, 4, tied=True)
+    model.resize_token_embeddings(len(tokenizer))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, 0.15)
+    model.config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+@asynccontextmanager
+async def open_engine(config: ExperimentConfig, scratch: Path) -> AsyncIterator[Any]:
+    """The engine with an output head of its own, so that the head alone can be stale."""
+    folder = config.model.path
+    if config.engine.kind == "embedded":
+        model = load_model(folder, config.model.dtype, "cpu")
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        engine = EmbeddedEngine(model, load_tokenizer(folder), config.engine, model_name="m")
+        yield engine
+        await engine.close()
+        return
+    machine = Machine.detect({**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    run = with_output_head(resolve_run(config, machine, purpose="train"), config, folder)
+    observer = SilentObserver()
+    with ServerGroup(config, run, folder, log_dir=scratch, observer=observer) as group:
+        await asyncio.to_thread(group.wait)
+        transfer = build_weight_transfer(config, model_folder=folder, kind="disk", tied_names={})
+        clients = [VllmServer(endpoint, config.engine) for endpoint in group.endpoints]
+        router = EngineRouter(clients, config.engine, model_name=folder, transfer=transfer)
+        try:
+            await router.start(None)
+            yield router
+        finally:
+            await router.close()
+
+
+class Meddler:
+    """A learner whose published weights somebody changes on their way."""
+
+    def __init__(self, learner: Learner, changes: Mapping[str, Tensor]) -> None:
+        self._learner = learner
+        self._changes = changes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._learner, name)
+
+    def weights(self) -> dict[str, Tensor]:
+        """What the engine gets, with an output head."""
+        weights = self._learner.weights()
+        return weights | {_HEAD: weights[_EMBEDDINGS]} | dict(self._changes)
+
+
+class Updater:
+    """Moves every trained weight by the sign of its gradient, as Adam's first steps do."""
+
+    def __init__(self, learner: Learner, texts: Sequence[Sequence[int]], size: float) -> None:
+        self._model, self._texts, self._size = learner.model, itertools.cycle(texts), size
+        # In bfloat16 a weight does not move by so little: float32 adds the updates up.
+        trained = [p for p in learner.model.parameters() if p.requires_grad]
+        self._masters = [(p, p.detach().float().clone()) for p in trained]
+
+    def update(self) -> None:
+        """One update, from 32 tokens of text."""
+        ids = torch.tensor([next(self._texts)])
+        logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        torch.nn.functional.cross_entropy(logits, ids[0, 1:]).backward()
+        with torch.no_grad():
+            for parameter, master in self._masters:
+                if parameter.grad is not None:
+                    master.add_(parameter.grad.sign().float(), alpha=-self._size)
+                    parameter.copy_(master)
+                    parameter.grad = None
+
+
+def plant_faults(
+    now: Mapping[str, Tensor], old: Mapping[str, Tensor], trial: int
+) -> dict[str, dict[str, Tensor]]:
+    """What goes to the engine instead of the weights, by the fault's name."""
+    num_layers = 1 + max(int(n.split(".")[2]) for n in now if n.startswith("model.layers."))
+    layer = f"model.layers.{trial * 7 % num_layers}."
+    generator = torch.Generator().manual_seed(trial)
+    foreign = {
+        name: torch.randn(tensor.shape, generator=generator).to(tensor) * tensor.float().std()
+        for name, tensor in now.items()
+        if tensor.dim() == 2
+    }
+    return {
+        "stale head": {_HEAD: old[_EMBEDDINGS]},
+        "one stale layer": {name: old[name] for name in now if name.startswith(layer)},
+        "nothing loaded": {**old, _HEAD: old[_EMBEDDINGS]},
+        "foreign model": {**foreign, _HEAD: foreign[_EMBEDDINGS]},
+    }
+
+
+class Cell:
+    """One model, number type and engine."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path, scratch: Path) -> None:
+        self._model, self._dtype, self._engine_kind = arguments.cell
+        self._arguments, self._folder, self._scratch = arguments, folder, scratch
+        tokenizer = load_tokenizer(folder)
+        ids = tokenizer.encode(_TEXT.read_text(), add_special_tokens=False)
+        source = random.Random(0)
+        starts = [source.randrange(len(ids) - 32) for _ in range(500)]
+        self._texts = [ids[start : start + 32] for start in starts]
+        self._own_prompts = publish.build_probes(tokenizer, 512)
+        self._ratios: dict[str, list[float]] = {}
+        self._seconds: list[float] = []
+        self._version = 0
+
+    async def publish(self, engine: Any, learner: Any, kind: str) -> None:
+        """One publication; how far the gap is above or below what is allowed is kept."""
+        self._version += 1
+        prompts = self._own_prompts
+        if self._version % 2:
+            at = 8 * self._version % len(self._texts)
+            prompts = [text[: 9 + i] for i, text in enumerate(self._texts[at : at + 8])]
+        found: list[float] = []
+        check = publish._check
+
+        def keep(name: str, version: int, gap: Any, tolerance: float) -> None:
+            found.append(gap.mean / tolerance)
+            check(name, version, gap, tolerance)
+
+        publish._check = keep
+        try:
+            metrics = await publish.publish_and_verify(engine, learner, self._version, prompts)
+            self._seconds.append(metrics["probe_seconds"])
+        except WeightMismatchError:
+            pass
+        finally:
+            publish._check = check
+        self._ratios.setdefault(kind, []).append(found[0])
+        print(f"{self._version} {kind}: {found[0]:.3g} of what is allowed", file=sys.stderr)
+
+    async def measure(self) -> dict[str, Any]:
+        """Everything that the table shows of the cell."""
+        ends = time.monotonic() + self._arguments.max_seconds
+        config = build_config(self._folder, self._dtype, self._engine_kind)
+        async with open_engine(config, self._scratch) as engine:
+            learner = self._build_learner(config)
+            old = {name: tensor.clone() for name, tensor in learner.weights().items()}
+            updater = Updater(learner, self._texts, _UPDATE_SIZE)
+            while self._version < self._arguments.publications and time.monotonic() < ends:
+                updater.update()
+                await self.publish(engine, Meddler(learner, {}), "sound")
+            num_updates = self._version
+            busy_seconds = await self._measure_busy(engine, learner)
+            for trial in range(self._arguments.trials):
+                for kind, changes in plant_faults(learner.weights(), old, trial).items():
+                    await self.publish(engine, Meddler(learner, changes), kind)
+            del learner, updater
+            await self._plant_missing_adapter(engine, old, num_updates)
+        sound = self._ratios.pop("sound")
+        return {
+            "cell": self._arguments.cell,
+            "publications": len(sound),
+            "false_alarms": sum(ratio > 1 for ratio in sound),
+            "largest": max(sound),
+            "probe_seconds": sorted(self._seconds)[len(self._seconds) // 2],
+            "busy_probe_seconds": busy_seconds,
+            "faults": {
+                kind: [sum(r > 1 for r in ratios), len(ratios), min(ratios)]
+                for kind, ratios in self._ratios.items()
+            },
+        }
+
+    def _build_learner(self, config: ExperimentConfig) -> Learner:
+        return Learner(load_model(str(self._folder), "float32", "cpu"), config)
+
+    async def _plant_missing_adapter(
+        self, engine: Any, base: Mapping[str, Tensor], num_updates: int
+    ) -> None:
+        config = build_config(self._folder, self._dtype, self._engine_kind, lora=True)
+        learner = self._build_learner(config)
+        updater = Updater(learner, self._texts, _ADAPTER_UPDATE_SIZE)
+        for _ in range(min(num_updates, 20)):
+            updater.update()
+        await self.publish(engine, Meddler(learner, {}), "sound")
+        for _ in range(self._arguments.trials):
+            await self.publish(engine, Meddler(learner, base), "adapter not applied")
+
+    async def _measure_busy(self, engine: Any, learner: Learner) -> float:
+        """Seconds of the probe while 16 calls are in flight."""
+        calls = [
+            asyncio.create_task(engine.generate(ids, Sampling(max_tokens=200, seed=seed)))
+            for seed, ids in enumerate(self._texts[:16])
+        ]
+        await asyncio.sleep(1.0)
+        await self.publish(engine, Meddler(learner, {}), "sound")
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        return self._seconds[-1]
+
+
+def measure_cell(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The cell that was asked for."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "tiny"
+        if arguments.cell[0] == "real":
+            folder = fetch_real_model()
+        else:
+            save_tiny_model(folder)
+        return asyncio.run(Cell(arguments, folder, Path(scratch)).measure())
+
+
+def format_page(results: Sequence[Mapping[str, Any]]) -> str:
+    """The page, with one row for each cell."""
+    kinds = list(results[0]["faults"])
+    lines = [
+        "# Verification of weights",
+        "",
+        f"Measured by `python -m benchmarks.weight_verification` on {os.cpu_count()} cores "
+        f"({platform.machine()}). *real* is SmolLM2-135M-Instruct, *tiny* a random model.",
+        "",
+        "Each publication follows an update that moves every weight by "
+        f"{_UPDATE_SIZE:g}, and is verified on prompts of its own. The faults are planted after "
+        "the last one: what is stale is so by all of its updates. An adapter that is not applied "
+        f"has had up to 20 updates of {_ADAPTER_UPDATE_SIZE:g}. Each number in brackets is the "
+        "probability-weighted mean gap in parts of what is allowed: the largest of all sound "
+        "publications (above 1 is a false alarm), the smallest of each fault (above 1 is caught).",
+        "",
+        "| model | type | engine | false alarms | "
+        + " | ".join(kinds)
+        + " | probe | with 16 calls |",
+        "|---" * (6 + len(kinds)) + "|",
+    ]
+    for one in results:
+        alarms = f"{one['false_alarms']} of {one['publications']} ({one['largest']:.2g})"
+        faults = [f"{n} of {m} ({low:.2g})" for n, m, low in one["faults"].values()]
+        seconds = [f"{one['probe_seconds']:.2f} s", f"{one['busy_probe_seconds']:.2f} s"]
+        lines.append("| " + " | ".join([*one["cell"], alarms, *faults, *seconds]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measures all cells, or one."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cell", nargs=3, metavar=("MODEL", "TYPE", "ENGINE"))
+    parser.add_argument("--publications", type=int, default=200)
+    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--max-seconds", type=float, default=3600.0)
+    arguments = parser.parse_args()
+    if arguments.cell:
+        print(json.dumps(measure_cell(arguments)))
+        return
+    results: list[dict[str, Any]] = []
+    for cell in itertools.product(("tiny", "real"), ("float32", "bfloat16"), ("embedded", "vllm")):
+        command = [sys.executable, "-m", "benchmarks.weight_verification", "--cell", *cell]
+        for name in ("publications", "trials", "max_seconds"):
+            command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        results.append(json.loads(done.stdout.splitlines()[-1]))
+        print(results[-1], flush=True)
+        _PAGE.write_text(format_page(results))
+
+
+if __name__ == "__main__":
+    main()
