@@ -186,7 +186,7 @@ async def test_a_seed_repeats_a_reply_and_not_its_choices(open_client: Open) -> 
 
 async def test_developer_role_and_neutral_keys_are_taken(open_client: Open) -> None:
     client = open_client("a")
-    developer = {"role": "developer", "content": [{"type": "text", "text": "Be "}, {
+    developer = {"role": "developer", "content": [{"type": "text", "text": "Be"}, {
         "type": "text", "text": "brief."}]}  # fmt: skip
     await create(
         client,
@@ -205,4 +205,4 @@ async def test_developer_role_and_neutral_keys_are_taken(open_client: Open) -> N
     )
     tokenizer = client.gateway.template.tokenizer
     prompt = tokenizer.decode(client.interactions[0].prompt_ids)
-    assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert prompt.startswith("<|im_start|>system\nBe\nbrief.<|im_end|>")
