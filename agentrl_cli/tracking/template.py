@@ -32,7 +32,7 @@ _PROMPT_END_TOKENS = 64
 #: Also where the opening tag was in the prompt.
 _REASONING = re.compile(r"<think>.*?</think>\s*|^.*?</think>\s*", re.DOTALL)
 #: Keys under which reasoning comes back; the first is the canonical one.
-_REASONING_KEYS = ("reasoning_content", "reasoning")
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 #: What a message says in the terms of every chat protocol.
 _COMMON_KEYS = frozenset({"role", "content", "tool_calls"})
 #: How many answers to "does the template read this?" are kept: agents may send ever new values.

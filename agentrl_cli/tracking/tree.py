@@ -67,6 +67,11 @@ class _Node:
         return len(self.plan.prefix_digests) - 1
 
     @property
+    def system(self) -> bytes:
+        """The digest of the system prompt that it was sampled under."""
+        return _find_system_digest(self.interaction.messages, self.plan.prefix_digests)
+
+    @property
     def with_reasoning(self) -> frozenset[str]:
         """The turns whose reasoning is in the tokens up to here."""
         own = {self.interaction.id} if self.reasoning else set()
@@ -98,7 +103,7 @@ class ConversationTree:
         self._by_conversation: dict[bytes, list[_Node]] = {}
         self._by_request: dict[bytes, list[_Node]] = {}
         self._by_id: dict[str, _Node] = {}
-        self._replies: dict[tuple[bytes, bytes], list[_Node]] = {}
+        self._by_reply: dict[bytes, list[_Node]] = {}
         #: Conversations up to an assistant's turn that an agent gave unasked: examples.
         self._given: set[bytes] = set()
 
@@ -133,8 +138,7 @@ class ConversationTree:
         request = plan.prefix_digests[-1]
         self._by_conversation.setdefault(fingerprint(reply, request), []).append(node)
         self._by_request.setdefault(request, []).append(node)
-        system = _find_system_digest(interaction.messages, plan.prefix_digests)
-        self._replies.setdefault((system, fingerprint(reply)), []).append(node)
+        self._by_reply.setdefault(fingerprint(reply), []).append(node)
         if plan.mismatch_cause is None:
             turns = zip(interaction.messages, plan.prefix_digests[1:], strict=True)
             self._given.update(digest for m, digest in turns if m["role"] == "assistant")
@@ -165,7 +169,7 @@ class ConversationTree:
         system = _find_system_digest(messages, digests)
         for position in range(num_known, len(messages)):
             message = messages[position]
-            if message["role"] != "assistant" or self._is_gathered(message, messages, system):
+            if message["role"] != "assistant" or self._is_gathered(message, messages):
                 continue
             siblings = self._by_request.get(digests[position])
             if siblings:
@@ -174,20 +178,21 @@ class ConversationTree:
                 return named[-1] if named else MismatchCause.HISTORY_EDITED
             # What stood in a matching request before is given, though a reply may equal it.
             is_given = digests[position + 1] in self._given
-            if not is_given and (system, fingerprint(message)) in self._replies:
+            nodes = () if is_given else self._by_reply.get(fingerprint(message), ())
+            if any(node.system == system for node in nodes):
                 return MismatchCause.HISTORY_EDITED
         return None
 
-    def _is_gathered(self, message: Message, messages: Sequence[Message], system: bytes) -> bool:
+    def _is_gathered(self, message: Message, messages: Sequence[Message]) -> bool:
         """Whether a reply stands beside one of another branch: neither was sampled after the other.
 
         Whoever edits a history leaves replies that were sampled one after the other.
         """
-        nodes = self._replies.get((system, fingerprint(message)), ())
+        nodes = self._by_reply.get(fingerprint(message), ())
         if not nodes:
             return False
         replies = (m for m in messages if m["role"] == "assistant")
-        others = (self._replies.get((system, fingerprint(reply)), ()) for reply in replies)
+        others = (self._by_reply.get(fingerprint(reply), ()) for reply in replies)
         return any(
             other and not any(_are_successive(n, o) for n in nodes for o in other)
             for other in others

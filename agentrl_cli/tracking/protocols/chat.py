@@ -94,6 +94,8 @@ class _StreamOptions(CheckedFields):
 class _Body(_Conversation, RequestBody):
     neutral = NEUTRAL_KEYS | {"store"}
     unused: ClassVar = {
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
         "frequency_penalty": (0,),
         "presence_penalty": (0,),
         "repetition_penalty": (1,),
