@@ -156,4 +156,4 @@ def _read_answer(state: Any) -> str:
     content = messages[-1].content
     if isinstance(content, list):
         content = [part for part in content if isinstance(part, dict)]
-    return extract_text(content, "")
+    return extract_text(content)

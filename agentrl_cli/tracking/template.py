@@ -149,8 +149,8 @@ class ChatTemplate:
         """The text of a message, its parts joined as vLLM has them joined: by the template where
         it shows parts, else by line breaks; those of a tool's result always by line breaks."""
         content, role = message.get("content"), message["role"]
-        if not isinstance(content, list) or len(content) < 2 or role == "tool":
-            return extract_text(content)
+        if role == "tool" or not isinstance(content, list) or len(content) < 2:
+            return extract_text(content, "\n")
         if role not in self._separators:
             self._separators[role] = self._find_separator(role)
         return extract_text(content, self._separators[role])
@@ -381,8 +381,12 @@ def _drop_nulls(value: Any) -> Any:
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def extract_text(content: Any, separator: str = "\n") -> str:
-    """The text of a message's ``content``: null, a string, or a list of text parts."""
+def extract_text(content: Any, separator: str = "") -> str:
+    """The text of a message's ``content``: null, a string, or a list of text parts.
+
+    Parts of what a model said are pieces of one text; those of other messages are joined by
+    another ``separator``.
+    """
     if content is None:
         return ""
     if isinstance(content, str):

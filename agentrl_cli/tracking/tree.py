@@ -344,7 +344,7 @@ def _normalize(message: Message) -> list[Any]:
     """
     role = "system" if message["role"] == "developer" else message["role"]
     is_reply = role == "assistant"
-    text = extract_answer(message) if is_reply else extract_text(message.get("content"))
+    text = extract_answer(message) if is_reply else extract_text(message.get("content"), "\n")
     calls = [_normalize_call(call) for call in message.get("tool_calls") or ()]
     return [role, text, calls, find_extras(message)]
 

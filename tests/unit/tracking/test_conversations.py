@@ -256,7 +256,7 @@ SAME = [
     (assistant(content=None), assistant(content="")),
     (assistant(content=None), assistant()),
     (assistant(content="x", refusal=None), assistant(content="x")),
-    (assistant(content="x"), assistant(content=[{"type": "text", "text": "x"}])),
+    (assistant(content="xy"), assistant(content=[{"text": "x"}, {"text": "y"}])),
     (assistant(content="x", tool_calls=[]), assistant(content="x", tool_calls=None)),
     (assistant(tool_calls=[call()]), assistant(tool_calls=[call('{"b":2,"a":1}')])),
     (assistant(tool_calls=[call()]), assistant(content="", tool_calls=[call(index=0, x="y")])),
