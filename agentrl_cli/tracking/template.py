@@ -178,21 +178,22 @@ class ChatTemplate:
         reduced = []
         for position, message in enumerate(messages):
             extras = find_extras(message)
-            unread = [key for key in extras if not self._reads(messages, position, key, inputs)]
-            kept = {key: value for key, value in message.items() if key not in unread}
-            reduced.append(kept if unread else message)
+            unread = {key for key in extras if not self._reads(messages, position, key, inputs)}
+            kept = {k: v for k, v in message.items() if k not in unread} if unread else message
+            reduced.append(kept)
         return reduced
 
     def _reads(
         self, messages: Sequence[Message], position: int, key: str, inputs: TemplateInputs
     ) -> bool:
-        message = messages[position]
         if key == "tool_call_id":
             return True  # Says what is answered, whatever the template shows.
+        message = messages[position]
         # A key that the template does not name is read if it writes messages as a whole, which
         # depends neither on the key nor on its value.
         value = _write_json([key, message[key]]) if key in self._text else ""
-        case = (message["role"], bool(message.get("tool_calls")), bool(inputs.tools), value)
+        asked = (bool(inputs.tools), str(inputs.template_kwargs))
+        case = (message["role"], bool(message.get("tool_calls")), *asked, value)
         if case not in self._read_keys:
             bare = {k: v for k, v in message.items() if k != key}
             without = [*messages[:position], bare, *messages[position + 1 :]]

@@ -282,8 +282,9 @@ class ConversationTree:
         elif split is None:
             cause = MismatchCause.RETOKENIZED
         elif not self._shows_past(parent.plan, split.before):
-            cause = MismatchCause.TEMPLATE_CHANGED
-            cause = MismatchCause.THINKING_STRIPPED if is_stripped else cause
+            cause = (
+                MismatchCause.THINKING_STRIPPED if is_stripped else MismatchCause.TEMPLATE_CHANGED
+            )
         # Inputs that change nothing in what the template shows of the past are no obstacle.
         has_changed = cause is not None and inputs != parent.plan.inputs
         return MismatchCause.TEMPLATE_CHANGED if has_changed else cause

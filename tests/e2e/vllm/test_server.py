@@ -23,6 +23,8 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import Generation, Sampling, ServerEndpoint, join_pieces
 from agentrl_cli.errors import EngineError, EngineTimeoutError
 from agentrl_cli.launch.servers.server_group import ServerGroup
+from agentrl_cli.tracking.client import TrackingClient
+from agentrl_cli.tracking.gateway import Gateway
 
 #: float32 on both sides.
 TOLERANCE = 1e-4
@@ -129,6 +131,49 @@ async def test_a_stream_is_the_completion_in_pieces(server: Any) -> None:
     assert [piece.versions for piece in pieces[:-1]] == [()] * (len(pieces) - 1)
     assert pieces[-1].versions == whole.versions == (1,) * len(whole.completion_ids)
     assert [piece.finish_reason is None for piece in pieces[:-1]] == [True] * (len(pieces) - 1)
+
+
+async def test_prompts_and_token_ids_are_those_of_vllms_own_chat(
+    server: Any, endpoint: ServerEndpoint, chat_tokenizer: Any
+) -> None:
+    """Text in parts, and the token ids of prompt and reply, whole and streamed."""
+    gateway = Gateway(server, chat_tokenizer)
+    client = TrackingClient(gateway=gateway, session=gateway.open_session())
+    headers = {"Authorization": f"Bearer {client.session_key}"}
+    parts = [{"type": "text", "text": text} for text in ("What", "is", "2 + 2?")]
+    messages = [{"role": role, "content": parts} for role in ("system", "user")]
+    body = {"messages": messages, "temperature": 0, "max_tokens": 5, "return_token_ids": True}
+    for stream in (False, True):
+        asked = {**body, "stream": stream, "model": server.model_name}
+        path, key = "/v1/chat/completions", endpoint.api_key
+        _, theirs = await ask_without_client(endpoint, "POST", path, key, asked)
+        ours = await gateway.http_client.post(
+            client.base_url.join(path), json=asked, headers=headers
+        )
+        assert read_token_ids(ours.text) == read_token_ids(theirs)
+    asked = {"system": parts, "messages": messages[1:], "max_tokens": 1, "model": server.model_name}
+    path = "/v1/messages/count_tokens"
+    _, theirs = await ask_without_client(endpoint, "POST", path, endpoint.api_key, asked)
+    ours = await gateway.http_client.post(client.base_url.join(path), json=asked, headers=headers)
+    assert ours.json()["input_tokens"] == json.loads(theirs)["input_tokens"]
+    await gateway.close()
+
+
+def read_token_ids(text: str) -> tuple[int, list[int], list[int]]:
+    """Which event has the prompt's ids, those, and the ids that were sampled."""
+    lines = [
+        line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: {")
+    ]
+    events = [json.loads(line) for line in lines or [text]]
+    [(place, prompt_ids)] = [
+        (n, event["prompt_token_ids"])
+        for n, event in enumerate(events)
+        if event.get("prompt_token_ids")
+    ]
+    choices = [choice for event in events for choice in event["choices"]]
+    sampled = [token_id for choice in choices for token_id in choice.get("token_ids") or ()]
+    assert sampled
+    return place, prompt_ids, sampled
 
 
 async def test_a_completion_spans_three_versions_and_says_so(
