@@ -289,14 +289,14 @@ def _build_messages(fields: _Body, session: Session) -> list[Message]:
     """Chat messages in OpenAI's form; to Anthropic, consecutive ones of one role are one turn."""
     messages: list[Message] = []
     for role, group in itertools.groupby(fields.messages, lambda message: message.role):
-        turn = list(group)
-        content: list[Any] = [part for message in turn for part in message.content]
+        turn: list[Any] = [message.content for message in group]
+        content = [part for parts in turn for part in parts]
         if role == "user":
             messages += _build_user(content)
         elif role == "assistant":
             messages.append(_build_assistant(content, session))
         else:
-            messages += [one for message in turn for one in _build_system(message.content)]
+            messages += [message for parts in turn for message in _build_system(parts)]
     return messages
 
 
