@@ -37,7 +37,8 @@ REMEDIES: Mapping[MismatchCause, str] = {
         "keep the agent from rewriting its history. CAMEL: no token_limit, "
         "message_window_size=None, summarize_threshold=None; OpenAI Agents: no input_filter of "
         "handoffs, session_input_callback or call_model_input_filter; LangGraph: no "
-        "trim_messages or pre_model_hook; own loops: append the reply as it came"
+        "trim_messages or pre_model_hook; own loops: append the reply as it came. A key that the "
+        "chat template shows (such as a name) must not be added to it either"
     ),
     MismatchCause.TOOL_ARGUMENTS_CHANGED: (
         "send a tool call back with the arguments it came with: no defaults filled in, nothing "

@@ -128,7 +128,7 @@ def _load_history(agent: ChatAgent, messages: list[dict[str, Any]]) -> str:
             f"the row's last message has the role {last['role']!r}; a CAMEL agent answers a user"
         )
     for message in earlier:
-        text = extract_text(message.get("content"))
+        text = extract_text(message.get("content"), "\n")
         if message["role"] in ("system", "developer"):
             agent.append_to_system_message(text) if agent.system_message else (
                 agent.update_system_message(text)
@@ -144,7 +144,7 @@ def _load_history(agent: ChatAgent, messages: list[dict[str, Any]]) -> str:
                 "the row's messages hold tool calls or their results, which a CAMEL agent cannot "
                 "be given; allowed are messages of system, user and assistant with text"
             )
-    return extract_text(last.get("content"))
+    return extract_text(last.get("content"), "\n")
 
 
 async def _finish_step(agent: ChatAgent, response: Any) -> str:

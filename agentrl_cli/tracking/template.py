@@ -32,7 +32,12 @@ _PROMPT_END_TOKENS = 64
 #: Also where the opening tag was in the prompt.
 _REASONING = re.compile(r"<think>.*?</think>\s*|^.*?</think>\s*", re.DOTALL)
 #: Keys under which reasoning comes back; the first is the canonical one.
-_REASONING_KEYS = ("reasoning_content", "reasoning")
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+#: What a message says in the terms of every chat protocol.
+_COMMON_KEYS = frozenset({"role", "content", "tool_calls"})
+#: How many answers to "does the template read this?" are kept: agents may send ever new values.
+_MAX_READ_KEYS = 1000
+_write_json = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 
 
 class TemplateError(UserInputError):
@@ -83,7 +88,10 @@ class ChatTemplate:
         self.decodes_in_runs = decoder is not None and b"ByteFallback" in decoder.__getstate__()
         self._backend = _find_backend(tokenizer)
         self._wants_text = False
-        self._reasoning_key = _find_reasoning_key(collect_template_text(tokenizer.chat_template))
+        self._text = collect_template_text(tokenizer.chat_template)
+        self._reasoning_key = _find_reasoning_key(self._text)
+        self._read_keys: dict[tuple[Any, ...], bool] = {}
+        self._separators: dict[str, str] = {}
 
     def render(
         self, messages: Sequence[Message], inputs: TemplateInputs, is_prompt: bool = True
@@ -112,7 +120,7 @@ class ChatTemplate:
     ) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
-                [_to_template_message(m, self._reasoning_key, wants_text) for m in messages],
+                [self._to_template_message(m, wants_text) for m in messages],
                 tools=list(inputs.tools) or None,
                 add_generation_prompt=is_prompt,
                 tokenize=False,
@@ -123,6 +131,81 @@ class ChatTemplate:
                 f"the model's chat template cannot render these messages: {error}"
             ) from error
         return make_encodable(text)
+
+    def _to_template_message(self, message: Message, wants_text: bool) -> Message:
+        """A message as templates expect it: text content, no nulls, and calls in OpenAI's form,
+        their arguments as objects, or as JSON text with ``wants_text``."""
+        rendered = {k: v for k, v in message.items() if v is not None and k != _SAMPLED_KEY}
+        rendered["content"] = self._join_parts(message)
+        if message["role"] == "assistant":
+            rendered = _place_reasoning(rendered, self._reasoning_key)
+        if message["role"] == "developer":
+            rendered["role"] = "system"
+        calls = rendered.pop("tool_calls", None)
+        if calls:
+            rendered["tool_calls"] = [_to_template_call(call, wants_text) for call in calls]
+        return rendered
+
+    def _join_parts(self, message: Message) -> str:
+        """The text of a message, its parts joined as vLLM has them joined: by the template where
+        it shows parts, else by line breaks; those of a tool's result always by line breaks."""
+        content, role = message.get("content"), message["role"]
+        if role == "tool" or not isinstance(content, list) or len(content) < 2:
+            return extract_text(content, "\n")
+        if role not in self._separators:
+            self._separators[role] = self._find_separator(role)
+        return extract_text(content, self._separators[role])
+
+    def _find_separator(self, role: str) -> str:
+        """What the template puts between the parts of a message."""
+        marks = [f"{PLACEHOLDER}PART{number}X" for number in range(2)]
+        parts = [{"type": "text", "text": mark} for mark in marks]
+        question = [] if role == "user" else [{"role": "user", "content": "x"}]
+        shown = {"role": "system" if role == "developer" else role, "content": parts}
+        messages = [*question, shown] if role == "assistant" else [shown, *question]
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception:  # a template may raise anything: this one takes no parts
+            return "\n"
+        found = re.fullmatch(f".*{marks[0]}(.*){marks[1]}.*", text, re.DOTALL)
+        # A template that takes content for text may write the list itself.
+        return found[1] if found and "type" not in found[1] else "\n"
+
+    def drop_unread(self, messages: Sequence[Message], inputs: TemplateInputs) -> list[Message]:
+        """The messages without the keys of a framework's own that this template does not read.
+
+        A key is read if the prompt is another one without it.
+        """
+        reduced = []
+        for position, message in enumerate(messages):
+            extras = find_extras(message)
+            unread = {key for key in extras if not self._reads(messages, position, key, inputs)}
+            kept = {k: v for k, v in message.items() if k not in unread} if unread else message
+            reduced.append(kept)
+        return reduced
+
+    def _reads(
+        self, messages: Sequence[Message], position: int, key: str, inputs: TemplateInputs
+    ) -> bool:
+        if key == "tool_call_id":
+            return True  # Says what is answered, whatever the template shows.
+        message = messages[position]
+        # A key that the template does not name is read if it writes messages as a whole, which
+        # depends neither on the key nor on its value.
+        value = _write_json([key, message[key]]) if key in self._text else ""
+        asked = (bool(inputs.tools), str(inputs.template_kwargs))
+        case = (message["role"], bool(message.get("tool_calls")), *asked, value)
+        if case not in self._read_keys:
+            bare = {k: v for k, v in message.items() if k != key}
+            without = [*messages[:position], bare, *messages[position + 1 :]]
+            try:
+                is_read = self.render(messages, inputs) != self.render(without, inputs)
+            except TemplateError:
+                return True  # Of messages that are refused nothing is known.
+            if len(self._read_keys) >= _MAX_READ_KEYS:
+                self._read_keys.clear()
+            self._read_keys[case] = is_read
+        return self._read_keys[case]
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of template text; special tokens in it become special ids."""
@@ -272,37 +355,23 @@ def _find_reasoning_key(template: str) -> str | None:
     return None
 
 
-def _to_template_message(message: Message, reasoning_key: str | None, wants_text: bool) -> Message:
-    """A message as templates expect it: text content, no nulls, and arguments as objects, or as
-    JSON text with ``wants_text``."""
-    rendered = {k: v for k, v in message.items() if v is not None and k != _SAMPLED_KEY}
-    rendered["content"] = extract_text(message.get("content"))
-    if message["role"] == "assistant":
-        rendered = _place_reasoning(rendered, reasoning_key)
-    if message["role"] == "developer":
-        rendered["role"] = "system"
-    if message.get("tool_calls"):
-        rendered["tool_calls"] = [
-            {**call, "function": _to_template_function(call["function"], wants_text)}
-            for call in message["tool_calls"]
-        ]
-    else:
-        rendered.pop("tool_calls", None)
-    return rendered
-
-
-def _to_template_function(function: dict[str, Any], wants_text: bool) -> dict[str, Any]:
+def _to_template_call(call: dict[str, Any], wants_text: bool) -> dict[str, Any]:
+    """Without what an SDK adds (``index``, ``parsed_arguments``): some templates write calls as
+    they are."""
+    function = call["function"]
     arguments = parse_arguments(function.get("arguments") or "{}")
     if wants_text and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**function, "arguments": arguments}
+    named = {"id": call["id"]} if call.get("id") is not None else {}
+    function = {"name": function.get("name"), "arguments": arguments}
+    return {**named, "type": "function", "function": function}
 
 
 def _place_reasoning(message: Message, key: str | None) -> Message:
     """The assistant message with its reasoning where the template looks for it."""
     reasoning = extract_reasoning(message)
     # Inside the content every template that knows of reasoning finds it itself.
-    if not reasoning or "</think>" in message["content"]:
+    if not reasoning or holds_reasoning_in_content(message):
         return message
     placed = write_reasoning(message, "")
     if key is not None:
@@ -317,13 +386,30 @@ def make_template_inputs(
     return TemplateInputs(tuple(tools), tuple(sorted(template_kwargs.items())))
 
 
-def extract_text(content: Any) -> str:
-    """The text of a message's ``content``: null, a string, or a list of text parts."""
+def find_extras(message: Message) -> dict[str, Any]:
+    """What a message says under keys of a framework's own; those that say nothing are left out."""
+    known = _COMMON_KEYS.union(_REASONING_KEYS if message["role"] == "assistant" else ())
+    extras = {key: _drop_nulls(value) for key, value in message.items() if key not in known}
+    return {key: value for key, value in extras.items() if value not in (None, "", [], {})}
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _drop_nulls(v) for k, v in value.items() if v is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def extract_text(content: Any, separator: str = "") -> str:
+    """The text of a message's ``content``: null, a string, or a list of text parts.
+
+    Parts of what a model said are pieces of one text; those of other messages are joined by
+    another ``separator``.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    return "".join(part.get("text") or "" for part in content)
+    return separator.join(part.get("text") or "" for part in content)
 
 
 def extract_reasoning(message: Message) -> str:
@@ -331,23 +417,37 @@ def extract_reasoning(message: Message) -> str:
 
     Empty: it has none, or came back without it.
     """
+    return _read_reasoning_key(message) or _read_reasoning_tags(message)
+
+
+def _read_reasoning_key(message: Message) -> str:
     for key in _REASONING_KEYS:
         reasoning = message.get(key)
         if isinstance(reasoning, str) and reasoning.strip():
             return reasoning.strip()
+    return ""
+
+
+def _read_reasoning_tags(message: Message) -> str:
     head, found, _ = extract_text(message.get("content")).partition("</think>")
     return head.strip().removeprefix("<think>").strip() if found else ""
 
 
 def holds_reasoning_in_content(message: Message) -> bool:
-    """Whether an assistant message has its reasoning between tags in its content."""
-    return "</think>" in extract_text(message.get("content"))
+    """Whether an assistant message has its reasoning between tags in its content alone."""
+    has_tags = "</think>" in extract_text(message.get("content"))
+    return has_tags and not _read_reasoning_key(message)
 
 
 def extract_answer(message: Message) -> str:
-    """The text of an assistant message without its reasoning."""
+    """The text of an assistant message without its reasoning.
+
+    Under a key of its own it may stand in the content as well; other text between the tags is
+    part of the answer then.
+    """
     text = extract_text(message.get("content"))
-    if "</think>" in text and not any(message.get(key) for key in _REASONING_KEYS):
+    own = _read_reasoning_key(message)
+    if "</think>" in text and own in ("", _read_reasoning_tags(message)):
         return _REASONING.sub("", text).lstrip()
     return text.lstrip()
 

@@ -23,6 +23,7 @@ from agentrl_cli.tracking.template import (
     extract_answer,
     extract_reasoning,
     extract_text,
+    find_extras,
     holds_reasoning_in_content,
     make_placeholder,
     parse_arguments,
@@ -31,10 +32,6 @@ from agentrl_cli.tracking.template import (
 
 #: Made once: ``json.dumps`` with options makes an encoder for every call.
 _write_json = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
-#: Keys whose meaning is compared otherwise, or that only number the pieces of a stream.
-_KNOWN_KEYS = frozenset({"role", "content", "tool_calls"})
-_KNOWN_REPLY_KEYS = _KNOWN_KEYS | {"reasoning_content", "reasoning"}
-_KNOWN_CALL_KEYS = frozenset({"id", "type", "function", "index"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +67,11 @@ class _Node:
         return len(self.plan.prefix_digests) - 1
 
     @property
+    def system(self) -> bytes:
+        """The digest of the system prompt that it was sampled under."""
+        return _find_system_digest(self.interaction.messages, self.plan.prefix_digests)
+
+    @property
     def with_reasoning(self) -> frozenset[str]:
         """The turns whose reasoning is in the tokens up to here."""
         own = {self.interaction.id} if self.reasoning else set()
@@ -101,7 +103,7 @@ class ConversationTree:
         self._by_conversation: dict[bytes, list[_Node]] = {}
         self._by_request: dict[bytes, list[_Node]] = {}
         self._by_id: dict[str, _Node] = {}
-        self._replies: set[tuple[bytes, bytes]] = set()
+        self._by_reply: dict[bytes, list[_Node]] = {}
         #: Conversations up to an assistant's turn that an agent gave unasked: examples.
         self._given: set[bytes] = set()
 
@@ -111,9 +113,10 @@ class ConversationTree:
         Raises:
             TemplateError: the template refuses the messages.
         """
-        digests = fingerprint_prefixes(messages)
-        parent, num_known = self._find_parent(messages, digests)
-        edit = self._find_edit(messages, digests, num_known)
+        read = self._template.drop_unread(messages, inputs)
+        digests = fingerprint_prefixes(read)
+        parent, num_known = self._find_parent(read, digests)
+        edit = self._find_edit(read, digests, num_known)
         if parent is not None:
             return self._continue(parent, messages, num_known, inputs, edit, digests)
         text = self._template.render(messages, inputs)
@@ -135,8 +138,7 @@ class ConversationTree:
         request = plan.prefix_digests[-1]
         self._by_conversation.setdefault(fingerprint(reply, request), []).append(node)
         self._by_request.setdefault(request, []).append(node)
-        system = _find_system_digest(interaction.messages, plan.prefix_digests)
-        self._replies.add((system, fingerprint(reply)))
+        self._by_reply.setdefault(fingerprint(reply), []).append(node)
         if plan.mismatch_cause is None:
             turns = zip(interaction.messages, plan.prefix_digests[1:], strict=True)
             self._given.update(digest for m, digest in turns if m["role"] == "assistant")
@@ -167,7 +169,7 @@ class ConversationTree:
         system = _find_system_digest(messages, digests)
         for position in range(num_known, len(messages)):
             message = messages[position]
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or self._is_gathered(message, messages):
                 continue
             siblings = self._by_request.get(digests[position])
             if siblings:
@@ -176,9 +178,25 @@ class ConversationTree:
                 return named[-1] if named else MismatchCause.HISTORY_EDITED
             # What stood in a matching request before is given, though a reply may equal it.
             is_given = digests[position + 1] in self._given
-            if not is_given and (system, fingerprint(message)) in self._replies:
+            nodes = () if is_given else self._by_reply.get(fingerprint(message), ())
+            if any(node.system == system for node in nodes):
                 return MismatchCause.HISTORY_EDITED
         return None
+
+    def _is_gathered(self, message: Message, messages: Sequence[Message]) -> bool:
+        """Whether a reply stands beside one of another branch: neither was sampled after the other.
+
+        Whoever edits a history leaves replies that were sampled one after the other.
+        """
+        nodes = self._by_reply.get(fingerprint(message), ())
+        if not nodes:
+            return False
+        replies = (m for m in messages if m["role"] == "assistant")
+        others = (self._by_reply.get(fingerprint(reply), ()) for reply in replies)
+        return any(
+            other and not any(_are_successive(n, o) for n in nodes for o in other)
+            for other in others
+        )
 
     def _continue(
         self,
@@ -190,6 +208,8 @@ class ConversationTree:
         digests: list[bytes],
     ) -> PromptPlan:
         turn = parent.interaction
+        if inputs == parent.plan.inputs:
+            inputs = parent.plan.inputs  # Its order of keys is the one that was rendered.
         new_messages = messages[num_known:]
         skeleton = (*parent.plan.skeleton, make_placeholder(turn.reply), *new_messages)
         split = self._template.split_at_last_turn(skeleton, inputs)
@@ -255,18 +275,19 @@ class ConversationTree:
         shown: frozenset[str],
     ) -> MismatchCause | None:
         """What keeps the sampled ids from standing in this prompt; None: nothing."""
-        if inputs != parent.plan.inputs:
-            return MismatchCause.TEMPLATE_CHANGED
         is_stripped = shown != parent.with_reasoning
+        cause = None
         if is_stripped and not self._keep_reasoning:
-            return MismatchCause.THINKING_STRIPPED
-        if split is None:
-            return MismatchCause.RETOKENIZED
-        if not self._shows_past(parent.plan, split.before):
-            return (
+            cause = MismatchCause.THINKING_STRIPPED
+        elif split is None:
+            cause = MismatchCause.RETOKENIZED
+        elif not self._shows_past(parent.plan, split.before):
+            cause = (
                 MismatchCause.THINKING_STRIPPED if is_stripped else MismatchCause.TEMPLATE_CHANGED
             )
-        return None
+        # Inputs that change nothing in what the template shows of the past are no obstacle.
+        has_changed = cause is not None and inputs != parent.plan.inputs
+        return MismatchCause.TEMPLATE_CHANGED if has_changed else cause
 
     def _shows_past(self, plan: PromptPlan, before: str) -> bool:
         """Whether the text before a sampled turn is what the turn was sampled after.
@@ -296,6 +317,16 @@ def _restore_reasoning(
     return tuple(restored)
 
 
+def _are_successive(node: _Node, other: _Node) -> bool:
+    """Whether one of two replies was sampled after the other, or is it."""
+    return node is other or _was_sampled_after(node, other) or _was_sampled_after(other, node)
+
+
+def _was_sampled_after(node: _Node, earlier: _Node) -> bool:
+    meaning = _normalize(earlier.interaction.reply or {"role": "assistant"})[:3]
+    return any(_normalize(m)[:3] == meaning for m in node.interaction.messages)
+
+
 def _find_system_digest(messages: Sequence[Message], digests: Sequence[bytes]) -> bytes:
     """The digest of the leading system messages: another system prompt, another conversation."""
     leading = takewhile(lambda m: m["role"] in ("system", "developer"), messages)
@@ -314,11 +345,9 @@ def _normalize(message: Message) -> list[Any]:
     """
     role = "system" if message["role"] == "developer" else message["role"]
     is_reply = role == "assistant"
-    text = extract_answer(message) if is_reply else extract_text(message.get("content"))
-    known = _KNOWN_REPLY_KEYS if is_reply else _KNOWN_KEYS
-    extras = {k: v for k, v in message.items() if k not in known and _carries_meaning(v)}
+    text = extract_answer(message) if is_reply else extract_text(message.get("content"), "\n")
     calls = [_normalize_call(call) for call in message.get("tool_calls") or ()]
-    return [role, text, calls, extras]
+    return [role, text, calls, find_extras(message)]
 
 
 def fingerprint(message: Message, previous: bytes = b"") -> bytes:
@@ -337,7 +366,7 @@ def diagnose_edit(sampled: Message, replayed: Message) -> MismatchCause:
     _, text, calls, extras = _normalize(sampled)
     _, other_text, other_calls, other_extras = _normalize(replayed)
     # All of a call but its arguments.
-    rests, other_rests = ([[*c[:2], c[3]] for c in side] for side in (calls, other_calls))
+    rests, other_rests = ([call[:2] for call in side] for side in (calls, other_calls))
     same_reasoning = replays_reasoning(replayed, extract_reasoning(sampled))
     same_rest = text == other_text and extras == other_extras and same_reasoning
     if same_rest and calls != other_calls and rests == other_rests:
@@ -349,15 +378,10 @@ def diagnose_edit(sampled: Message, replayed: Message) -> MismatchCause:
     return MismatchCause.HISTORY_EDITED
 
 
-def _carries_meaning(value: Any) -> bool:
-    return value is not None and value not in ("", [], {})
-
-
 def _normalize_call(call: dict[str, Any]) -> list[Any]:
     function = call.get("function") or {}
-    extras = {k: v for k, v in call.items() if k not in _KNOWN_CALL_KEYS and _carries_meaning(v)}
     arguments = parse_arguments(function.get("arguments"), parse_float=_parse_number)
-    return [call.get("id"), function.get("name"), arguments, extras]
+    return [call.get("id"), function.get("name"), arguments]
 
 
 def _parse_number(text: str) -> float:

@@ -43,10 +43,13 @@ from agentrl_cli.tracking.protocols.model_request import (
 )
 from agentrl_cli.tracking.session import Session
 
-#: Keys of messages that no chat template reads, and what says the same.
+_NO_PREFILL = "the model begins a turn of its own, and cannot continue a given one (no prefill)"
+#: Keys of messages that cannot be honoured, and what says the same.
 _UNREAD_MESSAGE_KEYS: Mapping[str, str] = {
     "audio": "send its transcript as content",
     "function_call": "use tool_calls, and role 'tool' for the result",
+    "partial": _NO_PREFILL,
+    "prefix": _NO_PREFILL,
     "refusal": "send it as content",
 }
 
@@ -91,6 +94,8 @@ class _StreamOptions(CheckedFields):
 class _Body(_Conversation, RequestBody):
     neutral = NEUTRAL_KEYS | {"store"}
     unused: ClassVar = {
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
         "frequency_penalty": (0,),
         "presence_penalty": (0,),
         "repetition_penalty": (1,),
@@ -113,6 +118,7 @@ class _Body(_Conversation, RequestBody):
     seed: Annotated[int | None, Field(ge=-(2**63), lt=2**63)] = None
     logprobs: bool = False
     top_logprobs: TopLogprobs = 0
+    return_token_ids: bool = False
     response_format: dict[str, Any] = Field({"type": "text"})
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
@@ -168,6 +174,7 @@ class ChatProtocol:
             stream=fields.stream,
             include_usage=fields.stream_options.include_usage,
             logprobs=fields.logprobs,
+            token_ids=fields.return_token_ids,
             parse_tools=parse_calls,
         )
 
@@ -177,13 +184,14 @@ class ChatProtocol:
             {
                 "index": choice.index,
                 "message": {"refusal": None, **(choice.interaction.reply or {})},
-                "logprobs": _format_logprobs(calls, choice.generation),
+                "logprobs": None,
                 "finish_reason": choice.interaction.finish_reason or "",
+                **_format_tokens(calls, choice.generation),
             }
             for choice in choices
         ]
-        usage = _format_usage(calls, choices)
-        return _format_envelope(calls, "chat.completion", formatted) | {"usage": usage}
+        envelope = _format_envelope(calls, "chat.completion", formatted)
+        return envelope | {"usage": _format_usage(calls, choices), **_format_prompt(calls)}
 
     def open_writer(self, calls: ModelCalls) -> ChunkWriter:
         """Writes ``chat.completion.chunk`` events, and the end mark."""
@@ -204,26 +212,28 @@ class ChunkWriter:
         self._choices: list[Choice] = []
 
     def begin_choice(self, index: int) -> bytes:
-        """The chunk that opens a choice."""
+        """The chunk that opens a choice; as vLLM's, the very first has the prompt's ids."""
+        prompt = {} if self._num_tool_calls else _format_prompt(self._calls)
         self._num_tool_calls[index] = 0
-        return self._write_delta(index, {"role": "assistant", "content": ""})
+        return self._write_delta(index, {"role": "assistant", "content": ""}, **prompt)
 
     def write(self, index: int, parsed: ParsedText, generation: Generation | None) -> bytes:
         """The chunks for what a choice got; none where nothing can be shown yet."""
-        logprobs = None if generation is None else _format_logprobs(self._calls, generation)
+        tokens = {} if generation is None else _format_tokens(self._calls, generation)
         deltas = self._build_deltas(index, parsed)
-        if logprobs is not None and not deltas:
+        if tokens and not deltas:
             deltas = [{}]
         chunks = []
         for delta in deltas:
-            chunks.append(self._write_delta(index, delta, logprobs=logprobs))
-            logprobs = None
+            chunks.append(self._write_delta(index, delta, tokens))
+            tokens = {}
         return b"".join(chunks)
 
     def end_choice(self, choice: Choice) -> bytes:
         """The last chunk of a choice."""
         self._choices.append(choice)
-        return self._write_delta(choice.index, {}, choice.interaction.finish_reason)
+        reason = {"finish_reason": choice.interaction.finish_reason}
+        return self._write_delta(choice.index, {}, reason)
 
     def end(self) -> bytes:
         """Usage, where it is asked for, and the end mark."""
@@ -252,15 +262,17 @@ class ChunkWriter:
         self,
         index: int,
         delta: dict[str, Any],
-        finish_reason: str | None = None,
-        logprobs: dict[str, Any] | None = None,
+        told: dict[str, Any] | None = None,
+        **prompt: Any,
     ) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs}
-        return self._write([{**choice, "finish_reason": finish_reason}], None)
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._write([choice | (told or {})], None, **prompt)
 
-    def _write(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> bytes:
+    def _write(
+        self, choices: list[dict[str, Any]], usage: dict[str, Any] | None, **prompt: Any
+    ) -> bytes:
         """One chunk; where usage is asked for, all but the last say null."""
-        chunk = _format_envelope(self._calls, "chat.completion.chunk", choices)
+        chunk = _format_envelope(self._calls, "chat.completion.chunk", choices) | prompt
         return format_event(chunk | ({"usage": usage} if self._calls.request.include_usage else {}))
 
 
@@ -279,10 +291,21 @@ def _format_envelope(calls: ModelCalls, kind: str, choices: list[dict[str, Any]]
     }
 
 
-def _format_logprobs(calls: ModelCalls, generation: Generation) -> dict[str, Any] | None:
-    if not calls.request.logprobs:
-        return None
-    return {"content": format_token_logprobs(calls.template, generation), "refusal": None}
+def _format_tokens(calls: ModelCalls, generation: Generation) -> dict[str, Any]:
+    """What was asked of a choice's tokens: their logprobs, and their ids as vLLM gives them."""
+    tokens: dict[str, Any] = {}
+    if calls.request.logprobs:
+        content = format_token_logprobs(calls.template, generation)
+        tokens["logprobs"] = {"content": content, "refusal": None}
+    if calls.request.token_ids:
+        tokens["token_ids"] = list(generation.completion_ids)
+    return tokens
+
+
+def _format_prompt(calls: ModelCalls) -> dict[str, Any]:
+    if not calls.request.token_ids:
+        return {}
+    return {"prompt_token_ids": list(calls.calls[0].plan.prompt_ids)}
 
 
 def _format_usage(calls: ModelCalls, choices: Sequence[Choice]) -> dict[str, Any]:

@@ -281,21 +281,22 @@ def _find_thinking(session: Session, signature: str) -> str:
 def _build_system(texts: Sequence[str]) -> list[Message]:
     """The system prompt as a message; none if it is empty."""
     shown = [_BILLING_HEADER.sub("", text) for text in texts]
-    content = "\n".join(text for text in shown if text)
+    content = "".join(shown)
     return [{"role": "system", "content": content}] if content else []
 
 
 def _build_messages(fields: _Body, session: Session) -> list[Message]:
     """Chat messages in OpenAI's form; to Anthropic, consecutive ones of one role are one turn."""
     messages: list[Message] = []
-    for role, turn in itertools.groupby(fields.messages, lambda message: message.role):
-        content: list[Any] = [part for message in turn for part in message.content]
+    for role, group in itertools.groupby(fields.messages, lambda message: message.role):
+        turn: list[Any] = [message.content for message in group]
+        content = [part for parts in turn for part in parts]
         if role == "user":
             messages += _build_user(content)
         elif role == "assistant":
             messages.append(_build_assistant(content, session))
         else:
-            messages += _build_system(content)
+            messages += [message for parts in turn for message in _build_system(parts)]
     return messages
 
 

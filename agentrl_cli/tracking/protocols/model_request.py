@@ -146,6 +146,8 @@ class ModelRequest:
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False
+    token_ids: bool = False
+    """True: the reply has the ids of the prompt and of what was sampled."""
     parse_tools: bool = False
     """False: no tools were offered, so text that looks like a call is text."""
 

@@ -12,12 +12,14 @@ pytest.importorskip("langchain_openai")
 from langchain_core.tools import tool
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.graph import START, MessagesState, StateGraph
+from langgraph.types import Send
 from typing_extensions import TypedDict
 
 from agentrl_cli import GraphRun, build_chat_model
 from agentrl_cli.agents.agent_building import AgentSource
 from agentrl_cli.errors import BuilderError, EngineError
 from agentrl_cli.records import Boundary, StopReason
+from agentrl_cli.tracking.credit import build_sequences
 from builders.langgraph_agent import build_calculator_graph
 
 pytestmark = [
@@ -52,11 +54,40 @@ async def test_the_ready_made_agent_runs_as_it_is(play_agent, tool_call):
         """The meaning of a word."""
         return f"{word} is 42"
 
-    call = tool_call("look_up", '{"word": "answer"}')
-    played = await play_agent(build_react([look_up], prompt="Be brief."), call, "42")
+    calls = [tool_call("look_up", '{"word": "answer"}')] * 5
+    # Named, it sends its name with every turn of its own.
+    agent = build_react([look_up], prompt="Be brief.", name="helper")
+    played = await play_agent(agent, *calls, "42")
     assert (played.trajectory.failure, played.trajectory.reward) == (None, 1.0)
     assert "Be brief." in played.prompts[0]
     assert "answer is 42" in played.prompts[1]
+    assert played.prefix_mismatches == []
+    assert len(build_sequences(played.trajectory.interactions, "concat")) == 1
+
+
+async def test_branches_that_run_in_parallel_are_gathered(play_agent):
+    def build(client, model):
+        chat_model = build_chat_model(client, model)
+
+        async def ask(state):
+            return {"messages": [await chat_model.ainvoke(state["messages"])]}
+
+        def send(state):
+            return [Send("part", {"messages": [*state["messages"], ("user", p)]}) for p in "ab"]
+
+        graph = StateGraph(MessagesState)
+        for name in ("one", "other", "plan", "part", "join"):
+            graph.add_node(name, ask)
+        graph.add_edge(START, "one")
+        graph.add_edge(START, "other")
+        graph.add_edge(["one", "other"], "plan")
+        graph.add_conditional_edges("plan", send, ["part"])
+        graph.add_edge("part", "join")
+        return graph.compile()
+
+    played = await play_agent(build, "40", "41", "plan", "1", "2", "42")
+    trajectory = played.trajectory
+    assert (trajectory.failure, trajectory.num_turns, trajectory.final_answer) == (None, 6, "42")
     assert played.prefix_mismatches == []
 
 

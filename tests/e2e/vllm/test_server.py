@@ -23,6 +23,7 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import Generation, Sampling, ServerEndpoint, join_pieces
 from agentrl_cli.errors import EngineError, EngineTimeoutError
 from agentrl_cli.launch.servers.server_group import ServerGroup
+from agentrl_cli.tracking.gateway import Gateway
 
 #: float32 on both sides.
 TOLERANCE = 1e-4
@@ -129,6 +130,40 @@ async def test_a_stream_is_the_completion_in_pieces(server: Any) -> None:
     assert [piece.versions for piece in pieces[:-1]] == [()] * (len(pieces) - 1)
     assert pieces[-1].versions == whole.versions == (1,) * len(whole.completion_ids)
     assert [piece.finish_reason is None for piece in pieces[:-1]] == [True] * (len(pieces) - 1)
+
+
+async def test_prompts_are_those_of_vllms_own_chat(
+    endpoint: ServerEndpoint, folders: list[Path], scripted_engine: Any, chat_tokenizer: Any
+) -> None:
+    """Text in parts; and token ids are where vLLM has them, whole and streamed."""
+    gateway = Gateway(scripted_engine(["4", "4"]), chat_tokenizer)
+    headers = {"Authorization": f"Bearer {gateway.open_session().key}"}
+    parts = [{"type": "text", "text": text} for text in ("What", "is", "2 + 2?")]
+    user = {"role": "user", "content": parts}
+    chat = {"messages": [{**user, "role": "system"}, user], "return_token_ids": True}
+    for path, body in (
+        ("/v1/chat/completions", chat),
+        ("/v1/chat/completions", chat | {"stream": True}),
+        ("/v1/messages/count_tokens", {"messages": [user], "system": parts}),
+    ):
+        asked = {**body, "model": str(folders[0])}
+        _, theirs = await ask_without_client(endpoint, "POST", path, endpoint.api_key, asked)
+        url = f"http://agentrl.invalid{path}"
+        ours = await gateway.http_client.post(url, json=asked, headers=headers)
+        assert read_prompt(ours.text) == read_prompt(theirs)
+    await gateway.close()
+
+
+def read_prompt(text: str) -> Any:
+    """The prompt's ids and the event that has them, or their number."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines()]
+    events = [json.loads(line) for line in lines if line.startswith("{")]
+    if "input_tokens" in events[0]:
+        return events[0]["input_tokens"]
+    assert any(choice.get("token_ids") for event in events for choice in event["choices"])
+    prompts = [event.get("prompt_token_ids") for event in events]
+    [prompt_ids] = filter(None, prompts)
+    return prompts.index(prompt_ids), prompt_ids
 
 
 async def test_a_completion_spans_three_versions_and_says_so(

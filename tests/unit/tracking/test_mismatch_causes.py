@@ -198,11 +198,20 @@ def mismatch_once(
     assert set(costs) == ({changed.id} if cause is not None else set())
 
 
-@settings(max_examples=30, deadline=None)
+_NOTES = st.dictionaries(
+    st.sampled_from(["name", "parsed", "provider_specific_fields", "é", "mood"]),
+    st.sampled_from([None, "", "x", 0, True, {"refusal": None}, {"k": [{"l": None}]}, ["x"]]),
+)
+
+
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_another_spelling_matches(tokenizer: Any, data: Any) -> None:
     talk = begin(tokenizer, data)
-    messages = talk.next_messages()
+    messages = [
+        dict(data.draw(st.permutations([*message.items(), *data.draw(_NOTES).items()])))
+        for message in talk.next_messages()
+    ]
     for position in talk.sampled_at:
         message = messages[position]
         if not message.get("content"):
@@ -211,13 +220,52 @@ def test_another_spelling_matches(tokenizer: Any, data: Any) -> None:
                 del message["content"]
         elif data.draw(st.booleans()):
             message["content"] = [{"type": "text", "text": message["content"]}]
-        message.update(dict.fromkeys(data.draw(st.sets(st.sampled_from(["refusal", "name"])))))
         for call in message.get("tool_calls", ()):
+            call |= data.draw(_NOTES)
+            call["function"] |= {"parsed_arguments": {}}
             call["function"]["arguments"] = respell(call["function"]["arguments"], data)
-    request = talk.ask(messages)
+    tools = tuple(dict(reversed(tool.items())) for tool in TOOLS)
+    request = talk.ask(messages, tools=tools)
     assert (request.parent_id, request.extends_parent) == (talk.interactions[-2].id, True)
     assert request.mismatch_cause is None
     talk.check_training()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_only_a_key_that_the_template_shows_makes_another_turn(tokenizer: Any, data: Any) -> None:
+    showing = copy.copy(tokenizer)
+    showing.chat_template = tokenizer.chat_template.replace(
+        "(m.content or '')", "(m.mood or '') + (m.content or '')"
+    )
+    talk = begin(showing, data)
+    messages = talk.next_messages()
+    changed = data.draw(st.sampled_from(messages))
+    changed |= data.draw(_NOTES) | {"mood": data.draw(st.sampled_from(["", "good"]))}
+    is_shown = changed["role"] == "assistant" and changed["mood"]
+    mismatch_once(talk, messages, MismatchCause.HISTORY_EDITED if is_shown else None)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_gathered_branches_are_no_edit_until_one_is_edited(tokenizer: Any, data: Any) -> None:
+    """As LangGraph merges what parallel nodes and Send add to a state's messages."""
+    talk = begin(tokenizer, data)
+    root = talk.next_messages()
+    gathered = list(root)
+    for number in range(data.draw(st.integers(2, 3), label="branches")):
+        own = [{"role": "user", "content": f"part {number}"}]
+        past, own = data.draw(st.sampled_from([(root, []), (root, own), ([], own)]))
+        branch = list(own)
+        for _ in range(data.draw(st.integers(1, 2), label="turns")):
+            reply = talk.ask([*past, *branch]).reply
+            branch += [reply, {"role": "user", "content": "more"}]
+        gathered += branch[len(own) : -1]
+    gathered.append({"role": "user", "content": "sum up"})
+    mismatch_once(talk, gathered, None)
+    edited = [*gathered, talk.interactions[-2].reply, {"role": "user", "content": "again"}]
+    edited[len(gathered) - 1] = {"role": "user", "content": "sum up briefly"}
+    mismatch_once(talk, edited, MismatchCause.HISTORY_EDITED)
 
 
 def respell(arguments: str, data: Any) -> str:

@@ -94,7 +94,11 @@ def moved(message: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-WAYS = [kept, renamed, dropped, moved]
+def sent_twice(message: dict[str, Any]) -> dict[str, Any]:
+    return {**moved(message), **{k: v for k, v in message.items() if k == "reasoning_content"}}
+
+
+WAYS = [kept, renamed, dropped, moved, sent_twice]
 
 
 async def ask(client: TrackingClient, messages: list[Any], **options: Any) -> dict[str, Any]:
@@ -427,6 +431,24 @@ async def test_gpt_oss_wants_to_see_the_call_and_ends_turns_of_the_past_otherwis
     # The end that was sampled stays, in place of the one that the template would write.
     assert tokenizer.decode(two.completion_ids[-1]) == "<|return|>"
     assert_spliced(client, three, two, "<|start|>user<|message|>And then?<|end|><|start|>assistant")
+
+
+JOINED = "(m.content | map(attribute='text') | join)"
+
+
+@pytest.mark.parametrize(
+    ("shown", "text"),
+    [("m.content", "a\nb"), (f"m.content if m.content is string else {JOINED}", "ab")],
+)
+async def test_parts_are_joined_by_the_template_or_by_line_breaks(
+    open_client: Open, make_tokenizer: Callable[[str], Any], shown: str, text: str
+) -> None:
+    template = KEEPS.replace("m.content + '<|im_end|>", f"({shown}) + '<|im_end|>", 1)
+    client = open_client("x", tokenizer=make_tokenizer(template))
+    parts = [{"type": "text", "text": part} for part in "ab"]
+    await ask(client, [{"role": "user", "content": parts}])
+    prompt = client.gateway.template.decode_all(client.interactions[0].prompt_ids)  # type: ignore[attr-defined]
+    assert prompt.startswith(f"<|im_start|>user\n{text}<|im_end|>")
 
 
 async def test_changed_tools_are_still_a_changed_template(

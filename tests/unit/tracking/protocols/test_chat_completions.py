@@ -175,6 +175,24 @@ async def test_several_choices_stream_side_by_side(open_client: Open) -> None:
     assert [i.finish_reason for i in client.interactions] == ["stop", "stop", "tool_calls"]
 
 
+@pytest.mark.parametrize("n", [1, 2])
+async def test_token_ids_come_as_vllm_gives_them(open_client: Open, n: int) -> None:
+    client = open_client(*[CALL, "one"][:n] * 2, "x")
+    options: Any = {"n": n, "tools": TOOLS, "extra_body": {"return_token_ids": True}}
+    whole = (await create(client, **options)).model_dump()
+    chunks = [chunk.model_dump() async for chunk in await create(client, stream=True, **options)]
+    streamed: dict[int, list[int]] = {index: [] for index in range(n)}
+    for choice in (choice for chunk in chunks for choice in chunk["choices"]):
+        streamed[choice["index"]] += choice.get("token_ids") or []
+    sampled = [list(i.completion_ids) for i in client.interactions[:n]]
+    assert [choice["token_ids"] for choice in whole["choices"]] == sampled
+    assert list(streamed.values()) == [list(i.completion_ids) for i in client.interactions[n:]]
+    prompt_ids = list(client.interactions[0].prompt_ids)
+    assert whole["prompt_token_ids"] == chunks[0]["prompt_token_ids"] == prompt_ids
+    assert not any("prompt_token_ids" in chunk for chunk in chunks[1:])
+    assert "prompt_token_ids" not in (await create(client)).model_dump()
+
+
 async def test_a_seed_repeats_a_reply_and_not_its_choices(open_client: Open) -> None:
     client = open_client(*"abcdef", sampling=Sampling(seed=7))
     for seed in (7, 7, 8):
@@ -186,7 +204,7 @@ async def test_a_seed_repeats_a_reply_and_not_its_choices(open_client: Open) -> 
 
 async def test_developer_role_and_neutral_keys_are_taken(open_client: Open) -> None:
     client = open_client("a")
-    developer = {"role": "developer", "content": [{"type": "text", "text": "Be "}, {
+    developer = {"role": "developer", "content": [{"type": "text", "text": "Be"}, {
         "type": "text", "text": "brief."}]}  # fmt: skip
     await create(
         client,
@@ -205,4 +223,4 @@ async def test_developer_role_and_neutral_keys_are_taken(open_client: Open) -> N
     )
     tokenizer = client.gateway.template.tokenizer
     prompt = tokenizer.decode(client.interactions[0].prompt_ids)
-    assert prompt.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert prompt.startswith("<|im_start|>system\nBe\nbrief.<|im_end|>")

@@ -319,7 +319,7 @@ HEADER = "x-anthropic-billing-header: cc_version=2.1; cch=71fea;"
         (as_texts(HEADER, "Be brief."), ["Be brief."]),
         (HEADER, []),
         ([], []),
-        (as_texts("a", "b"), ["a\nb"]),
+        (as_texts("a", "b"), ["ab"]),
     ],
 )
 async def test_the_system_prompt_is_text_without_what_only_anthropic_reads(

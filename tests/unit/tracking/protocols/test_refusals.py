@@ -33,6 +33,7 @@ def say(*blocks: Any, role: str = "assistant", **message: Any) -> dict[str, Any]
         (CHAT, say(name=5), "messages[1].name", "input should be a valid string, found 5"),
         (CHAT, say(function_call={"name": "f"}), "messages[1].function_call", "use tool_calls"),
         (CHAT, say(refusal="No."), "messages[1].refusal", "send it as content"),
+        (CHAT, say(prefix=True), "messages[1].prefix", "no prefill"),
         (
             CHAT,
             say(tool_calls=[{"function": {"name": 1}}]),
@@ -48,6 +49,7 @@ def say(*blocks: Any, role: str = "assistant", **message: Any) -> dict[str, Any]
         (CHAT, {"tool_choice": "required"}, "tool_choice", "no tools are given"),
         (CHAT, {"temperature": 11}, "temperature", "less than or equal to 10, found 11"),
         (CHAT, {"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+        (CHAT, {"continue_final_message": True}, "continue_final_message", "leave it out"),
         (CHAT, {"presence_penalty": 1}, "presence_penalty", "= 1 is not supported here; leave it"),
         (CHAT, {"stream_options": {"x": 1}}, "stream_options.x", "allowed: include_usage"),
         (CHAT, {"stop": [""]}, "stop[0]", "at least 1 character"),
