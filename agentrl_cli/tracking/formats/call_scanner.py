@@ -329,6 +329,11 @@ def find_open_reasoning(prompt_end: str) -> str:
     return next((REASONING_MARKS[mark] for mark in REASONING_MARKS if end.endswith(mark)), "")
 
 
+def has_open_reasoning(text: str) -> bool:
+    """Whether a text ends inside of reasoning."""
+    return any(text.rfind(begin) > text.rfind(end) for begin, end in REASONING_MARKS.items())
+
+
 def _compile_texts(*texts: str) -> re.Pattern[str]:
     return re.compile(f"(?:{'|'.join(map(re.escape, texts))})")
 

@@ -10,7 +10,12 @@ from typing import Any
 
 from agentrl_cli.errors import UserInputError, format_nearest
 from agentrl_cli.log import get_logger
-from agentrl_cli.tracking.formats.call_scanner import ParsedText, build_call
+from agentrl_cli.tracking.formats.call_scanner import (
+    ParsedText,
+    build_call,
+    find_open_reasoning,
+    has_open_reasoning,
+)
 from agentrl_cli.tracking.formats.format_table import (
     REASONING_ALIASES,
     REASONING_BY_TOOL_CALLS,
@@ -258,6 +263,8 @@ class ResponseTemplateParser:
         self._pending = ""
         """Text that stands for nothing yet: marks, and what is inside a call."""
         self._parser = self._open(prompt)
+        self._before = prompt if find_open_reasoning(prompt) else ""
+        """What calls stand behind: those inside of reasoning are none."""
 
     def feed(self, text: str) -> ParsedText:
         """What is certain after ``text``."""
@@ -287,12 +294,19 @@ class ResponseTemplateParser:
         return self._tokenizer.get_response_parser(prefix=prompt, tools=self._tools or None)
 
     def _give_up(self, parsed: ParsedText) -> None:
-        parsed.content += self._pending
+        self._add_content(parsed, self._pending)
         self._pending = ""
         self._parser = self._open("")
 
+    def _add_content(self, parsed: ParsedText, text: str) -> None:
+        parsed.content += text
+        self._before += text
+
     def _take(self, parsed: ParsedText, events: Sequence[dict[str, Any]]) -> None:
         for event in events:
+            if event["field"] == "thinking":
+                # This reasoning is parted from the reply.
+                self._before = ""
             if event["field"] == "tool_calls":
                 if event["type"] == "region_close":
                     self._take_calls(parsed, event["value"])
@@ -301,7 +315,7 @@ class ResponseTemplateParser:
                 if event["field"] == "thinking":
                     parsed.reasoning += text
                 else:
-                    parsed.content += text
+                    self._add_content(parsed, text)
                 # Marks before the text are gone, what is held back after it is not.
                 _, _, self._pending = self._pending.rpartition(text)
         if events and events[-1]["type"] == "region_close":
@@ -316,7 +330,8 @@ class ResponseTemplateParser:
             if isinstance(function, dict)
         ]
         valid = [call for call in calls if call is not None]
-        if self._tools and valid and len(valid) == len(found):
+        is_call = self._tools and valid and len(valid) == len(found)
+        if is_call and not has_open_reasoning(self._before):
             parsed.tool_calls.extend(valid)
         else:
-            parsed.content += self._pending
+            self._add_content(parsed, self._pending)

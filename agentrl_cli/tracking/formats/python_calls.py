@@ -208,7 +208,8 @@ _RESERVED = "_is_reserved"
 _KEYWORDS = "|".join(keyword.kwlist)
 _IDENTIFIER = r"[^\W\d]\w*"
 _MENDED = re.compile(
-    rf"""{_STRINGS}|["']|[][(){{}}]|\b(?P<name>{_KEYWORDS})(?=\s*=[^=])|(?<![\w.])0+(?=\d)|(?<=\))[^\S\n]*\n\s*(?=[^\W\d])""",
+    rf"""{_STRINGS}|["']|[][(){{}}]|\b(?P<name>{_KEYWORDS})(?=\s*=[^=])"""
+    r"|(?<![\w.])0+(?=\d)|(?<=\))[^\S\n]*\n\s*(?=[^\W\d])",
     re.DOTALL,
 )
 #: What follows a string, by the bracket that it stands in.
@@ -217,6 +218,7 @@ _FOLLOWERS = {
     "[": r"\s*[],]",
     "{": r"\s*[:,}]",
 }
+_NEXT_ARGUMENT = re.compile(rf"\s*{_IDENTIFIER}\s*=")
 _CLOSINGS = {
     (quote, bracket): re.compile(rf"\\.|{quote}(?={follower})", re.DOTALL)
     for quote in "\"'"
@@ -236,8 +238,8 @@ def _mend(text: str, marks: Sequence[str]) -> str:
     and backslashes that are not escaped; or wrote numbers as ``07``, or parameters such as
     ``from``. Calls on lines of their own get commas between them.
 
-    A quote ends a string only where what follows it can follow a string. With one of ``marks`` in
-    the string, other quotes must be escaped: they may join two lists otherwise.
+    A quote ends a string only where what follows it can follow a string. Other quotes in it must be
+    escaped if the string may be two, with one of ``marks`` or another argument between them.
 
     Raises:
         ValueError: a string has no certain end.
@@ -251,8 +253,11 @@ def _mend(text: str, marks: Sequence[str]) -> str:
             ends = closing.finditer(text, at) if closing is not None else ()
             end = next((e.start() for e in ends if e.group() == token), None)
             string = text[at:end]
-            has_quote = any(part.group() == token for part in _IN_STRING.finditer(string))
-            if end is None or (has_quote and any(mark in string for mark in marks)):
+            quotes = [p.end() for p in _IN_STRING.finditer(string) if p.group() == token]
+            joins = any(mark in string for mark in marks) or any(
+                _NEXT_ARGUMENT.match(string, quote) for quote in quotes
+            )
+            if end is None or (quotes and joins):
                 raise ValueError("a string has no certain end")
             parts += [token, _IN_STRING.sub(functools.partial(_escape, token), string), token]
             at = end + 1
