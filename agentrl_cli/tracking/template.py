@@ -19,8 +19,7 @@ from typing import Any
 
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.records import Message
-from agentrl_cli.tracking.formats.call_scanner import make_encodable
-from agentrl_cli.tracking.formats.call_scanner import REASONING_MARKS
+from agentrl_cli.tracking.formats.call_scanner import REASONING_MARKS, make_encodable
 from agentrl_cli.tracking.formats.format_choice import choose_formats, collect_template_text
 from agentrl_cli.tracking.formats.reply_formats import ReplyFormats
 

@@ -86,7 +86,7 @@ class Cursor:
                 raise Unreadable
 
     def close(self, *tags: str) -> None:
-        """As :meth:`expect`, where the end of all text ends a call as well, unless it cuts a tag."""
+        """As :meth:`expect`, where the end of all text, not inside of a tag, ends a call too."""
         try:
             self.expect(*tags)
         except Unfinished:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -166,7 +165,7 @@ def recognize_tool_calls(tokenizer: Any) -> str | None:
         return "hf"
     tokens = set(getattr(tokenizer, "all_special_tokens", ()))
     by_token = next((name for sign, name in _TOKEN_SIGNS.items() if sign in tokens), None)
-    return by_token or _find_written_format(tokenizer)
+    return _find_written_format(tokenizer) or by_token
 
 
 def describe_fallback(tokenizer: Any, tool_call_parser: str) -> str | None:
@@ -194,12 +193,20 @@ def _find_written_format(tokenizer: Any) -> str | None:
     except Exception as error:  # whatever a template complains of
         _log.debug("the chat template writes no call: %s", error)
         return None
-    written = after[len(os.path.commonprefix([before, after])) :]
+    # Some write an empty reasoning where a reply begins, others do not.
+    pairs = enumerate(zip(before, after, strict=False))
+    begin = next((at for at, (one, other) in pairs if one != other), len(before))
+    written = after[begin:]
     for name, one in TOOL_CALL_FORMATS.items():
         parser = one.build_parser(ReplyContext(tools=tools))
-        found = parser.feed(written).tool_calls + parser.finish().tool_calls
-        functions = [call["function"] for call in found]
-        if [(f["name"], json.loads(f["arguments"])) for f in functions] == [("probe", arguments)]:
+        parsed = parser.feed(written)
+        parsed.add(parser.finish())
+        functions = [call["function"] for call in parsed.tool_calls]
+        is_call = [(f["name"], json.loads(f["arguments"])) for f in functions] == [
+            ("probe", arguments)
+        ]
+        # What ends the turn may be left, but no mark before the call.
+        if is_call and written.rstrip().endswith(parsed.content.strip()):
             return name
     return None
 

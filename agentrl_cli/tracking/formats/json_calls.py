@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -244,8 +244,8 @@ def _mend(text: str, marks: Sequence[str]) -> str:
     Raises:
         ValueError: a string has no certain end.
     """
-    parts, at, brackets = [], 0, [""]
-    for found in iter(lambda: _MENDED.search(text, at), None):
+    parts, at, brackets = list[str](), 0, [""]
+    while (found := _MENDED.search(text, at)) is not None:
         parts.append(text[at : found.start()])
         token, at = found.group(), found.end()
         if token in _OPEN_STRINGS:
