@@ -112,8 +112,8 @@ Whatever a model writes:
   makes the whole call text.
 - Strings in Python-like calls need not escape apostrophes, line breaks and backslashes. Where two
   readings are possible, the call stays text.
-- A reply that was cut off keeps its `finish_reason` `length`, and counts as truncated, also where it
-  holds a complete call.
+- A reply that was cut off keeps its `finish_reason` `length`, and counts as truncated, also where
+  it holds a complete call.
 - A streamed reply is the same as one that is not streamed, however its tokens are split.
 - Special tokens that mean something in a format (`[TOOL_CALLS]`, `<|channel|>`) are visible only to
   its parser.
@@ -163,8 +163,8 @@ two and three calls, calls after text, and no call, in each format, with its par
 JSON is complete where the reply ends, before `</tool_call>`, is a call. It differs in three points:
 line breaks inside JSON strings are accepted, `NaN` is not, and arguments given as a JSON string are
 parsed. Eight of these texts only ours can parse: several calls with a list among the arguments
-(`phi4_mini_json`), several calls (`internlm`), calls after text (`llama4_pythonic`), and a list of strings with
-apostrophes (`lfm2`).
+(`phi4_mini_json`), several calls (`internlm`), calls after text (`llama4_pythonic`), and a list of
+strings with apostrophes (`lfm2`).
 """
 
 
