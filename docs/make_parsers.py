@@ -75,8 +75,8 @@ CALLS: Mapping[str, tuple[str, str]] = {
     "jamba": ("Jamba, Hunyuan A13B", '<tool_calls>[{"name": "f", ...}]</tool_calls>'),
     "internlm": ("InternLM 2, Intern-S1", '<|action_start|><|plugin|>{"name": "f", ...}'),
     "apertus": ("Apertus", '<|tools_prefix|>[{"f": {"x": 1}}]<|tools_suffix|>'),
-    "pythonic": ("Llama 3.2, ToolACE", "[f(x=1), g()]"),
-    "llama4_pythonic": ("Llama 4", "<|python_start|>[f(x=1)]<|python_end|>"),
+    "pythonic": ("Llama 3.2, ToolACE, Gemma 3", "[f(x=1), g()]"),
+    "llama4_pythonic": ("Llama 4", "<|python_start|>[f(x=1)]<|python_end|>, or [f(x=1)]"),
     "olmo3": ("Olmo 3", "<function_calls>f(x=1)</function_calls>"),
     "lfm2": ("LFM2", "<|tool_call_start|>[f(x=1)]<|tool_call_end|>"),
 }
@@ -96,14 +96,24 @@ Made by `python docs/make_parsers.py` from the tables in `agentrl_cli/tracking/f
 A model writes tool calls and reasoning as text. `engine.tool_call_parser` and
 `engine.reasoning_parser` say how that text is parsed, by the names that vLLM and SGLang use for
 the formats. Both are `auto` by default: the format is recognised by the model's chat template, and
-`agentrl train --config C --dry-run` shows the choice. `none` leaves the text as it is.
+`agentrl train --config C --dry-run` shows the choice. Where the template shows no known mark, the
+format is the one that can parse the call which the template renders; where there is none, calls are
+parsed as `hermes`, and the terminal says so. `none` leaves the text as it is.
 
 Whatever a model writes:
 
 - Nothing raises. A call that is malformed or cut off stays in `content`; valid calls beside it
   are kept.
 - Text around calls stays in `content`, without their tags. `arguments` is one JSON object as text.
-- Everything inside the reasoning belongs to it, even what looks like a call.
+- Everything inside the reasoning belongs to it, even what looks like a call. Where no reasoning
+  parser takes it out, it is part of `content`, and a call between `<think>` and `</think>` (or the
+  marks of Seed-OSS, Mistral and Kimi) is text all the same.
+- An XML argument whose closing tag is missing, so that the next argument would become part of it,
+  makes the whole call text.
+- Strings in Python-like calls need not escape apostrophes, line breaks and backslashes. Where two
+  readings are possible, the call stays text.
+- A reply that was cut off keeps its `finish_reason` `length`, and counts as truncated, also where
+  it holds a complete call.
 - A streamed reply is the same as one that is not streamed, however its tokens are split.
 - Special tokens that mean something in a format (`[TOOL_CALLS]`, `<|channel|>`) are visible only to
   its parser.
@@ -148,8 +158,13 @@ that have a response template, wrapped so that it keeps the promises.
 
 vLLM's parsers are the reference for well-formed calls: where vLLM is installed, a test parses one,
 two and three calls, calls after text, and no call, in each format, with its parser and with ours.
-Seven of these texts only ours can parse: several calls with a list among the arguments
-(`phi4_mini_json`), several calls (`internlm`), and calls after text (`llama4_pythonic`).
+`hermes` is compared on calls that are not quite in its form, too: `parameters` instead of
+`arguments`, no arguments, a list, a call that was cut off. All of these stay text, and a call whose
+JSON is complete where the reply ends, before `</tool_call>`, is a call. It differs in three points:
+line breaks inside JSON strings are accepted, `NaN` is not, and arguments given as a JSON string are
+parsed. Eight of these texts only ours can parse: several calls with a list among the arguments
+(`phi4_mini_json`), several calls (`internlm`), calls after text (`llama4_pythonic`), and a list of
+strings with apostrophes (`lfm2`).
 """
 
 

@@ -26,6 +26,7 @@ from agentrl_cli.models.sft_training import CheckStop, never_stop
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.endpoint import EndpointGateway
+from agentrl_cli.tracking.formats.format_choice import describe_fallback
 from agentrl_cli.tracking.gateway import get_gateway
 from agentrl_cli.tracking.session import Budget
 
@@ -86,8 +87,12 @@ class EngineSource:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's tokenizer."""
-        return load_tokenizer_of(self.model_folder, self._config.tokenizer_path)
+        """The model's tokenizer; whoever watches is told if its calls are read by a guess."""
+        tokenizer = load_tokenizer_of(self.model_folder, self._config.tokenizer_path)
+        fallback = describe_fallback(tokenizer, self._config.engine.tool_call_parser)
+        if fallback is not None:
+            self._observer.on_message(fallback)
+        return tokenizer
 
     def prepare(self) -> None:
         """Looks for what servers run on, makes a built-in model, and checks its tokenizer."""

@@ -13,10 +13,11 @@ from agentrl_cli.config.resolved_run import Machine, Purpose, ResolvedRun, resol
 from agentrl_cli.errors import ModelError, UserInputError
 from agentrl_cli.launch.servers.server_package import find_server_package
 from agentrl_cli.tracking.formats.format_choice import (
-    collect_template_text,
+    FALLBACK,
+    describe_fallback,
     find_reasoning_parser,
-    find_tool_call_parser,
     find_unknown_parsers,
+    recognize_tool_calls,
 )
 
 #: Flags that must not differ from what agentrl knows of its servers, and what sets them.
@@ -142,18 +143,15 @@ def describe_reading(config: ExperimentConfig) -> str:
             f"tool calls are read as {calls}, reasoning as {reasoning}: what auto stands for is "
             "told by the chat template, once the tokenizer is loaded"
         )
-    template = collect_template_text(tokenizer.chat_template)
     chosen = calls
     if calls == "auto":
-        chosen = find_tool_call_parser(
-            template,
-            getattr(tokenizer, "all_special_tokens", ()),
-            getattr(tokenizer, "response_template", None) is not None,
-        )
+        chosen = recognize_tool_calls(tokenizer) or FALLBACK
         calls = f"{chosen} (auto)"
     if reasoning == "auto":
-        reasoning = f"{find_reasoning_parser(template, chosen)} (auto)"
-    return f"tool calls are read as {calls}, reasoning as {reasoning}"
+        reasoning = f"{find_reasoning_parser(tokenizer.chat_template, chosen)} (auto)"
+    fallback = describe_fallback(tokenizer, config.engine.tool_call_parser)
+    line = f"tool calls are read as {calls}, reasoning as {reasoning}"
+    return line if fallback is None else f"{line}; {fallback}"
 
 
 def _load_local_tokenizer(path: str) -> Any:

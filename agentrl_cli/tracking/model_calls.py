@@ -152,7 +152,10 @@ class ModelCalls:
 
     def _record(self, index: int, generation: Generation, parsed: ParsedText) -> Choice:
         call = self.calls[index]
-        finish_reason = "tool_calls" if parsed.tool_calls else generation.finish_reason or "stop"
+        finish_reason = generation.finish_reason or "stop"
+        # A reply that was cut off stays one, also where a call in it is complete.
+        if parsed.tool_calls and finish_reason == "stop":
+            finish_reason = "tool_calls"
         message = build_assistant_message(parsed.content, parsed.tool_calls, parsed.reasoning)
         if call.sampling.structural_tag is not None and finish_reason != "length":
             warn_of_invalid(self.request, message)
@@ -259,18 +262,18 @@ def _build_parser(
     template: ChatTemplate, request: ModelRequest, prompt_ids: Sequence[int]
 ) -> TextParser | None:
     formats = template.formats
-    # Formats without reasoning need no end of the prompt.
-    prompt_end = template.decode_prompt_end(prompt_ids) if formats.reads_reasoning else ""
-    calls = formats.tool_calls
+    calls, reasoning = formats.tool_calls, formats.reasoning
+    prompt_end = template.decode_prompt_end(prompt_ids)
+    is_inside = reasoning is not None and reasoning.is_inside(prompt_end)
     parser = None
     # Without tools, text that looks like a call is text.
     if calls is not None and (request.parse_tools or calls.reads_reasoning):
         tools = request.inputs.tools if request.parse_tools else ()
-        parser = calls.build_parser(ReplyContext(tools=tools, prompt_end=prompt_end))
-    if formats.reasoning is None:
+        left = "" if is_inside else prompt_end
+        parser = calls.build_parser(ReplyContext(tools=tools, prompt_end=left))
+    if reasoning is None:
         return parser
-    is_inside = formats.reasoning.is_inside(prompt_end)
-    return ReasoningParser(formats.reasoning, is_inside=is_inside, answer=parser)
+    return ReasoningParser(reasoning, is_inside=is_inside, answer=parser)
 
 
 def format_token_logprobs(template: ChatTemplate, generation: Generation) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.records import Message
-from agentrl_cli.tracking.formats.call_scanner import make_encodable
+from agentrl_cli.tracking.formats.call_scanner import REASONING_MARKS, make_encodable
 from agentrl_cli.tracking.formats.format_choice import choose_formats, collect_template_text
 from agentrl_cli.tracking.formats.reply_formats import ReplyFormats
 
@@ -321,7 +321,9 @@ def _find_hidden_ids(special: dict[int, str], formats: ReplyFormats) -> frozense
     if formats.tool_calls is not None:
         if formats.tool_calls.special_texts is None:
             return frozenset()
-        shown.update(formats.tool_calls.special_texts)
+        # Where nobody parts the reasoning, the reader of calls has to see where it is.
+        marks = (*REASONING_MARKS, *REASONING_MARKS.values())
+        shown.update((*formats.tool_calls.special_texts, *marks))
     if formats.reasoning is not None:
         shown.update((formats.reasoning.begin, formats.reasoning.end))
     return frozenset(i for i, text in special.items() if text not in shown)

@@ -6,6 +6,7 @@ import json
 import re
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,13 +86,12 @@ class Cursor:
                 raise Unreadable
 
     def close(self, *tags: str) -> None:
-        """As :meth:`expect`, where the end of all text ends a call as well."""
+        """As :meth:`expect`, where the end of all text, not inside of a tag, ends a call too."""
         try:
             self.expect(*tags)
         except Unfinished:
-            if not self.at_end:
+            if not self.at_end or self.peek():
                 raise
-            self.at = len(self.text)
 
     def match(self, pattern: re.Pattern[str]) -> str:
         """The text after white space that ``pattern`` matches."""
@@ -138,8 +138,8 @@ class CallReader(ABC):
     """Texts that a call may begin with."""
     closers: tuple[str, ...] = ()
     """Texts that may follow calls and belong to them: the end of a section."""
-    only_first: bool = False
-    """True: after other text nothing is a call."""
+    first_starts: tuple[str, ...] = ()
+    """Those of ``starts`` that begin no call after other text."""
 
     def read(self, text: str, at_end: bool) -> Reading:
         """What ``text``, which begins with one of ``starts``, begins with.
@@ -166,13 +166,23 @@ class CallScanner:
     The result does not depend on how the text was cut. Text that may be the beginning of a
     call is held back until this is certain; white space at the beginning and after a call until
     text follows it, so that a reply of calls alone has no content.
+
+    Reasoning that nobody has parted from the reply is content, and what looks like a call inside
+    of it is none.
+
+    Args:
+        reader: of one call.
+        prompt_end: the last part of the prompt's text, where reasoning may have begun.
     """
 
-    def __init__(self, reader: CallReader) -> None:
+    def __init__(self, reader: CallReader, prompt_end: str = "") -> None:
         self._reader = reader
-        self._starts = re.compile("|".join(map(re.escape, reader.starts)))
-        closers = "|".join(map(re.escape, reader.closers))
-        self._closers = re.compile(rf"(?:\s*(?:{closers}))+")
+        self._later_starts = tuple(s for s in reader.starts if s not in reader.first_starts)
+        self._places = _compile_texts(*REASONING_MARKS, *reader.starts)
+        self._later_places = _compile_texts(*REASONING_MARKS, *self._later_starts)
+        self._closers = re.compile(rf"(?:\s*{_compile_texts(*reader.closers).pattern})+")
+        self._reasoning_end = find_open_reasoning(prompt_end)
+        """What ends the reasoning at hand; empty: there is none."""
         self._buffer = ""
         self._leading_space: str | None = ""
         self._num_calls = 0
@@ -207,6 +217,10 @@ class CallScanner:
         parsed = ParsedText()
         self._num_waited = 0
         while self._buffer:
+            if self._reasoning_end:
+                if not self._pass_reasoning(parsed, at_end):
+                    break
+                continue
             if self._after_call and not self._pass_closers(at_end):
                 break
             length, reading = self._find_calls(at_end)
@@ -216,13 +230,18 @@ class CallScanner:
             if reading is WAIT:
                 self._num_waited = len(self._buffer)
                 break
-            self._take(parsed, reading)
+            if reading.calls:
+                self._take(parsed, reading)
         return parsed
 
     def _find_calls(self, at_end: bool) -> tuple[int, Reading | None]:
         """How much plain text comes first, and what was read after it; None: nothing yet."""
         at = 0
-        while (start := self._find_start(at)) >= 0:
+        while (found := self._find_place(at)) is not None:
+            start = found.start()
+            if found.group() in REASONING_MARKS:
+                self._reasoning_end = REASONING_MARKS[found.group()]
+                return found.end(), Reading()
             # The first characters mostly tell what is no call: the rest is not copied for it.
             reading = self._reader.read(self._buffer[start : start + _SHORT], False)
             if not reading.length:
@@ -252,7 +271,7 @@ class CallScanner:
             if at_end:
                 self._buffer = ""
             return at_end
-        starts = self._reader.starts
+        starts = self._later_starts
         if any(rest.startswith(start) for start in starts):
             self._buffer = rest
         elif not at_end and any(start.startswith(rest) for start in starts):
@@ -260,23 +279,30 @@ class CallScanner:
         self._after_call = False
         return True
 
-    def _find_start(self, at: int) -> int:
-        """Where the next call may begin, from ``at`` on; -1: nowhere."""
-        if self._reader.only_first and self._leading_space is None:
-            return -1
-        found = self._starts.search(self._buffer, at)
-        if found is None or (self._reader.only_first and self._buffer[: found.start()].strip()):
-            return -1
-        return found.start()
+    def _pass_reasoning(self, parsed: ParsedText, at_end: bool) -> bool:
+        """Emits reasoning up to its end; False: the end has not come."""
+        end = self._buffer.find(self._reasoning_end)
+        if end < 0:
+            held = 0 if at_end else length_of_partial(self._buffer, self._reasoning_end)
+            self._emit(parsed, len(self._buffer) - held)
+            return False
+        self._emit(parsed, end + len(self._reasoning_end))
+        self._reasoning_end = ""
+        return True
+
+    def _find_place(self, at: int) -> re.Match[str] | None:
+        """Where the next call or reasoning may begin, from ``at`` on."""
+        if self._leading_space is not None:
+            found = self._places.search(self._buffer, at)
+            if found is None or not self._buffer[: found.start()].strip():
+                return found
+        return self._later_places.search(self._buffer, at)
 
     def _count_held(self, at: int) -> int:
         """How many last characters, from ``at`` on, may be the beginning of a call."""
         rest = self._buffer[at:]
-        if self._reader.only_first:
-            begun = self._buffer.lstrip()
-            may_begin = any(start.startswith(begun) for start in self._reader.starts)
-            return len(begun) if self._leading_space is not None and may_begin else 0
-        return max(length_of_partial(rest, start) for start in self._reader.starts)
+        starts = self._reader.starts if self._leading_space is not None else self._later_starts
+        return max(length_of_partial(rest, text) for text in (*starts, *REASONING_MARKS))
 
     def _emit(self, parsed: ParsedText, length: int) -> None:
         text, self._buffer = self._buffer[:length], self._buffer[length:]
@@ -286,6 +312,30 @@ class CallScanner:
                 return
             text, self._leading_space = self._leading_space + text, None
         parsed.content += text
+
+
+#: The marks of reasoning, by what begins it: whatever model writes them.
+REASONING_MARKS: Mapping[str, str] = {
+    "<think>": "</think>",
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+    "◁think▷": "◁/think▷",
+}
+
+
+def find_open_reasoning(prompt_end: str) -> str:
+    """The mark that ends the reasoning in which a prompt ends; empty: it ends in none."""
+    end = prompt_end.rstrip()
+    return next((REASONING_MARKS[mark] for mark in REASONING_MARKS if end.endswith(mark)), "")
+
+
+def has_open_reasoning(text: str) -> bool:
+    """Whether a text ends inside of reasoning."""
+    return any(text.rfind(begin) > text.rfind(end) for begin, end in REASONING_MARKS.items())
+
+
+def _compile_texts(*texts: str) -> re.Pattern[str]:
+    return re.compile(f"(?:{'|'.join(map(re.escape, texts))})")
 
 
 def length_of_partial(text: str, tag: str) -> int:

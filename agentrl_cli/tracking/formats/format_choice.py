@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl_cli.errors import UserInputError, format_nearest
 from agentrl_cli.log import get_logger
-from agentrl_cli.tracking.formats.call_scanner import ParsedText, build_call
+from agentrl_cli.tracking.formats.call_scanner import (
+    ParsedText,
+    build_call,
+    find_open_reasoning,
+    has_open_reasoning,
+)
 from agentrl_cli.tracking.formats.format_table import (
     REASONING_ALIASES,
     REASONING_BY_TOOL_CALLS,
@@ -15,7 +22,12 @@ from agentrl_cli.tracking.formats.format_table import (
     TOOL_CALL_ALIASES,
     TOOL_CALL_FORMATS,
 )
-from agentrl_cli.tracking.formats.reply_formats import ReasoningFormat, ReplyFormats, ToolCallFormat
+from agentrl_cli.tracking.formats.reply_formats import (
+    ReasoningFormat,
+    ReplyContext,
+    ReplyFormats,
+    ToolCallFormat,
+)
 
 _log = get_logger(__name__)
 
@@ -44,12 +56,19 @@ _TOOL_CALL_SIGNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("functools[",), "phi4_mini_json"),
     (("<|tools_prefix|>",), "apertus"),
     (("<|tool_call_start|>",), "lfm2"),
+    (("<|tool_list_start|>",), "lfm2"),
+    # What is said of pythonic calls: [func_name1(params_name1=params_value1...), ...].
+    (("func_name1(", "<|eot|>"), "llama4_pythonic"),
+    (("func_name1(",), "pythonic"),
+    (("<|header_start|>", '"parameters"'), "llama3_json"),
+    (("<|python_start|>", '"parameters"'), "llama3_json"),
     (("<|python_start|>",), "llama4_pythonic"),
     (("<function_calls>",), "olmo3"),
     (("<tool_calls>",), "jamba"),
     (("<|action_start|>",), "internlm"),
     (("<|tool_call|>",), "granite"),
     (("<tool_call>",), "hermes"),
+    (("<function_call>",), "granite-20b-fc"),
     (("<|eot_id|>", '"parameters"'), "llama3_json"),
     (("<|python_tag|>",), "llama3_json"),
 )  # fmt: skip
@@ -59,6 +78,13 @@ _TOKEN_SIGNS: Mapping[str, str] = {
     "<｜tool▁call▁begin｜>": "deepseek_v31",
     "[TOOL_CALLS]": "mistral",
     "<|python_tag|>": "llama3_json",
+}
+#: What ``auto`` takes where nothing tells the format: that of most models.
+FALLBACK = "hermes"
+_PROBE_PARAMETERS = {
+    "type": "object",
+    "properties": {"number": {"type": "integer", "description": ""}},
+    "required": ["number"],
 }
 _REASONING_SIGNS: tuple[tuple[str, str], ...] = (
     ("<seed:think>", "seed_oss"),
@@ -93,18 +119,13 @@ def choose_formats(
     problems = find_unknown_parsers(tool_call_parser, reasoning_parser)
     if problems:
         raise UserInputError("\n".join(problems))
-    template = collect_template_text(tokenizer.chat_template)
     has_template = getattr(tokenizer, "response_template", None) is not None
-    tokens = set(getattr(tokenizer, "all_special_tokens", ()))
+    if (fallback := describe_fallback(tokenizer, tool_call_parser)) is not None:
+        _log.info(fallback)
     if tool_call_parser == "auto":
-        tool_call_parser = find_tool_call_parser(template, tokens, has_template)
-        if tool_call_parser == "hermes" and "<tool_call>" not in template:
-            _log.info(
-                "the chat template shows no known format of tool calls: they are read as 'hermes'. "
-                "Where the model writes them otherwise, type engine.tool_call_parser=NAME"
-            )
+        tool_call_parser = recognize_tool_calls(tokenizer) or FALLBACK
     if reasoning_parser == "auto":
-        reasoning_parser = find_reasoning_parser(template, tool_call_parser)
+        reasoning_parser = find_reasoning_parser(tokenizer.chat_template, tool_call_parser)
     own = [n for n in (tool_call_parser, reasoning_parser) if n in RESPONSE_TEMPLATE_NAMES]
     if own and not has_template:
         raise UserInputError(
@@ -133,21 +154,66 @@ def find_reasoning_format(name: str) -> ReasoningFormat | None:
     return REASONING_FORMATS.get(REASONING_ALIASES.get(name, name))
 
 
-def find_tool_call_parser(
-    template: str, special_tokens: Iterable[str] = (), has_response_template: bool = False
-) -> str:
-    """The name that ``auto`` stands for; ``hermes`` where nothing tells the format."""
+def recognize_tool_calls(tokenizer: Any) -> str | None:
+    """The name that ``auto`` stands for; None: nothing tells the format, and :data:`FALLBACK` is
+    taken."""
+    template = collect_template_text(tokenizer.chat_template)
     for signs, name in _TOOL_CALL_SIGNS:
         if all(sign in template for sign in signs):
             return name
-    if has_response_template:
+    if getattr(tokenizer, "response_template", None) is not None:
         return "hf"
-    known = set(special_tokens)
-    return next((name for sign, name in _TOKEN_SIGNS.items() if sign in known), "hermes")
+    tokens = set(getattr(tokenizer, "all_special_tokens", ()))
+    by_token = next((name for sign, name in _TOKEN_SIGNS.items() if sign in tokens), None)
+    return _find_written_format(tokenizer) or by_token
 
 
-def find_reasoning_parser(template: str, tool_call_parser: str) -> str:
+def describe_fallback(tokenizer: Any, tool_call_parser: str) -> str | None:
+    """What a user has to know where ``auto`` is a guess; None: it is none."""
+    if tool_call_parser != "auto" or recognize_tool_calls(tokenizer) is not None:
+        return None
+    return (
+        f"the chat template shows no known format of tool calls, so they are read as {FALLBACK!r}. "
+        "Where the model writes them otherwise, type engine.tool_call_parser=NAME"
+    )
+
+
+def _find_written_format(tokenizer: Any) -> str | None:
+    """The first format that reads the call which the chat template writes; None: there is none."""
+    arguments = {"number": 7}
+    tool = {"name": "probe", "description": "", "parameters": _PROBE_PARAMETERS}
+    tools = [{"type": "function", "function": tool}]
+    call = {"name": "probe", "arguments": arguments}
+    calls = [{"id": "probe0001", "type": "function", "function": call}]
+    prompt = [{"role": "user", "content": "x"}]
+    reply = {"role": "assistant", "content": "", "tool_calls": calls}
+    try:
+        render = functools.partial(tokenizer.apply_chat_template, tools=tools, tokenize=False)
+        before, after = render(prompt, add_generation_prompt=True), render([*prompt, reply])
+    except Exception as error:  # whatever a template complains of
+        _log.debug("the chat template writes no call: %s", error)
+        return None
+    # Some write an empty reasoning where a reply begins, others do not.
+    pairs = enumerate(zip(before, after, strict=False))
+    begin = next((at for at, (one, other) in pairs if one != other), len(before))
+    written = after[begin:]
+    for name, one in TOOL_CALL_FORMATS.items():
+        parser = one.build_parser(ReplyContext(tools=tools))
+        parsed = parser.feed(written)
+        parsed.add(parser.finish())
+        functions = [call["function"] for call in parsed.tool_calls]
+        is_call = [(f["name"], json.loads(f["arguments"])) for f in functions] == [
+            ("probe", arguments)
+        ]
+        # What ends the turn may be left, but no mark before the call.
+        if is_call and written.rstrip().endswith(parsed.content.strip()):
+            return name
+    return None
+
+
+def find_reasoning_parser(chat_template: Any, tool_call_parser: str) -> str:
     """The name that ``auto`` stands for; ``none`` where the template knows no reasoning."""
+    template = collect_template_text(chat_template)
     if tool_call_parser in RESPONSE_TEMPLATE_NAMES:
         return tool_call_parser
     chosen = find_tool_call_format(tool_call_parser)
@@ -204,6 +270,8 @@ class ResponseTemplateParser:
         self._pending = ""
         """Text that stands for nothing yet: marks, and what is inside a call."""
         self._parser = self._open(prompt)
+        self._before = prompt if find_open_reasoning(prompt) else ""
+        """What calls stand behind: those inside of reasoning are none."""
 
     def feed(self, text: str) -> ParsedText:
         """What is certain after ``text``."""
@@ -233,12 +301,19 @@ class ResponseTemplateParser:
         return self._tokenizer.get_response_parser(prefix=prompt, tools=self._tools or None)
 
     def _give_up(self, parsed: ParsedText) -> None:
-        parsed.content += self._pending
+        self._add_content(parsed, self._pending)
         self._pending = ""
         self._parser = self._open("")
 
+    def _add_content(self, parsed: ParsedText, text: str) -> None:
+        parsed.content += text
+        self._before += text
+
     def _take(self, parsed: ParsedText, events: Sequence[dict[str, Any]]) -> None:
         for event in events:
+            if event["field"] == "thinking":
+                # This reasoning is parted from the reply.
+                self._before = ""
             if event["field"] == "tool_calls":
                 if event["type"] == "region_close":
                     self._take_calls(parsed, event["value"])
@@ -247,7 +322,7 @@ class ResponseTemplateParser:
                 if event["field"] == "thinking":
                     parsed.reasoning += text
                 else:
-                    parsed.content += text
+                    self._add_content(parsed, text)
                 # Marks before the text are gone, what is held back after it is not.
                 _, _, self._pending = self._pending.rpartition(text)
         if events and events[-1]["type"] == "region_close":
@@ -262,7 +337,8 @@ class ResponseTemplateParser:
             if isinstance(function, dict)
         ]
         valid = [call for call in calls if call is not None]
-        if self._tools and valid and len(valid) == len(found):
+        is_call = self._tools and valid and len(valid) == len(found)
+        if is_call and not has_open_reasoning(self._before):
             parsed.tool_calls.extend(valid)
         else:
-            parsed.content += self._pending
+            self._add_content(parsed, self._pending)

@@ -13,7 +13,6 @@ from agentrl_cli.tracking.formats.json_calls import (
     JsonCalls,
     MistralCalls,
     NamedCalls,
-    build_call_of_pair,
 )
 from agentrl_cli.tracking.formats.python_calls import PythonCalls
 from agentrl_cli.tracking.formats.reply_formats import (
@@ -37,16 +36,31 @@ _DSML = "｜DSML｜"
 
 
 def _scan(reader: CallReader) -> Callable[[ReplyContext], CallScanner]:
-    return lambda _: CallScanner(reader)
+    return lambda context: CallScanner(reader, context.prompt_end)
 
 
-def _list_format(name: str, begin: str, end: str = "", *, other_start: str = "") -> ToolCallFormat:
-    """A format of a list of objects with ``name`` and ``arguments`` between two marks."""
+def _list_format(
+    name: str,
+    begin: str,
+    end: str = "",
+    *,
+    other_start: str = "",
+    keys: tuple[str, ...] = ("arguments",),
+) -> ToolCallFormat:
+    """A format of a list of objects with ``name`` and arguments between two marks.
+
+    Args:
+        name: of the format.
+        begin: the mark before the list.
+        end: the mark after it; empty: the list ends itself.
+        other_start: another spelling of ``begin``.
+        keys: of the arguments.
+    """
     marks = tuple(mark for mark in (begin, other_start, end) if mark)
     starts = tuple(mark for mark in (begin, other_start) if mark)
     return ToolCallFormat(
         name=name,
-        build_parser=_scan(JsonCalls(starts=starts, end=end)),
+        build_parser=_scan(JsonCalls(starts=starts, end=end, is_listed=True, keys=keys)),
         grammar=CallSyntax(
             section_begin=f"{begin}[",
             before_name='{"name": "',
@@ -66,7 +80,7 @@ def _object_format(
     *,
     around: str = "",
     separator: str = "\n",
-    key: str = "arguments",
+    keys: tuple[str, ...] = ("arguments",),
     special_texts: tuple[str, ...] | None = None,
     grammar: str | None = None,
 ) -> ToolCallFormat:
@@ -78,18 +92,18 @@ def _object_format(
         end: the mark after it; empty: the object ends the call.
         around: white space inside the marks.
         separator: what stands between calls.
-        key: of the arguments.
+        keys: of the arguments; the first is what the model writes.
         special_texts: tokens that spell the marks; None: each mark is one.
         grammar: xgrammar's name for the format; None: it has none.
     """
     marks = tuple(mark for mark in (*starts, end) if mark)
     return ToolCallFormat(
         name=name,
-        build_parser=_scan(JsonCalls(starts=starts, end=end)),
+        build_parser=_scan(JsonCalls(starts=starts, end=end, keys=keys)),
         grammar=grammar
         or CallSyntax(
             before_name=f'{starts[0]}{around}{{"name": "',
-            before_arguments=f'", "{key}": ',
+            before_arguments=f'", "{keys[0]}": ',
             end=f"}}{around if end else ''}{end}",
             separator=separator,
         ),
@@ -99,7 +113,9 @@ def _object_format(
 
 
 def _scan_tags(**tags: Any) -> Callable[[ReplyContext], CallScanner]:
-    return lambda context: CallScanner(XmlCalls(types=ArgumentTypes(context.tools), **tags))
+    return lambda context: CallScanner(
+        XmlCalls(types=ArgumentTypes(context.tools), **tags), context.prompt_end
+    )
 
 
 def _function_format(
@@ -118,7 +134,7 @@ def _function_format(
             call_begin="<function=",
             call_header_end=">",
             key_begin="<parameter=",
-            key_pattern=re.compile(r"(?P<key>[^\n]+)"),
+            key_pattern=re.compile(r"(?P<key>[^<\n]+)"),
             value_end="</parameter>",
             call_end="</function>",
             closers=(section_end,),
@@ -206,16 +222,16 @@ def _named_format(
 
 
 def _python_format(
-    name: str, start: str = "", end: str = "", *, is_listed: bool = True
+    name: str, start: str = "", end: str = "", *, is_listed: bool = True, needs_start: bool = True
 ) -> ToolCallFormat:
     reader = PythonCalls(
         start=start,
         end=end,
         is_listed=is_listed,
-        starts=(start or "[",),
+        starts=tuple(filter(None, (start, "" if needs_start else "["))),
         closers=(end,) if end and is_listed else (),
         # A bracket in the middle of text begins no list of calls.
-        only_first=not start,
+        first_starts=("[",),
     )
     return ToolCallFormat(
         name=name,
@@ -231,7 +247,7 @@ _LLAMA = ToolCallFormat(
     grammar=CallSyntax(
         before_name='{"name": "', before_arguments='", "parameters": ', end="}", separator="; "
     ),
-    special_texts=("<|python_tag|>",),
+    special_texts=("<|python_tag|>", "<|python_start|>", "<|python_end|>"),
 )
 _MISTRAL = ToolCallFormat(
     name="mistral",
@@ -266,7 +282,7 @@ _HARMONY = ToolCallFormat(
 _APERTUS = ToolCallFormat(
     name="apertus",
     build_parser=_scan(
-        JsonCalls(starts=("<|tools_prefix|>",), end="<|tools_suffix|>", build=build_call_of_pair)
+        JsonCalls(starts=("<|tools_prefix|>",), end="<|tools_suffix|>", is_listed=True, keys=())
     ),
     special_texts=("<|tools_prefix|>", "<|tools_suffix|>"),
 )
@@ -302,7 +318,12 @@ TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
         _object_format("longcat", ("<longcat_tool_call>",), "</longcat_tool_call>"),
         _list_format("granite", "<|tool_call|>", other_start="<tool_call>"),
         _object_format("granite-20b-fc", ("<function_call>",), "", around=" "),
-        _list_format("phi4_mini_json", "functools", other_start="<|tool_call|>"),
+        _list_format(
+            "phi4_mini_json",
+            "functools",
+            other_start="<|tool_call|>",
+            keys=("arguments", "parameters"),
+        ),
         _list_format("jamba", "<tool_calls>", "</tool_calls>"),
         _object_format(
             "internlm",
@@ -310,12 +331,14 @@ TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
             "<|action_end|>",
             around="\n",
             separator="",
-            key="parameters",
+            keys=("parameters", "arguments"),
             special_texts=("<|action_start|>", "<|plugin|>", "<|action_end|>"),
         ),
         _APERTUS,
-        _python_format("pythonic"),
-        _python_format("llama4_pythonic", "<|python_start|>", "<|python_end|>"),
+        _python_format("pythonic", needs_start=False),
+        _python_format(
+            "llama4_pythonic", "<|python_start|>", "<|python_end|>", needs_start=False
+        ),
         _python_format("olmo3", "<function_calls>", "</function_calls>", is_listed=False),
         _LFM2,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +18,6 @@ from agentrl_cli.tracking.formats.call_scanner import (
     decode_json,
 )
 
-#: Makes a call of one JSON object, or finds that it describes none.
-CallBuilder = Callable[[Any], dict[str, Any] | None]
-
 _NAME = re.compile(r"[^\s<\[{|`]{1,256}")
 _NUMBERED_NAME = re.compile(r"(?:functions\.)?(.+):\d+")
 _CALL_ID_CHARACTERS = string.ascii_letters + string.digits
@@ -29,52 +25,45 @@ _MISTRAL_START = "[TOOL_CALLS]"
 _MISTRAL_ID = re.compile(r"\s*\[CALL_ID\](\w*)")
 
 
-def build_call_of_object(data: Any, argument_keys: tuple[str, ...]) -> dict[str, Any] | None:
-    """The call that a JSON object with ``name`` and arguments describes, or None."""
+def build_call_of_object(data: Any, keys: tuple[str, ...]) -> dict[str, Any] | None:
+    """The call that a JSON object with ``name`` and one of ``keys`` describes, or None.
+
+    Without keys it is ``{name: arguments}``.
+    """
     if not isinstance(data, dict):
         return None
-    arguments = next((data[key] for key in argument_keys if key in data), None)
-    return build_call(data.get("name"), arguments)
-
-
-def build_named_call(data: Any) -> dict[str, Any] | None:
-    """The call that an object with a name, and with arguments or parameters, describes, or None."""
-    return build_call_of_object(data, ("arguments", "parameters"))
-
-
-def build_call_of_pair(data: Any) -> dict[str, Any] | None:
-    """The call that ``{name: arguments}`` describes, or None."""
-    if not isinstance(data, dict) or len(data) != 1:
-        return None
-    [(name, arguments)] = data.items()
-    return build_call_of_object({"name": name, "arguments": arguments}, ("arguments",))
+    if not keys and len(data) == 1:
+        [(name, arguments)] = data.items()
+        return build_call(name, arguments)
+    key = next((key for key in keys if key in data), None)
+    return None if key is None else build_call(data.get("name"), data[key])
 
 
 @dataclass(slots=True, kw_only=True)
 class JsonCalls(CallReader):
-    """Calls such as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
-
-    Where the JSON is a list, each of its objects is a call; those that are not stay text.
-    """
+    """Calls such as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
 
     starts: tuple[str, ...]
     end: str = ""
     """Empty: a call ends where its JSON does."""
-    build: CallBuilder = build_named_call
+    keys: tuple[str, ...] = ("arguments",)
+    """As in :func:`build_call_of_object`."""
+    is_listed: bool = False
+    """True: the JSON is a list. Each of its objects is a call; those that are not stay text."""
 
     def read_calls(self, cursor: Cursor) -> Reading:
         """The call, or the calls, that the text begins with."""
         cursor.take(*self.starts)
-        if cursor.peek() == "[":
+        if self.is_listed:
             return self._read_list(cursor)
         data = cursor.take_json()
         self._close(cursor)
-        return cursor.end_call(self.build(data))
+        return cursor.end_call(build_call_of_object(data, self.keys))
 
     def _read_list(self, cursor: Cursor) -> Reading:
         """The objects of a list one by one, so that a list cut off keeps those it has."""
+        cursor.expect("[")
         reading, text = Reading(), cursor.text
-        cursor.at += 1
         while True:
             while text[cursor.at : cursor.at + 1].isspace() or text.startswith(",", cursor.at):
                 cursor.at += 1
@@ -92,7 +81,7 @@ class JsonCalls(CallReader):
                 if not cursor.at_end:
                     raise Unfinished from None
                 break
-            call = self.build(data)
+            call = build_call_of_object(data, self.keys)
             if call is None:
                 reading.text += text[begin : cursor.at]
             else:
@@ -108,25 +97,34 @@ class JsonCalls(CallReader):
 
 
 class BareJsonCalls(CallReader):
-    """Calls as Llama 3 writes them: a JSON object and nothing around it.
+    """Calls as Llama 3 and 4 write them: a JSON object, and nothing around it but marks.
 
-    An object is a call only with a name and arguments, for an answer may be JSON as well.
+    An object is a call only with a name and arguments, for an answer may be JSON as well. Llama 4
+    writes text, mostly none, between two marks before it.
     """
 
-    starts = ("<|python_tag|>", "{")
-    closers = (";", ",")
+    starts = ("<|python_tag|>", "<|python_start|>", "{")
+    closers = (";", ",", "<|python_end|>")
 
     def read_calls(self, cursor: Cursor) -> Reading:
         """The call that the text begins with."""
-        cursor.take("<|python_tag|>")
+        text = ""
+        if cursor.take("<|python_tag|>", "<|python_start|>") == "<|python_start|>":
+            text = self._take_text(cursor)
         if cursor.peek() == "{" and not _may_be_call(cursor.text[cursor.at :]):
             raise Unreadable
         data = cursor.take_json()
-        named = isinstance(data, dict) and not {"parameters", "arguments"}.isdisjoint(data)
-        if named and "name" not in data:
+        if isinstance(data, dict) and "name" not in data:
             data = {**data, "name": data.get("function")}
-        call = build_call_of_object(data, ("parameters", "arguments")) if named else None
-        return Reading(cursor.at) if call is None else cursor.end_call(call)
+        call = build_call_of_object(data, ("parameters", "arguments"))
+        return Reading(cursor.at, [call], text) if call is not None else Reading(cursor.at)
+
+    def _take_text(self, cursor: Cursor) -> str:
+        """What stands between Llama 4's marks, if the call follows them."""
+        if cursor.peek() == "{":
+            return ""
+        text = cursor.take_until("<|python_end|>")
+        return text if text.strip() else ""
 
 
 def _may_be_call(text: str) -> bool:
@@ -178,13 +176,15 @@ class MistralCalls(CallReader):
     """``[TOOL_CALLS]NAME[ARGS]{...}``, and the list of objects of Mistral's older models."""
 
     starts = (_MISTRAL_START,)
-    _listed = JsonCalls(starts=(_MISTRAL_START,))
+    _objects = JsonCalls(starts=(_MISTRAL_START,))
+    _lists = JsonCalls(starts=(_MISTRAL_START,), is_listed=True)
 
     def read_calls(self, cursor: Cursor) -> Reading:
         """The call, or the list of calls, that the text begins with."""
         cursor.expect(_MISTRAL_START)
-        if cursor.peek() in ("{", "["):
-            reading = self._listed.read(cursor.text, cursor.at_end)
+        if (opening := cursor.peek()) in ("{", "["):
+            listed = self._lists if opening == "[" else self._objects
+            reading = listed.read(cursor.text, cursor.at_end)
             for call in reading.calls:
                 call["id"] = make_mistral_id()
             return reading

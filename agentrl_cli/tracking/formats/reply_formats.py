@@ -34,8 +34,8 @@ class ReplyContext:
     tools: Sequence[dict[str, Any]] = field(default_factory=tuple)
     """Those that were offered."""
     prompt_end: str = ""
-    """The last part of the prompt's text, special tokens included; empty where no format reads
-    reasoning."""
+    """The last part of the prompt's text, special tokens included; empty where the reasoning that
+    begins there is read by another parser."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

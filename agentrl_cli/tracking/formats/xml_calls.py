@@ -24,28 +24,6 @@ _MAX_HEADER = 400
 _NAME = r"[\w.:-]{1,128}"
 
 
-def _take_value(
-    cursor: Cursor, end: str, followers: Sequence[str], other_call: re.Pattern[str]
-) -> str:
-    """The text up to the ``end`` that one of ``followers`` follows: other ends are text.
-
-    ``other_call`` matches what another call begins with: with it in the value, this one was
-    not finished.
-    """
-    begin = cursor.at
-    while True:
-        last = cursor.at
-        found = cursor.text.find(end, last)
-        if other_call.search(cursor.text, last, found if found >= 0 else len(cursor.text)):
-            raise Unreadable
-        if found < 0:
-            raise Unfinished
-        cursor.at = found + len(end)
-        if cursor.take(*followers) is not None:
-            cursor.at = found + len(end)
-            return cursor.text[begin:found]
-
-
 @dataclass(slots=True, kw_only=True)
 class XmlCalls(CallReader):
     """Calls such as ``<function=NAME><parameter=KEY>VALUE</parameter></function>``."""
@@ -69,14 +47,22 @@ class XmlCalls(CallReader):
     """True: a value stands on lines of its own, whose breaks are not part of it."""
     starts: tuple[str, ...] = field(init=False)
     _other_call: re.Pattern[str] = field(init=False)
+    """What another call begins with: with it in a value, this call was not finished."""
+    _other_value: re.Pattern[str] = field(init=False)
+    """What another argument's value begins with."""
 
     def __post_init__(self) -> None:
         self.starts = tuple(start for start in (self.section, self.call_begin) if start)
-        begin, header_end, key_begin, call_end = (
+        begin, header_end, key_begin, key_end, value_begin, call_end = (
             re.escape(text)
-            for text in (self.call_begin, self.call_header_end, self.key_begin, self.call_end)
-        )
+            for text in (
+                self.call_begin, self.call_header_end, self.key_begin, self.key_end,
+                self.value_begin, self.call_end,
+            )
+        )  # fmt: skip
         self._other_call = re.compile(rf"{begin}{_NAME}{header_end}\s*(?:{key_begin}|{call_end})")
+        key = f"{key_begin}{self.key_pattern.pattern}{key_end}"
+        self._other_value = re.compile(rf"{key}\s*{value_begin}")
 
     def read_calls(self, cursor: Cursor) -> Reading:
         """The call that the text begins with."""
@@ -93,8 +79,7 @@ class XmlCalls(CallReader):
             if header is None:
                 raise Unreadable
             cursor.expect(*filter(None, [self.value_begin]))
-            followers = (self.key_begin, self.call_end)
-            value = _take_value(cursor, self.value_end, followers, self._other_call)
+            value = self._take_value(cursor)
             if self.has_lines:
                 value = value.removeprefix("\n").removesuffix("\n")
             key = header.group("key").strip()
@@ -103,6 +88,31 @@ class XmlCalls(CallReader):
         if tag is None:
             raise Unreadable
         return cursor.end_call(build_call(name, arguments))
+
+    def _take_value(self, cursor: Cursor) -> str:
+        """The text up to the end that an argument or the call's end follows: other ends are text.
+
+        An argument inside of the text has an end inside of it too. Where it has not, the end of
+        this value is missing, and what follows belongs to the next.
+        """
+        begin = cursor.at
+        while True:
+            last = cursor.at
+            found = cursor.text.find(self.value_end, last)
+            if self._other_call.search(
+                cursor.text, last, found if found >= 0 else len(cursor.text)
+            ):
+                raise Unreadable
+            if found < 0:
+                raise Unfinished
+            cursor.at = found + len(self.value_end)
+            if cursor.take(self.key_begin, self.call_end) is not None:
+                cursor.at = found + len(self.value_end)
+                value = cursor.text[begin:found]
+                num_inside = sum(1 for _ in self._other_value.finditer(value))
+                if num_inside > value.count(self.value_end):
+                    raise Unreadable
+                return value
 
 
 _CONSTANTS = {"true": True, "false": False, "null": None, "none": None}

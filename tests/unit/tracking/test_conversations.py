@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from agentrl_cli.errors import EngineError
-from agentrl_cli.records import Interaction, InteractionStatus
+from agentrl_cli.records import Interaction, InteractionStatus, Trajectory
 from agentrl_cli.tracking import template as template_module
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.tree import fingerprint
+from agentrl_cli.train.monitor.batch_metrics import summarize_trajectories
 
 Open = Callable[..., TrackingClient]
 USER = {"role": "user", "content": "What is the weather in Paris?"}
@@ -101,6 +102,16 @@ async def test_turn_stopped_for_length_is_closed_by_the_splice(open_client: Open
     at = len(one.prompt_ids) + len(one.completion_ids)
     assert exported.input_ids[at] == end
     assert not exported.loss_mask[at], "the end that was added was not sampled"
+
+
+async def test_reply_that_was_cut_after_a_call_counts_as_truncated(open_client: Open) -> None:
+    client = open_client((f"{tool_text(x=1)}\nAnd th", "length"))
+    message = await ask(client, [USER], tools=[TOOL])
+    assert len(message.tool_calls) == 1
+    [one] = client.interactions
+    assert one.finish_reason == "length"
+    trajectory = Trajectory(id="t", task_id="0", group_id="g", interactions=(one,))
+    assert summarize_trajectories([trajectory], 0)["truncated_fraction"] == 1.0
 
 
 async def test_branches_share_a_turn_that_is_trained_once(open_client: Open) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -168,6 +169,21 @@ def test_thought_opened_by_the_prompt() -> None:
     opened = "<|im_start|>assistant\n<think>\n"
     assert read_whole(template, ids, (), opened) == ("Paris", "hm", [])
     assert read_whole(template, ids, (), "<|im_start|>assistant\n")[0] == "hm\n</think>\n\nParis"
+
+
+@pytest.mark.parametrize(("prompt", "begin"), [("", "<think>"), ("<think>\n", ""), ("", "[THINK]")])
+def test_call_in_reasoning_that_nobody_reads_is_text(prompt: str, begin: str) -> None:
+    tokenizer = copy.deepcopy(TOKENIZERS["byte level"])
+    # As Mistral's: a mark that no format means anything by would be left out of the text.
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    template = ChatTemplate(tokenizer, choose_formats(tokenizer, "hermes", "none"))
+    end = begin.replace("[", "[/") if begin.startswith("[") else "</think>"
+    call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+    thought = f"{begin}hm {call}{end}"
+    ids = tokenizer.encode(f"{thought}{call}<|im_end|>", add_special_tokens=False)
+    expected = (thought, "", [("f", '{"x": 1}')])
+    assert read_whole(template, ids, (), prompt) == expected
+    assert read_in_pieces(template, ids, [1], (), prompt) == expected
 
 
 def test_stop_text_ends_the_reply_before_anything_is_parsed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from agentrl_cli.tracking.formats.format_choice import (
     REASONING_NAMES,
     TOOL_CALL_NAMES,
     choose_formats,
+    describe_fallback,
     find_tool_call_format,
     find_unknown_parsers,
+    recognize_tool_calls,
 )
 from agentrl_cli.tracking.formats.format_table import (
     REASONING_ALIASES,
@@ -47,6 +50,20 @@ TEMPLATES: list[tuple[str, str, str | None]] = [
     ("{{ '<think></think>' }}<tool_call>{{ tc.name }}<arg_key>", "glm45", "qwen3"),
     ('"parameters": dictionary}<|eot_id|><|python_tag|>', "llama3_json", None),
     ("<|python_start|><|python_end|><|eot|>", "llama4_pythonic", None),
+    (
+        "'<|python_start|>' + content + '<|python_end|>' {\"parameters\": <|eot|>",
+        "llama3_json",
+        None,
+    ),
+    (
+        '<|header_start|>assistant {"name": "\' + name + \'", "parameters": <|eot|>',
+        "llama3_json",
+        None,
+    ),
+    ("in the format [func_name1(params_name1=params_value1)] <|eot|>", "llama4_pythonic", None),
+    ("in the format [func_name1(params_name1=params_value1)] <|eot_id|>", "pythonic", None),
+    ("'<function_call> ' + {'name': tc.function.name}|tojson", "granite-20b-fc", None),
+    ("<|tool_list_start|>", "lfm2", None),
     ("{{- '[TOOL_CALLS]' }}[THINK]", "mistral", "mistral"),
     ("'<|tool|>' + message['tools'] + '<|/tool|>'", "phi4_mini_json", None),
     ("<|tool_call|> Here is my thought process:", "granite", "granite"),
@@ -80,12 +97,35 @@ def test_auto_takes_the_tokenizers_own_template_where_the_family_is_unknown() ->
     assert formats.reasoning is None
 
 
-def test_auto_says_what_it_takes_for_an_unknown_family(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="agentrl_cli"):
-        choose_formats(FakeTokenizer(TEMPLATES[0][0]))
-        assert caplog.text == ""
-        choose_formats(FakeTokenizer("{{ x }}"))
-    assert "no known format of tool calls: they are read as 'hermes'" in caplog.text
+#: Templates of no family that is known, and the formats in which they write calls.
+_WRITTEN = [
+    (
+        "[{{ c.name }}({% for k, v in c.arguments.items() %}{{ k }}={{ v }}{% endfor %})]",
+        "pythonic",
+    ),
+    ('{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}', "llama3_json"),
+    ("<call>{{ c | tojson }}</call>", None),
+]
+
+
+@pytest.mark.parametrize(("written", "name"), _WRITTEN)
+def test_auto_takes_the_format_that_reads_what_an_unknown_template_writes(
+    chat_tokenizer: Any, written: str, name: str | None
+) -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.tool_calls %}"
+        "{% set c = m.tool_calls[0].function %}"
+        + written
+        + "{% endif %}{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    assert recognize_tool_calls(tokenizer) == name
+    said = describe_fallback(tokenizer, "auto")
+    assert (said is None) == (name is not None)
+    assert describe_fallback(tokenizer, "hermes") is None
+    if said is not None:
+        assert "no known format of tool calls, so they are read as 'hermes'" in said
 
 
 def test_names_choose_whatever_the_template_says() -> None:

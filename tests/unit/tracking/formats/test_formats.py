@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_cli.tracking.formats.call_scanner import ParsedText
-from agentrl_cli.tracking.formats.format_table import TOOL_CALL_FORMATS
+from agentrl_cli.tracking.formats.call_scanner import REASONING_MARKS, ParsedText
+from agentrl_cli.tracking.formats.format_table import TOOL_CALL_ALIASES, TOOL_CALL_FORMATS
 from agentrl_cli.tracking.formats.reply_formats import ReplyContext, ReplyFormats
 from agentrl_cli.tracking.formats.xml_calls import ArgumentTypes
 from agentrl_cli.tracking.protocols.model_request import ReplyRules
@@ -29,9 +29,12 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 CALLS_ALONE = ("openai", "pythonic", "llama3_json")
 
 
-def read(name: str, text: str, tools: Sequence[Any], sizes: Sequence[int] = ()) -> ParsedText:
+def read(
+    name: str, text: str, tools: Sequence[Any], sizes: Sequence[int] = (), prompt_end: str = ""
+) -> ParsedText:
     """What the format's parser makes of ``text``, whole or in pieces of ``sizes``."""
-    parser = TOOL_CALL_FORMATS[name].build_parser(ReplyContext(tools=tools))
+    context = ReplyContext(tools=tools, prompt_end=prompt_end)
+    parser = TOOL_CALL_FORMATS[name].build_parser(context)
     parsed = ParsedText()
     at = number = 0
     while at < len(text):
@@ -152,6 +155,109 @@ def test_call_that_is_cut_off_loses_no_text(
             ), (good[:end], marks)
         else:
             assert list_calls(parsed) == CALLS[:1]
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "openai"])
+def test_call_inside_of_reasoning_that_nobody_parted_is_text(
+    name: str, writers: dict[str, Write], tools: list[Any]
+) -> None:
+    inside, after = writers[name](CALLS[:1]), writers[name](CALLS[2:])
+    for begin, end in REASONING_MARKS.items():
+        # An open mark in an argument opens nothing.
+        opens = writers[name]([("note", {"text": begin})])
+        thought = f"{begin}hm {inside}{end}"
+        first = [] if name == "pythonic" else CALLS[2:]
+        for sizes in ((), (1,), (5, 2)):
+            parsed = read(name, f"{thought}{after}", tools, sizes)
+            assert (parsed.content[: len(thought)], list_calls(parsed)) == (thought, first)
+            parsed = read(name, f"{begin}{inside}", tools, sizes)
+            assert (parsed.content, parsed.tool_calls) == (f"{begin}{inside}", [])
+            parsed = read(name, inside, tools, sizes, f"assistant\n{begin}\n")
+            assert (parsed.content, parsed.tool_calls) == (inside, [])
+            assert list_calls(read(name, opens, tools, sizes)) == [("note", {"text": begin})]
+
+
+#: The end of an argument, and how another one is written.
+ARGUMENT_ENDS = {
+    "qwen3_coder": ("</parameter>", "<parameter=k>v</parameter>"),
+    "mimo": ("</parameter>", "<parameter=k>v</parameter>"),
+    "seed_oss": ("</parameter>", "<parameter=k>v</parameter>"),
+    "minimax_m2": ("</parameter>", '<parameter name="k">v</parameter>'),
+    "deepseek_v32": (
+        "</｜DSML｜parameter>", '<｜DSML｜parameter name="k" string="true">v</｜DSML｜parameter>',
+    ),
+    "glm45": ("</arg_value>", "<arg_key>k</arg_key><arg_value>v</arg_value>"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARGUMENT_ENDS)
+@pytest.mark.parametrize("sizes", [(), (1,), (14, 100)])
+def test_argument_without_an_end_does_not_take_the_next_one(
+    name: str, sizes: Sequence[int], writers: dict[str, Write], tools: list[Any]
+) -> None:
+    end, other = ARGUMENT_ENDS[name]
+    good = writers[name](CALLS[:1])
+    for bad in (good.replace(end, "", 1), good.replace(end, end[:-1], 1), good.replace(end, "")):
+        assert read(name, bad, tools, sizes).tool_calls == []
+        after = read(name, f"{bad}\n{good}", tools, sizes)
+        assert list_calls(after) == CALLS[:1]
+    quoting = [("get_weather", {"city": f"a {other} b", "days": 3})]
+    assert list_calls(read(name, writers[name](quoting), tools, sizes)) == quoting
+
+
+#: Arguments as models write them that escape nothing, and what they mean.
+NEARLY_PYTHON = [
+    ("f(x='it's')", [("f", {"x": "it's"})]),
+    ("f(x='a\nb', y=[1])", [("f", {"x": "a\nb", "y": [1]})]),
+    ("f(x='a)]\nwhat's [that]', y={'k': ['don't', \"b\"]})",
+     [("f", {"x": "a)]\nwhat's [that]", "y": {"k": ["don't", "b"]}})]),
+    ("f(x='sed -n '1,9p' f.py')", [("f", {"x": "sed -n '1,9p' f.py"})]),
+    ("f(x=\"say \"hi\", you\")", [("f", {"x": 'say "hi", you'})]),
+    ("f(x='C:\\Users\\x', y='\\d')", [("f", {"x": "C:\\Users\\x", "y": "\\d"})]),
+    ("f(x='it\\'s\nfine')", [("f", {"x": "it's\nfine"})]),
+    ("f(from='me', class=07, x=-007)", [("f", {"from": "me", "class": 7, "x": -7})]),
+    ("f(x='it's'), g(y='that's')", [("f", {"x": "it's"}), ("g", {"y": "that's"})]),
+    # No reading is certain.
+    ("f(x='a'b)", []),
+    ("f(x='it's)", []),
+    ("f(x='a' b='c')", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", [(), (1,), (14, 100)])
+@pytest.mark.parametrize(("written", "expected"), NEARLY_PYTHON)
+@pytest.mark.parametrize("name", ["lfm2", "llama4_pythonic", "pythonic", "olmo3"])
+def test_strings_of_python_calls_need_no_escapes(
+    name: str, written: str, expected: Any, sizes: Sequence[int], writers: dict[str, Write]
+) -> None:
+    begin, end = writers[name]([("x", {})]).split("x()")
+    if name == "olmo3":
+        written = written.replace("), g(", ")\ng(")
+    text = f"{begin}{written}{end}"
+    parsed = read(name, text, [], sizes)
+    assert list_calls(parsed) == expected
+    assert parsed.content == ("" if expected else text)
+    if begin != "[":
+        assert list_calls(read(name, f"{text}\n{text}", [], sizes)) == expected * 2
+
+
+CALL = '{"name": "f", "parameters": {"x": 1}}'
+
+
+@pytest.mark.parametrize("sizes", [(), (1,)])
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        ("llama4_json", f"<|python_start|><|python_end|>{CALL}", ""),
+        ("llama4_json", f"<|python_start|>I look.<|python_end|>{CALL}", "I look."),
+        ("llama4_json", f"<|python_start|>{CALL}<|python_end|>", ""),
+        ("llama4_json", CALL, ""),
+        ("llama4_pythonic", "[f(x=1)]", ""),
+    ],
+)
+def test_calls_of_llama_4(name: str, text: str, content: str, sizes: Sequence[int]) -> None:
+    parsed = read(TOOL_CALL_ALIASES.get(name, name), text, [], sizes)
+    assert (list_calls(parsed), parsed.content) == ([("f", {"x": 1})], content)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "openai"])

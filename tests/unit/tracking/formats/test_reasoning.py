@@ -63,6 +63,7 @@ def build(name: str = "qwen3", prompt_end: str = "", with_calls: bool = True) ->
         ("", "<think>\n\n</think>\n\nParis", ("", "Paris", [])),
         ("", "no thought </think> at all", ("", "no thought </think> at all", [])),
         ("", "later <think>x</think>", ("", "later <think>x</think>", [])),
+        ("", f"later <think>{CALL}</think>", ("", f"later <think>{CALL}</think>", [])),
         ("", f"<think>maybe {CALL}</think>{CALL}", (f"maybe {CALL}", "", [CALLED])),
         ("", f"<think>{CALL}", (CALL, "", [])),
         ("", "<think>hm</think>\n I call.\n" + CALL, ("hm", "I call.\n", [CALLED])),
@@ -206,6 +207,18 @@ def build_own(prompt_end: str = "", tools: Any = TOOLS) -> TextParser:
 )
 def test_reads_by_the_template_of_the_tokenizer(text: str, expected: Any) -> None:
     assert read(build_own(), text) == expected
+
+
+def test_a_template_without_reasoning_executes_no_call_inside_of_it() -> None:
+    fields = {k: v for k, v in RESPONSE_TEMPLATE["fields"].items() if k != "thinking"}
+    chosen = choose_formats(build_tokenizer({**RESPONSE_TEMPLATE, "fields": fields})).tool_calls
+    assert chosen is not None
+    for prompt_end, thought in (
+        ("", f"<think>hm {CALL}</think>"),
+        ("<think>\n", f"{CALL}</think>"),
+    ):
+        parser = chosen.build_parser(ReplyContext(tools=TOOLS, prompt_end=prompt_end))
+        assert read(parser, thought + CALL)[1:] == (thought, [CALLED])
 
 
 def test_thought_that_the_prompt_opens_for_a_template() -> None:
