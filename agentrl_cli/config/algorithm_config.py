@@ -267,6 +267,14 @@ class AlgorithmConfig(StrictConfig):
         return not isinstance(advantage, GaeAdvantageConfig)
 
     @property
+    def divides_by_deviation(self) -> bool:
+        """True: advantages are divided by a deviation of the returns, or of themselves."""
+        advantage = self.advantage
+        if isinstance(advantage, GaeAdvantageConfig):
+            return advantage.normalization == "batch"
+        return isinstance(advantage, GrpoAdvantageConfig | ReinforcePlusPlusAdvantageConfig)
+
+    @property
     def uses_reference(self) -> bool:
         """True: logprobs of a reference model are needed."""
         return self.kl is not None
@@ -348,6 +356,17 @@ def check_algorithm(
             "train.algorithm.kl.estimator: k1 in the loss has a gradient of 0 on average, so it "
             "hardly keeps the policy near the reference. Type train.algorithm.kl.estimator=k3, "
             "or train.algorithm.kl.place=reward"
+        )
+    if algorithm.has_kl_reward and algorithm.divides_by_deviation:
+        _log.warning(
+            "train.algorithm.kl.place: reward with train.algorithm.advantage.kind %s: the penalty "
+            "is divided by the deviation together with the reward, so where rewards are nearly "
+            "equal it is most of the advantage, whatever kl.coef is. Type "
+            "train.algorithm.kl.place=loss, or %s",
+            advantage,
+            "train.algorithm.advantage.normalization=none"
+            if advantage == "gae"
+            else "train.algorithm.advantage.kind=dr_grpo",
         )
 
 

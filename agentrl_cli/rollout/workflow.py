@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl_cli.config.experiment import RolloutConfig
-from agentrl_cli.engine.protocol import InferenceEngine
+from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
+from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.records import ExportStyle, Interaction, Trajectory
 from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.rollout_failures import describe_failure, run_with_deadline
 from agentrl_cli.tracking.credit import TokenSequence, compute_turn_returns
-from agentrl_cli.tracking.session import collect_sessions
+from agentrl_cli.tracking.session import Budget, collect_sessions, list_interactions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +59,25 @@ class RolloutWorkflow(ABC):
     turn_discount: float = 1.0
     """For episodes that set rewards and hand out no credit themselves."""
 
-    def use(self, rollout: RolloutConfig) -> None:
-        """Takes deadline and turn discount from a configuration."""
+    _sampling: Sampling | None = None
+    _budget: Budget | None = None
+
+    def use(self, rollout: RolloutConfig, gconfig: GenerationConfig | None = None) -> None:
+        """Takes deadline and turn discount from a configuration, and what holds for a
+        ``TrackingClient`` that is made without ``sampling`` or ``budget``."""
         self.timeout_seconds = rollout.timeout_seconds
         self.turn_discount = rollout.turn_discount
+        self._budget = Budget(
+            max_turns=rollout.max_turns,
+            max_tokens=rollout.max_tokens_per_trajectory,
+            max_seconds=rollout.timeout_seconds,
+        )
+        if gconfig is not None:
+            self._sampling = Sampling(
+                max_tokens=gconfig.max_tokens,
+                temperature=gconfig.temperature,
+                top_p=gconfig.top_p,
+            )
 
     @abstractmethod
     async def arun_episode(
@@ -77,7 +92,7 @@ class RolloutWorkflow(ABC):
             UserInputError: a mistake that would repeat itself in every trajectory.
         """
         started = time.perf_counter()
-        with collect_sessions() as sessions:
+        with collect_sessions(self._sampling, self._budget) as sessions:
             failure = style = None
             try:
                 exported = await run_with_deadline(
@@ -85,13 +100,16 @@ class RolloutWorkflow(ABC):
                     self.timeout_seconds,
                     f"trajectory {attempt.id}",
                 )
-                interactions = self._with_returns(collect_interactions(exported))
+                # A client that was exported early knows nothing of later rewards.
+                latest = {i.id: i for i in list_interactions(sessions)}
+                found = collect_interactions(exported)
+                interactions = self._with_returns(tuple(latest.get(i.id, i) for i in found))
                 style = find_style(exported.values())
             except UserInputError:
                 raise
             except Exception as error:
                 failure = describe_failure(error)
-                interactions = tuple(i for session in sessions for i in session.interactions)
+                interactions = list_interactions(sessions)
         return attempt.begin_trajectory(
             interactions=interactions,
             reward=find_last_reward(interactions) if failure is None else None,

@@ -156,5 +156,5 @@ def _build_own_workflow(
             f"{where} gave {type(workflow).__name__}. Allowed: a class derived from "
             "agentrl_cli.RolloutWorkflow, or a function that returns an object of one"
         )
-    workflow.use(config.rollout)
+    workflow.use(config.rollout, gconfig)
     return workflow

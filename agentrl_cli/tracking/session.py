@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
 
 from agentrl_cli.engine.protocol import Generation, Sampling
-from agentrl_cli.errors import EngineError
+from agentrl_cli.errors import EngineError, format_nearest
 from agentrl_cli.records import ExportStyle, Interaction, InteractionStatus, Message, StopReason
 from agentrl_cli.tracking.credit import (
     TokenSequence,
@@ -38,21 +39,43 @@ class Budget:
     """Maximum number of seconds from the session's start to the end of its last call."""
 
 
-_COLLECTED: ContextVar[list[Session] | None] = ContextVar("collected sessions", default=None)
+@dataclass(frozen=True, slots=True, eq=False)
+class CollectedSessions:
+    """What the sessions of one trajectory share: credit flows by time across them."""
+
+    sampling: Sampling | None = None
+    """Holds where a session is opened without one."""
+    budget: Budget | None = None
+    """Likewise."""
+    sessions: list[Session] = field(default_factory=list)
+    clock: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+
+def list_interactions(sessions: Iterable[Session]) -> tuple[Interaction, ...]:
+    """Those of all sessions as they are now, session by session."""
+    return tuple(i for session in sessions for i in session.interactions)
+
+
+_COLLECTED: ContextVar[CollectedSessions | None] = ContextVar("collected sessions", default=None)
 
 
 @contextmanager
-def collect_sessions() -> Iterator[list[Session]]:
-    """The sessions that are opened inside the block, by this task and those it starts.
+def collect_sessions(
+    sampling: Sampling | None = None, budget: Budget | None = None
+) -> Iterator[list[Session]]:
+    """The sessions that are opened inside the block, by this task and those it starts; the list is
+    empty after it. A session without ``sampling`` or ``budget`` of its own has these.
 
     A rollout that fails leaves nothing behind but these: they hold what was sampled.
     """
-    sessions: list[Session] = []
-    token = _COLLECTED.set(sessions)
+    collected = CollectedSessions(sampling, budget)
+    token = _COLLECTED.set(collected)
     try:
-        yield sessions
+        yield collected.sessions
     finally:
         _COLLECTED.reset(token)
+        # Else each session would hold itself.
+        collected.sessions.clear()
 
 
 class BudgetExceededError(Exception):
@@ -96,8 +119,12 @@ class Session:
         self.key = key or f"sk-agentrl-{secrets.token_urlsafe(24)}"
         self._build_tree = build_tree
         self.tree = build_tree()
-        self.sampling = sampling or Sampling()
-        self.budget = budget or Budget()
+        collected = _COLLECTED.get()
+        if collected is not None:
+            collected.sessions.append(self)
+        self._trajectory = collected or CollectedSessions()
+        self.sampling = sampling or self._trajectory.sampling or Sampling()
+        self.budget = budget or self._trajectory.budget or Budget()
         self.budget_exceeded: str | None = None
         """Which limit refused a call, in words; None: none did."""
         self.stop_reason: StopReason | None = None
@@ -109,14 +136,10 @@ class Session:
         self._interactions: dict[str, Interaction] = {}
         self._num_calls = 0
         self._num_tokens = 0
-        self._clock = 0
         self._opened = self._last_active = time.monotonic()
         self._max_kept = max_kept
         self._open_calls: dict[int, OpenCall] = {}
         self._call_ended = asyncio.Event()
-        collected = _COLLECTED.get()
-        if collected is not None:
-            collected.append(self)
 
     @property
     def interactions(self) -> tuple[Interaction, ...]:
@@ -240,7 +263,7 @@ class Session:
         changed = replace(completed[interaction_id], reward=parse_reward(reward))
         self._interactions[interaction_id] = changed
         # What was handed out before knew nothing of it.
-        self._set_returns({})
+        self._hand_out({})
 
     def set_final_reward(self, reward: Any) -> None:
         """Gives the reward to the interaction that ended last."""
@@ -250,8 +273,19 @@ class Session:
         self.set_reward(max(completed, key=lambda i: i.ended or 0).id, reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> None:
-        """Hands credit down the tree: sets every interaction's ``turn_return``."""
-        self._set_returns(compute_turn_returns(self._interactions.values(), turn_discount))
+        """Hands credit down the tree: sets every interaction's ``turn_return``, in all sessions of
+        the trajectory."""
+        self._hand_out(
+            compute_turn_returns(list_interactions(self._list_siblings()), turn_discount)
+        )
+
+    def _hand_out(self, returns: Mapping[str, float]) -> None:
+        for session in self._list_siblings():
+            session._set_returns(returns)
+
+    def _list_siblings(self) -> list[Session]:
+        """The sessions of the trajectory, with this one; one outside of a rollout is alone."""
+        return self._trajectory.sessions or [self]
 
     def _set_returns(self, returns: Mapping[str, float]) -> None:
         for interaction in tuple(self._interactions.values()):
@@ -261,7 +295,14 @@ class Session:
 
     def export_interactions(self, style: ExportStyle = "concat") -> dict[str, TokenSequence]:
         """Completed interactions as training material, by id; with ``concat``, merged sequences by
-        the id of their last interaction."""
+        the id of their last interaction.
+
+        Raises:
+            ValueError: there is no such style.
+        """
+        if style not in get_args(ExportStyle):
+            nearest = format_nearest(str(style), get_args(ExportStyle))
+            raise ValueError(f"export_interactions: there is no style {style!r}; {nearest}")
         sequences = build_sequences(self._interactions.values(), style)
         return {sequence.id: sequence for sequence in sequences}
 
@@ -332,5 +373,4 @@ class Session:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
 
     def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
+        return next(self._trajectory.clock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from agentrl_cli.train.loss.policy_loss import LossInputs, compute_loss
 from agentrl_cli.train.model.critic import Critic
 from agentrl_cli.train.model.optimizer import compute_learning_rate
 from agentrl_cli.train.model.policy import Policy
-from agentrl_cli.train.model.trained_model import TrainedModel
+from agentrl_cli.train.model.trained_model import PackedSamples, TrainedModel
 from agentrl_cli.train.monitor.update_metrics import UpdateMetrics
 from agentrl_cli.train.ranks import Ranks
 
@@ -37,6 +38,18 @@ _MAX_LISTED = 5
 
 #: Logprobs [targets] by ``id(sample)``; None: they are not needed.
 _Logprobs: TypeAlias = Mapping[int, Tensor] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyInputs:
+    """What the policy's updates from one minibatch are made from, in every epoch alike."""
+
+    samples: Sequence[Sample]
+    """Those of the minibatch that have a gradient, of all ranks."""
+    packed: PackedSamples
+    proximal: _Logprobs
+    """None: there is one update alone, and the new logprobs are the proximal ones."""
+    reference: _Logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,23 +68,25 @@ class StepUpdates:
         """Makes them from ``batch``.
 
         Before the only update of a step the new policy is the proximal one by definition,
-        however stale the tokens: another forward pass would compute the same numbers.
+        however stale the tokens: another forward pass would compute the same numbers. Before
+        several updates it is computed from the micro-batches that they are made from. All epochs
+        have the same minibatches, each in an order of its own.
 
         Raises:
             NotFiniteError: a loss or gradient is not, and the update may not be left out; the
                 weights are those from before that update.
         """
         train = self.config.train
-        passed = [s for s in batch.samples if self._needs_forward(s)]
-        has_several_updates = train.num_minibatches * train.num_epochs > 1
-        has_kl_loss = train.algorithm.has_kl_loss
-        proximal = self.policy.score(passed) if has_several_updates else None
-        reference = self.policy.score_reference(passed) if has_kl_loss else None
+        minibatches = build_minibatches(
+            batch.trajectories, batch.samples, self.config, str(self.step)
+        )
+        prepared = [self._prepare(minibatch) for minibatch in minibatches]
+        order = list(zip(minibatches, prepared, strict=True))
         for epoch in range(train.num_epochs):
-            for minibatch in build_minibatches(
-                batch.trajectories, batch.samples, self.config, f"{self.step}/{epoch}"
-            ):
-                self._train_policy(minibatch, proximal, reference)
+            random.Random(f"{self.config.seed}/{self.step}/{epoch}").shuffle(order)
+            for minibatch, policy_inputs in order:
+                if policy_inputs is not None:
+                    self._train_policy(minibatch, policy_inputs)
                 if self.critic is not None and batch.value_targets is not None:
                     self._train_critic(self.critic, minibatch.samples, batch.value_targets)
 
@@ -80,17 +95,29 @@ class StepUpdates:
             return False
         return sample.has_advantage or self.config.train.algorithm.trains_without_advantage
 
-    def _train_policy(
-        self, minibatch: Minibatch, proximal: _Logprobs, reference: _Logprobs
-    ) -> None:
-        """One update, its gradient added up over micro-batches.
+    def _prepare(self, minibatch: Minibatch) -> PolicyInputs | None:
+        """What the policy's updates from a minibatch need.
 
-        Without anything to learn from (every advantage 0, no other term) the weights and the
-        optimizer stay untouched.
+        None: there is nothing to learn from (every advantage 0, no other term), so that the
+        weights and the optimizer stay untouched.
         """
+        train = self.config.train
         needed = [s for s in minibatch.samples if self._needs_forward(s)]
         if not needed:
-            return
+            return None
+        packed = self.policy.pack(needed)
+        has_several_updates = train.num_minibatches * train.num_epochs > 1
+        has_kl_loss = train.algorithm.has_kl_loss
+        return PolicyInputs(
+            needed,
+            packed,
+            self.policy.score_packed(packed) if has_several_updates else None,
+            self.policy.score_packed_reference(packed) if has_kl_loss else None,
+        )
+
+    def _train_policy(self, minibatch: Minibatch, prepared: PolicyInputs) -> None:
+        """One update, its gradient added up over micro-batches."""
+        proximal, reference = prepared.proximal, prepared.reference
 
         def compute_part(batch: MicroBatch) -> Tensor:
             scored = self.policy.forward(batch)
@@ -111,7 +138,9 @@ class StepUpdates:
             return output.loss
 
         learning_rate = compute_learning_rate(self.config.train, self.step)
-        norm = self._apply_gradient(self.policy, needed, compute_part, learning_rate)
+        norm = self._apply_gradient(
+            self.policy, prepared.samples, prepared.packed, compute_part, learning_rate
+        )
         if norm is not None:
             self.metrics.add_update(norm)
 
@@ -123,7 +152,9 @@ class StepUpdates:
             return
         learning_rate = critic.compute_learning_rate(self.step)
         compute_part = critic.build_loss(samples, value_targets, self.metrics)
-        norm = self._apply_gradient(critic, samples, compute_part, learning_rate)
+        norm = self._apply_gradient(
+            critic, samples, critic.pack(samples), compute_part, learning_rate
+        )
         if norm is not None:
             self.metrics.add_critic_update(norm, learning_rate)
 
@@ -131,6 +162,7 @@ class StepUpdates:
         self,
         trained: TrainedModel[Any],
         samples: Sequence[Sample],
+        packed: PackedSamples,
         compute_part: Callable[[MicroBatch], Tensor],
         learning_rate: float,
     ) -> float | None:
@@ -142,13 +174,13 @@ class StepUpdates:
             NotFiniteError: one is not finite, and the update may not be skipped.
         """
         found: tuple[str, list[str]] | None = None
-        for batch in trained.pack(samples):
+        for batch in packed.batches:
             loss = compute_part(batch)
             if found is None and not torch.isfinite(loss):
                 found = f"the loss is {loss.item()}", _list_trajectories(batch.samples)
             # Even if it is not finite: the other ranks wait for this pass.
             loss.backward()  # type: ignore[no-untyped-call]
-        trained.catch_up()
+        trained.catch_up(packed)
         norm = trained.optimizer.clip_gradients()
         if found is None and not math.isfinite(norm):
             found = f"the gradient's norm is {norm}", _list_trajectories(samples)

@@ -29,6 +29,20 @@ from agentrl_cli.train.ranks import SINGLE, Ranks
 CRITIC_DIR = "critic"
 
 
+class ValueHead(nn.Module):
+    """A linear map to one number, in float32: in bfloat16 a value near 1 would be off by up to
+    0.004, and small updates of so few weights would be lost."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=torch.float32))
+
+    def forward(self, states: Tensor) -> Tensor:
+        # Not a column of a matrix: FSDP warns of modules that give a view.
+        return states.float() @ self.weight[0] + self.bias
+
+
 class ValueModel(nn.Module):
     """A language model's layers, and a linear head that gives one number instead of logits."""
 
@@ -43,18 +57,12 @@ class ValueModel(nn.Module):
                 "head. Allowed: architectures such as Qwen2, Qwen3, Llama and Mistral"
             )
         self.model = layers
-        # On "meta" nothing is drawn from the generator, which belongs to the run.
-        width = layers.config.get_text_config().hidden_size
-        self.head = nn.Linear(width, 1, device="meta").to_empty(device="cpu")
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.head = ValueHead(layers.config.get_text_config().hidden_size)
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """The value of the state in which each target was sampled: float32 [targets]."""
-        states = compute_target_states(self.model, batch)
-        # In bfloat16 a value near 1 would be off by up to 0.004.
-        # Not a column of a matrix: FSDP warns of modules that give a view.
-        return states.float() @ self.head.weight[0].float() + self.head.bias.float()
+        values: Tensor = self.head(compute_target_states(self.model, batch))
+        return values
 
 
 class Critic(TrainedModel[Tensor]):
@@ -101,7 +109,9 @@ class Critic(TrainedModel[Tensor]):
             device=device,
             take_values=lambda values: values,
         )
-        self.optimizer = MasterOptimizer(self.value_model, train, dtype, ranks)
+        self.optimizer = MasterOptimizer(
+            self.value_model, train, dtype, ranks, kept=[*self.value_model.head.parameters()]
+        )
         set_checkpointing(layers, enabled=train.gradient_checkpointing)
 
     def compute_learning_rate(self, step: int) -> float:

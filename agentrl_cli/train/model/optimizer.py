@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 
 import torch
@@ -37,13 +37,14 @@ def compute_learning_rate(config: TrainConfig, step: int) -> float:
     return lowest + (peak - lowest) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def cast_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the parameters of ``model``, and leaves its buffers as they are.
+def cast_weights(model: nn.Module, dtype: torch.dtype, kept: Collection[nn.Parameter] = ()) -> None:
+    """Casts the parameters of ``model`` but those ``kept``, and leaves its buffers as they are.
 
     Buffers hold the frequencies of rotary positions: rounded to bfloat16 they would turn two tokens
     that are 4,000 apart by half a radian against each other, and against the engine's.
     """
-    for parameter in model.parameters():
+    kept_ids = {id(parameter) for parameter in kept}
+    for parameter in (p for p in model.parameters() if id(p) not in kept_ids):
         parameter.data = parameter.data.to(dtype)
 
 
@@ -63,9 +64,10 @@ class MasterOptimizer:
         config: TrainConfig,
         compute_dtype: torch.dtype,
         ranks: Ranks = SINGLE,
+        kept: Collection[nn.Parameter] = (),
     ) -> None:
         """Casts ``model``, unless it is in shards over several ``ranks``; the masters are of its
-        weights before that."""
+        weights before that. The parameters ``kept`` stay float32, and are updated directly."""
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         #: Whether the model computes with roundings of the masters.
         self.has_masters = compute_dtype != torch.float32
@@ -75,13 +77,15 @@ class MasterOptimizer:
         if not self.has_masters:
             model.to(torch.float32)
         elif ranks.count == 1:
-            self._masters = {
+            kept_ids = {id(parameter) for parameter in kept}
+            cast = {name: p for name, p in trained.items() if id(p) not in kept_ids}
+            self._masters |= {
                 name: nn.Parameter(weight.detach().to(torch.float32, copy=True))
-                for name, weight in trained.items()
+                for name, weight in cast.items()
             }
-            cast_weights(model, compute_dtype)
-            self._model_weights = dict(trained)
-            for name, weight in trained.items():
+            cast_weights(model, compute_dtype, kept)
+            self._model_weights = cast
+            for name, weight in cast.items():
                 weight.register_post_accumulate_grad_hook(partial(self._add_to_master, name))  # type: ignore[no-untyped-call]
         decayed = [p for p in self._masters.values() if p.ndim >= _MIN_DECAYED_DIMENSIONS]
         kept = [p for p in self._masters.values() if p.ndim < _MIN_DECAYED_DIMENSIONS]

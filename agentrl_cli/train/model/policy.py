@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,7 +29,7 @@ from agentrl_cli.train.model.output_head import (
     compute_micro_batch_logprobs,
 )
 from agentrl_cli.train.model.sharding import WholeCopies
-from agentrl_cli.train.model.trained_model import ModelPasses, TrainedModel
+from agentrl_cli.train.model.trained_model import ModelPasses, PackedSamples, TrainedModel
 from agentrl_cli.train.publish import collect_published
 from agentrl_cli.train.ranks import Ranks
 
@@ -105,11 +106,22 @@ class Policy(TrainedModel[TokenLogprobs]):
 
     def score_reference(self, samples: Sequence[Sample]) -> dict[int, Tensor]:
         """As :meth:`score`, by the reference model; with an adapter, by the model without it."""
+        with self._use_reference() as passes:
+            return passes.score(samples)
+
+    def score_packed_reference(self, packed: PackedSamples) -> dict[int, Tensor]:
+        """As :meth:`score_packed`, by the reference model."""
+        with self._use_reference() as passes:
+            return passes.score_packed(packed)
+
+    @contextmanager
+    def _use_reference(self) -> Iterator[ModelPasses[TokenLogprobs]]:
         if self._reference is not None:
-            return self._reference.score(samples)
+            yield self._reference
+            return
         self.model.disable_adapters()
         try:
-            return self.score(samples)
+            yield self
         finally:
             self.model.enable_adapters()
 

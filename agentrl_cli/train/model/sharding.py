@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,8 @@ def shard_module(
 
     A layer's weights are put together while it computes, in ``dtype``; gradients are summed over
     the ranks in float32. Embeddings, the last norm and the output head, which may be tied or
-    used several times, are one part of the root's. Nothing is sent by this.
+    used several times, are one part of the root's. What ``root`` has beside ``model`` stays
+    float32. Nothing is sent by this.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
@@ -33,6 +35,9 @@ def shard_module(
     )
     for layer in find_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
+    for child in root.children():
+        if child is not model:
+            fully_shard(child, mesh=mesh, mp_policy=replace(policy, param_dtype=None))
     sharded = fully_shard(root, mesh=mesh, mp_policy=policy)
     for module in root.modules():
         if isinstance(module, FSDPModule):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
@@ -21,6 +22,16 @@ from agentrl_cli.train.model.sharding import gather_named, shard_module
 from agentrl_cli.train.ranks import Ranks
 
 Output = TypeVar("Output")
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSamples:
+    """This rank's part of the passes of some samples."""
+
+    batches: Sequence[MicroBatch]
+    """Of this rank's share of them."""
+    num_missing: int
+    """How many passes more the busiest rank makes."""
 
 
 class ModelPasses(Generic[Output]):
@@ -55,54 +66,62 @@ class ModelPasses(Generic[Output]):
         self._train = train
         self._ranks = ranks
         self._take_values = take_values
-        self._num_missing = 0
         # With a target, so that every weight has a gradient, and 0 is added to each.
         nothing = build_scoring_sample([0, 0], 1, temperature=1.0, top_p=1.0)
         [self._nothing] = pack_samples([nothing], 2, device)
         if ranks.mesh is not None:
             shard_module(root, model, ranks.mesh, dtype)
 
-    def pack(self, samples: Sequence[Sample]) -> list[MicroBatch]:
+    def pack(self, samples: Sequence[Sample]) -> PackedSamples:
         """The micro-batches of this rank's share of ``samples``, which all ranks know."""
         train = self._train
         chosen = [samples[i] for i in self._find_share(samples)]
         batches = pack_samples(chosen, train.micro_batch_tokens, self.device, train.packing)
-        self._num_missing = max(self._ranks.gather_objects(len(batches))) - len(batches)
-        return batches
+        num_missing = max(self._ranks.gather_objects(len(batches))) - len(batches)
+        return PackedSamples(batches, num_missing)
 
     def forward(self, batch: MicroBatch) -> Output:
         """What the model gives for a micro-batch, with gradient."""
         output: Output = self._root(batch)
         return output
 
-    def catch_up(self) -> None:
-        """Called after the backward passes of :meth:`pack`'s micro-batches: makes empty ones until
-        this rank has made as many as the busiest."""
-        for _ in range(self._num_missing):
+    def catch_up(self, packed: PackedSamples) -> None:
+        """Called after the backward passes of the micro-batches of ``packed``: makes empty ones
+        until this rank has made as many as the busiest."""
+        for _ in range(packed.num_missing):
             (self._take_values(self.forward(self._nothing)).sum() * 0.0).backward()  # type: ignore[no-untyped-call]
 
-    @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> dict[int, Tensor]:
         """The values of each sample's targets, float32 [targets] on the CPU, by ``id(sample)``.
 
         On every rank those of all samples, though each passes its share alone.
         """
-        scored: dict[int, Tensor] = {}
-        for batch in self.pack(samples):
-            values = self._take_values(self.forward(batch)).float().cpu()
-            parts = torch.split(values, [s.num_targets for s in batch.samples])
-            scored |= {id(s): part for s, part in zip(batch.samples, parts, strict=True)}
-        for _ in range(self._num_missing):
-            self.forward(self._nothing)
-        if isinstance(self._root, FSDPModule):
-            # Without a backward pass the root's weights would stay gathered, and become stale.
-            self._root.reshard()
+        scored = self.score_packed(self.pack(samples))
         own = [scored[id(samples[i])] for i in self._find_share(samples)]
         joined = torch.cat([torch.zeros(0), *own])
         everything = torch.cat(self._ranks.gather_tensors(joined))
         # Shares are neighbours, so that their values one after the other are those of all.
         parts = torch.split(everything, [s.num_targets for s in samples])
         return {id(s): part for s, part in zip(samples, parts, strict=True)}
+
+    @torch.no_grad()
+    def score_packed(self, packed: PackedSamples) -> dict[int, Tensor]:
+        """As :meth:`score`, of this rank's share alone.
+
+        With unchanged weights, an update from ``packed`` computes the very same numbers: how
+        samples are packed changes the rounding.
+        """
+        scored: dict[int, Tensor] = {}
+        for batch in packed.batches:
+            values = self._take_values(self.forward(batch)).float().cpu()
+            parts = torch.split(values, [s.num_targets for s in batch.samples])
+            scored |= {id(s): part for s, part in zip(batch.samples, parts, strict=True)}
+        for _ in range(packed.num_missing):
+            self.forward(self._nothing)
+        if isinstance(self._root, FSDPModule):
+            # Without a backward pass the root's weights would stay gathered, and become stale.
+            self._root.reshard()
+        return scored
 
     def _find_share(self, samples: Sequence[Sample]) -> range:
         costs = [sample.num_tokens for sample in samples]

@@ -257,3 +257,14 @@ def test_the_new_head_is_0_in_float32_whatever_the_layers_are(
     values = critic_of(build_learner(dtype="bfloat16")).score([sample])[id(sample)]
     assert values.dtype == torch.float32
     assert values.tolist() == [0.0, 0.0]
+
+
+def test_the_head_stays_float32_and_learns_small_steps(build_learner, ragged_batch):
+    learner = build_learner(dtype="bfloat16")
+    learner.update(ragged_batch, 0)
+    model = critic_of(learner).value_model
+    assert {p.dtype for p in model.model.parameters()} == {torch.bfloat16}
+    for name, weight in model.head.named_parameters():
+        assert torch.equal(weight, critic_weights(learner)[f"head.{name}"])
+        assert weight.dtype == torch.float32
+        assert not torch.equal(weight, weight.bfloat16().float())

@@ -314,3 +314,20 @@ def test_logprobs_of_ragged_lists_equal_separate_forward_passes(
         logits = plain(torch.tensor([ids])).logits[0] / sampling.get("temperature", 1.0)
         expected = [float(logits[i - 1].log_softmax(-1)[ids[i]]) for i in range(start, len(ids))]
         assert logprobs == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("packing", ["plain", "prefix_tree"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_unmoved_policy_is_its_own_proximal_one(
+    build_model, build_config, ragged_batch, dtype, packing
+):
+    """To the bit, in every minibatch of every epoch: packed otherwise, it would be off by rounding,
+    which GSPO's narrow range clips."""
+    config = build_config(
+        dtype=dtype, packing=packing, num_minibatches=3, num_epochs=3, learning_rate=1e-30,
+        algorithm={"kind": "gspo", "kl": {"coef": 0.1}},
+    )  # fmt: skip
+    learner = Learner(build_model(), config, reference_model=build_model())
+    metrics = learner.update(ragged_batch, 0)
+    assert metrics["num_updates"] > 3
+    assert (metrics["clipfrac"], metrics["approx_kl"], metrics["kl"]) == (0.0, 0.0, 0.0)

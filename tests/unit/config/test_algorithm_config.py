@@ -178,7 +178,7 @@ def test_what_cannot_work_together_is_refused(
 def test_k1_in_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         check(build(kl={"coef": 0.1}))
-        check(build(kl={"coef": 0.1, "place": "reward"}))
+        check(build(kl={"coef": 0.1, "place": "reward"}, advantage={"kind": "dr_grpo"}))
         assert not caplog.records
         check(build(kl={"coef": 0.1, "estimator": "k1"}))
     assert "kl.estimator=k3" in caplog.text
@@ -204,3 +204,23 @@ def test_a_critic_is_there_where_advantages_need_it_and_nowhere_else():
     with pytest.raises(ValidationError) as caught:
         train(algorithm={"kind": "pppo"}, critic={})
     assert [error["loc"] for error in caught.value.errors()] == [("algorithm", "kind")]
+
+
+@pytest.mark.parametrize(
+    ("advantage", "place", "advice"),
+    [
+        ({"kind": "grpo"}, "reward", "kind=dr_grpo"),
+        ({"kind": "reinforce_plus_plus"}, "reward", "kind=dr_grpo"),
+        ({"kind": "gae"}, "reward", "normalization=none"),
+        ({"kind": "gae", "normalization": "none"}, "reward", None),
+        ({"kind": "dr_grpo"}, "reward", None),
+        ({"kind": "grpo"}, "loss", None),
+    ],
+)
+def test_a_divided_penalty_is_warned_of(
+    caplog: pytest.LogCaptureFixture, advantage: Any, place: str, advice: str | None
+):
+    with caplog.at_level(logging.WARNING):
+        check(build(kl={"coef": 0.1, "place": place}, advantage=advantage))
+    assert (advice or "") in caplog.text
+    assert ("divided by the deviation" in caplog.text) == (advice is not None)

@@ -6,10 +6,12 @@ import asyncio
 
 import pytest
 
+from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
 from agentrl_cli.errors import DatasetError
 from agentrl_cli.records import Boundary
 from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.workflow import AgentWorkflow, Attempt, RolloutWorkflow, find_style
+from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.credit import TokenSequence
 from agentrl_cli.tracking.session import Budget, Sampling
 
@@ -55,6 +57,48 @@ async def test_every_interaction_is_kept_once(open_client, scripted_engine, styl
     assert trajectory.task == {"questions": ["a", "b"]}
     # What is trained is what was exported, whatever rollout.export_style says.
     assert trajectory.export_style == style
+
+
+@pytest.mark.parametrize("order", ["export first", "discount last", "discount both"])
+async def test_credit_flows_by_time_across_clients(scripted_engine, chat_tokenizer, order):
+    """Clients made as the documentation says take the configuration's sampling and budget."""
+
+    class TwoRoles(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            async def ask(question):
+                client = TrackingClient(engine=engine, tokenizer=chat_tokenizer)
+                messages = [{"role": "user", "content": question}]
+                for _ in range(2):
+                    reply = await client.chat.completions.create(model="m", messages=messages)
+                    messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+                    messages.append({"role": "user", "content": "go on"})
+                return client
+
+            planner = await ask("plan")
+            exported = planner.export_interactions()
+            writer = await ask("write")
+            writer.set_final_reward(1.0)
+            if order != "export first":
+                writer.apply_reward_discount(0.5)
+            if order == "discount both":
+                planner.apply_reward_discount(0.5)
+                exported = planner.export_interactions()
+            assert writer.session.sampling.max_tokens == 7
+            assert writer.session.budget.max_turns == 5
+            return exported | writer.export_interactions()
+
+    workflow = TwoRoles()
+    workflow.use(RolloutConfig(max_turns=5, turn_discount=0.5), GenerationConfig(max_tokens=7))
+    trajectory = await workflow.arun_trajectory(scripted_engine(["1", "2", "3", "4"]), ATTEMPT)
+    assert trajectory.failure is None, trajectory.failure
+    assert [i.turn_return for i in trajectory.interactions] == [0.125, 0.25, 0.5, 1.0]
+
+
+async def test_an_unknown_style_names_the_nearest(scripted_engine, open_client):
+    client = open_client(scripted_engine([]), Sampling(), Budget())
+    with pytest.raises(ValueError, match="'indivdual'; did you mean 'individual'"):
+        client.export_interactions("indivdual")
+    await client.close()
 
 
 @pytest.mark.parametrize(
