@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl_cli.engine.protocol import Generation, Sampling
-from agentrl_cli.errors import EngineError
+from agentrl_cli.errors import ContextLengthError, EngineError
 from agentrl_cli.records import ExportStyle, Interaction, InteractionStatus, Message, StopReason
 from agentrl_cli.tracking.credit import (
     TokenSequence,
@@ -101,7 +101,7 @@ class Session:
         self.budget_exceeded: str | None = None
         """Which limit refused a call, in words; None: none did."""
         self.stop_reason: StopReason | None = None
-        """The same as a name."""
+        """The same as a name; also the model's context, which a shorter call may still fit."""
         self.is_closed = False
         """True: its key is no longer valid."""
         self.engine_error: EngineError | None = None
@@ -220,6 +220,9 @@ class Session:
         cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
         if isinstance(error, EngineError):
             self.engine_error = error
+        if isinstance(error, ContextLengthError) and self._list_completed():
+            # Before any reply it is the task that is too long.
+            self.stop_reason = self.stop_reason or StopReason.MAX_MODEL_LEN
         failed = replace(
             call.asked,
             seconds=time.perf_counter() - call.clock,
@@ -264,6 +267,11 @@ class Session:
         the id of their last interaction."""
         sequences = build_sequences(self._interactions.values(), style)
         return {sequence.id: sequence for sequence in sequences}
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether its turns, its tokens or the model's context were used up."""
+        return self.stop_reason not in (None, StopReason.MAX_SECONDS)
 
     @property
     def seconds_left(self) -> float | None:

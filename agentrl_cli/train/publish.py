@@ -29,6 +29,8 @@ _DEFAULT_TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
 #: Enough tokens to show stale weights anywhere in the model, few enough to cost nothing.
 _NUM_PROBE_TOKENS = 8
 _QUESTIONS = ("Count from one to ten.", "What is 17 + 25?", "Name three colours.")
+#: A server that is slow or dies between a publication and its probes is no reason to end a run.
+_MAX_ATTEMPTS = 5
 #: Long enough to reach every weight, short enough to cost nothing.
 _MAX_PROMPT_TOKENS = 128
 
@@ -87,8 +89,9 @@ async def publish_and_verify(
 ) -> dict[str, float]:
     """Gives the engine the learner's weights as ``version`` and checks that it samples with them.
 
-    Every replica is checked. One that dies meanwhile is not (the engine checks it by the same
-    probes when it comes back), but at least one must be. The learner must not be updated
+    Every replica is checked. One that fails meanwhile is not (the engine checks it by the same
+    probes when it comes back), but at least one must be: if all fail, the weights are published
+    again as soon as one is healthy. The learner must not be updated
     meanwhile; each of its methods is called once, because other ranks run them too. Deadlines are
     the engine's.
 
@@ -110,9 +113,18 @@ async def publish_and_verify(
     started = time.perf_counter()
     # Gathering the shards of several trainers takes a while; agents continue meanwhile.
     weights = await asyncio.to_thread(learner.weights)
-    await engine.publish_weights(version, weights)
-    published = time.perf_counter()
-    answers = await _ask_replicas(engine, version, prompts)
+    for num_left in reversed(range(_MAX_ATTEMPTS)):
+        # Again, because it waits until a server is healthy; the engine ends that when a server's
+        # restarts are used up.
+        await engine.publish_weights(version, weights)
+        published = time.perf_counter()
+        answers, failed = await _ask_replicas(engine, version, prompts)
+        if answers:
+            break
+        problem = f"policy version {version} cannot be verified on any server: {failed}"
+        if not num_left:
+            raise EngineError(problem)
+        _log.warning("%s. It is published again when one is healthy", problem)
     scored = await asyncio.to_thread(_score, learner, prompts, list(answers.values()))
     gaps = [
         gap
@@ -140,8 +152,8 @@ async def publish_and_verify(
 
 async def _ask_replicas(
     engine: InferenceEngine, version: int, prompts: Sequence[Sequence[int]]
-) -> dict[str, list[Generation]]:
-    """What each replica that stayed alive sampled, by its name."""
+) -> tuple[dict[str, list[Generation]], str]:
+    """What each replica that stayed healthy sampled, by its name, and why the others did not."""
     replicas = list(engine.replicas)
     results = await asyncio.gather(
         *(_ask(replica, version, prompts) for replica in replicas), return_exceptions=True
@@ -150,16 +162,14 @@ async def _ask_replicas(
     for replica, result in zip(replicas, results, strict=True):
         if isinstance(result, ServerDownError):
             _log.warning(
-                "%s died before version %d was verified: %s", replica.name, version, result
+                "%s failed before version %d was verified: %s", replica.name, version, result
             )
         elif isinstance(result, BaseException):
             raise result
         else:
             answers[replica.name] = result
-    if not answers:
-        down = "; ".join(str(result) for result in results) or "none of its servers is up"
-        raise EngineError(f"policy version {version} cannot be verified on any server: {down}")
-    return answers
+    failed = "; ".join(str(result) for result in results if isinstance(result, ServerDownError))
+    return answers, failed or "none of its servers is healthy"
 
 
 async def _ask(
