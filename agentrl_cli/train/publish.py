@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -113,18 +113,7 @@ async def publish_and_verify(
     started = time.perf_counter()
     # Gathering the shards of several trainers takes a while; agents continue meanwhile.
     weights = await asyncio.to_thread(learner.weights)
-    for num_left in reversed(range(_MAX_ATTEMPTS)):
-        # Again, because it waits until a server is healthy; the engine ends that when a server's
-        # restarts are used up.
-        await engine.publish_weights(version, weights)
-        published = time.perf_counter()
-        answers, failed = await _ask_replicas(engine, version, prompts)
-        if answers:
-            break
-        problem = f"policy version {version} cannot be verified on any server: {failed}"
-        if not num_left:
-            raise EngineError(problem)
-        _log.warning("%s. It is published again when one is healthy", problem)
+    answers, published = await _publish_and_ask(engine, version, weights, prompts)
     scored = await asyncio.to_thread(_score, learner, prompts, list(answers.values()))
     gaps = [
         gap
@@ -148,6 +137,27 @@ async def publish_and_verify(
         "probe_gap_mean": sum(gaps) / len(gaps),
         "probe_gap_max": max(gaps),
     }
+
+
+async def _publish_and_ask(
+    engine: InferenceEngine,
+    version: int,
+    weights: Mapping[str, Tensor],
+    prompts: Sequence[Sequence[int]],
+) -> tuple[dict[str, list[Generation]], float]:
+    """What at least one replica sampled with the weights, and when they were published."""
+    for num_left in reversed(range(_MAX_ATTEMPTS)):
+        # Again, because it waits until a server is healthy; the engine ends that when a server's
+        # restarts are used up.
+        await engine.publish_weights(version, weights)
+        published = time.perf_counter()
+        answers, failed = await _ask_replicas(engine, version, prompts)
+        if answers or not num_left:
+            break
+        _log.warning("no server showed version %d (%s): it is published again", version, failed)
+    if not answers:
+        raise EngineError(f"policy version {version} cannot be verified on any server: {failed}")
+    return answers, published
 
 
 async def _ask_replicas(
