@@ -34,6 +34,13 @@ def format_count(count: float, noun: str) -> str:
     return f"{count:,.0f} {noun}{'' if count == 1 else 's'}"
 
 
+def format_failures(num_policy: float, num_surroundings: float) -> str:
+    """``failed: 2 policy, 1 surroundings``, to stand beside a mean; empty where none failed."""
+    counts = {"policy": num_policy, "surroundings": num_surroundings}
+    shown = ", ".join(f"{count:,.0f} {cause}" for cause, count in counts.items() if count)
+    return f"failed: {shown}" if shown else ""
+
+
 def get_logger(name: str) -> logging.Logger:
     """The logger of one module; pass ``__name__``."""
     return logging.getLogger(name)

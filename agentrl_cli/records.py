@@ -41,12 +41,22 @@ class Boundary(StrEnum):
     BUDGET = "budget"
 
 
+class FailureCause(StrEnum):
+    """Whose doing a failure is."""
+
+    POLICY = "policy"
+    """Of what the policy sampled: an outcome, scored with ``rollout.policy_failure_reward``."""
+    SURROUNDINGS = "surroundings"
+    """Of anything else (engine, tool, reward, deadline, the agent's own code): unscored."""
+
+
 class StopReason(StrEnum):
     """The budget that a trajectory ran into."""
 
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
     MAX_SECONDS = "max_seconds"
+    MAX_MODEL_LEN = "max_model_len"
 
 
 class InteractionStatus(StrEnum):
@@ -125,6 +135,8 @@ class Failure:
     kind: str
     """The exception's class name."""
     message: str
+    cause: FailureCause = FailureCause.SURROUNDINGS
+    """Decided once, when the rollout failed."""
     traceback: str = ""
 
 
@@ -160,6 +172,11 @@ class Trajectory:
     failure: Failure | None = None
     seconds: float = 0.0
     reward_seconds: float = 0.0
+
+    @property
+    def is_policy_failure(self) -> bool:
+        """Whether it failed through what the policy sampled."""
+        return self.failure is not None and self.failure.cause is FailureCause.POLICY
 
     @property
     def num_turns(self) -> int:

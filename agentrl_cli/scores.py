@@ -36,11 +36,10 @@ class GroupStatistics:
 def compute_score(trajectory: Trajectory) -> float | None:
     """The trajectory's score: the mean of its interactions' returns; None: unscored.
 
-    A trajectory without any return (it made no model call) is scored by its reward.
-    One whose reward is missing or not finite is unscored, as is one with a return that
-    is not finite.
+    A trajectory without any completed model call is unscored, as is one whose reward is missing or
+    not finite, or with a return that is not finite. One without any return is scored by its reward.
     """
-    if trajectory.reward is None:
+    if trajectory.reward is None or not trajectory.num_turns:
         return None
     returns = [i.turn_return for i in trajectory.interactions if i.turn_return is not None]
     if not all(map(math.isfinite, (trajectory.reward, *returns))):

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl_cli.cli.progress_display import format_sparkline
-from agentrl_cli.log import format_count
+from agentrl_cli.log import format_count, format_failures
 from agentrl_cli.prefix_mismatches import REMEDIES, format_mismatch_totals
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ def _list_rows(report: EvalReport) -> dict[str, str]:
     if report.interval is not None:
         low, high = report.interval
         mean += f"  (95 %: {low:.3f} to {high:.3f})"
-    rows = {"mean reward": mean}
+    mean += f"  {format_failures(report.num_policy_failures, report.num_surroundings_failures)}"
+    rows = {"mean reward": mean.strip()}
     rows |= {f"pass@{k}": f"{value:.3f}" for k, value in report.pass_at_k.items()}
     rows["tasks / trajectories"] = f"{report.num_tasks} / {report.num_trajectories}"
     rows["turns"] = _format_lengths(report.turns)

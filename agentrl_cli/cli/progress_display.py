@@ -17,7 +17,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from agentrl_cli.log import format_count
+from agentrl_cli.log import format_count, format_failures
 
 #: Seconds between two plain lines about the progress of one stage.
 _PLAIN_INTERVAL = 10.0
@@ -56,11 +56,12 @@ def format_step(metrics: Mapping[str, float], total_steps: int | None) -> str:
 
 _STEP_PARTS: dict[str, Callable[[float], str]] = {
     "reward_mean": lambda v: f"reward {v:.3f}",
+    "policy_failures": lambda v: format_failures(v, 0),
+    "surroundings_failures": lambda v: format_failures(0, v),
     "completion_tokens_mean": lambda v: f"{v:.0f} tokens/trajectory",
     "tool_calls_mean": lambda v: f"{v:.1f} tool calls",
     "tokens_per_second": lambda v: f"{v:,.0f} tokens/s",
     "step_seconds": lambda v: f"{v:.1f} s",
-    "failures": lambda v: f"{v:.0f} failed" if v else "",
     "prefix_mismatch_fraction": lambda v: f"{v:.0%} prefix mismatches" if v else "",
     "server_failures": lambda v: format_count(v, "server failure") if v else "",
     "resampled_calls": lambda v: f"{format_count(v, 'call')} sampled again" if v else "",

@@ -179,9 +179,9 @@ class EngineConfig(StrictConfig):
     def compute_publish_deadline(self) -> float:
         """Seconds after which a publication and its verification are over, whatever happens.
 
-        Servers that are being started again meanwhile get the weights a second time.
+        Servers that are restarted meanwhile, as often as they may be, get the weights again.
         """
-        return (
+        return (1 + self.max_restarts) * (
             2 * self.publish_timeout_seconds
             + self.start_timeout_seconds
             + 2 * self.generate_timeout_seconds
@@ -253,6 +253,9 @@ class RolloutConfig(StrictConfig):
     """Maximum number of model calls in one trajectory."""
     max_tokens_per_trajectory: int = Field(32768, ge=1)
     """Maximum number of sampled tokens in one trajectory."""
+    policy_failure_reward: float | None = Field(0.0, allow_inf_nan=False)
+    """Reward of a trajectory that failed through what the policy sampled (docs/how-it-works.md);
+    null: unscored."""
     reward_timeout_seconds: ResumeSafe[float] = Field(60.0, gt=0.0)
     """Deadline of one call of the reward function."""
     reward_workers: ResumeSafe[int] = Field(1, ge=1)

@@ -32,8 +32,9 @@ _log = get_logger(__name__)
 SUPPORTED_VERSIONS = {"vllm": ">=0.32,<0.33", "sglang": ">=0.5.23,<0.6"}
 _OLDEST_VERSIONS = {"vllm": (0, 32), "sglang": (0, 5, 23)}
 
-#: A server on a busy core answers late.
-_HEALTH_SECONDS = 10.0
+#: A server on a busy core answers late: one that is silent for so long hangs. Its supervisor, if it
+#: has one, then restarts it.
+_HEALTH_SECONDS = 30.0
 _ADAPTER_PREFIX = "agentrl-adapter-"
 #: What vLLM sends in the place of a logprob that is not finite; SGLang sends null.
 _NOT_FINITE = -9999.0

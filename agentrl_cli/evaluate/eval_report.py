@@ -37,11 +37,12 @@ class EvalReport:
     num_tasks: int
     num_trajectories: int
     num_unscored: int
-    """Trajectories without a reward (or with NaN): out of the mean, and counted as not passed."""
+    """Trajectories without a reward (or with NaN): out of the mean and of pass@k alike."""
     mean_reward: float | None
     """Over scored trajectories; None: nothing was scored."""
     interval: Interval | None
     """95 %, clustered by task; None: fewer than two scored tasks."""
+    lowest_reward: float | None
     pass_threshold: float
     pass_at_k: Mapping[int, float]
     completion_tokens: Lengths | None
@@ -52,6 +53,8 @@ class EvalReport:
     """Trajectories whose last reply was stopped by its token limit."""
     failures: Mapping[str, int]
     """Boundary to number of trajectories, most frequent first."""
+    num_policy_failures: int
+    num_surroundings_failures: int
     prefix_mismatches: MismatchSummary
     """Turns whose tokens could not continue an earlier turn, and what that cost."""
     task_rewards: Mapping[str, float]
@@ -97,18 +100,21 @@ def build_report(
     outcomes: dict[str, list[bool]] = {}
     for t in trajectories:
         reward = None if t.reward is None or math.isnan(t.reward) else t.reward
-        rewards.setdefault(t.task_id, []).extend([] if reward is None else [reward])
-        passed = reward is not None and reward >= pass_threshold - _ROUNDING
-        outcomes.setdefault(t.task_id, []).append(passed)
+        known = [] if reward is None else [reward]
+        rewards.setdefault(t.task_id, []).extend(known)
+        passed = [r >= pass_threshold - _ROUNDING for r in known]
+        outcomes.setdefault(t.task_id, []).extend(passed)
     scored = [reward for of_task in rewards.values() for reward in of_task]
     at_k = {k: compute_pass_at_k(outcomes, k) for k in sorted(set(k_values))}
     failures = Counter(t.failure.boundary.value for t in trajectories if t.failure is not None)
+    num_policy_failures = sum(t.is_policy_failure for t in trajectories)
     return EvalReport(
         num_tasks=len(outcomes),
         num_trajectories=len(trajectories),
         num_unscored=len(trajectories) - len(scored),
         mean_reward=statistics.fmean(scored) if scored else None,
         interval=compute_clustered_interval(list(rewards.values())),
+        lowest_reward=min(scored, default=None),
         pass_threshold=pass_threshold,
         pass_at_k={k: value for k, value in at_k.items() if value is not None},
         completion_tokens=_measure([t.num_completion_tokens for t in trajectories]),
@@ -117,6 +123,8 @@ def build_report(
         seconds=_measure([t.seconds for t in trajectories]),
         num_cut_short=sum(_is_cut_short(t) for t in trajectories),
         failures=dict(failures.most_common()),
+        num_policy_failures=num_policy_failures,
+        num_surroundings_failures=failures.total() - num_policy_failures,
         prefix_mismatches=summarize_prefix_mismatches(trajectories),
         task_rewards={task: statistics.fmean(r) for task, r in rewards.items() if r},
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import RolloutFailedError
 from agentrl_cli.evaluate.eval_report import EvalReport, build_report
-from agentrl_cli.log import Observer
+from agentrl_cli.log import Observer, format_failures
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.scheduler import run_tasks
@@ -38,15 +39,18 @@ async def evaluate(
         UserInputError: a mistake that would repeat itself in every trajectory.
     """
     observer.on_stage("evaluation", len(tasks) * n_samples)
-    num_done, rewards = 0, []
+    num_done, rewards, causes = 0, [], Counter[str]()
 
     def show(trajectory: Trajectory) -> None:
         nonlocal num_done
         num_done += 1
         if trajectory.reward is not None and not math.isnan(trajectory.reward):
             rewards.append(trajectory.reward)
-        note = f"mean reward {math.fsum(rewards) / len(rewards):.3f}" if rewards else ""
-        observer.on_progress(num_done, note)
+        if trajectory.failure is not None:
+            causes[trajectory.failure.cause] += 1
+        mean = f"mean reward {math.fsum(rewards) / len(rewards):.3f}" if rewards else ""
+        failed = format_failures(causes["policy"], causes["surroundings"])
+        observer.on_progress(num_done, f"{mean}  {failed}".strip())
 
     k_values = choose_k_values(n_samples)
     try:

@@ -14,6 +14,7 @@ from agentrl_cli.errors import AgentrlError
 from agentrl_cli.inspector.safe_text import format_number, one_line
 from agentrl_cli.inspector.trajectory_query import Found, Source, list_sources
 from agentrl_cli.prefix_mismatches import REMEDIES, MismatchSummary
+from agentrl_cli.records import FailureCause
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.trajectory_file import TrajectorySummary
 
@@ -26,7 +27,8 @@ class StepSummary:
     num_trajectories: int | None = None
     reward_mean: float | None = None
     num_unscored: int | None = None
-    num_failed: int | None = None
+    num_policy_failures: int | None = None
+    num_surroundings_failures: int | None = None
     num_filtered_groups: int | None = None
     turns_mean: float | None = None
     tokens_mean: float | None = None
@@ -52,7 +54,8 @@ def summarize_steps(folder: RunFolder) -> list[StepSummary]:
 def build_step_table(summaries: Sequence[StepSummary]) -> Table:
     """One row a step; its replaced groups and its alarms, where the run had any."""
     table = Table(box=None)
-    names = ["", "trajectories", "reward", "unscored", "failed", "turns", "tokens", "mismatches"]
+    names = ["", "trajectories", "reward", "unscored", "failed: policy", "surroundings"]
+    names += ["turns", "tokens", "mismatches"]
     has_replaced = any(s.num_filtered_groups for s in summaries)
     has_alarms = any(s.alarms for s in summaries)
     for name in [*names, "replaced groups"] if has_replaced else names:
@@ -68,7 +71,8 @@ def build_step_table(summaries: Sequence[StepSummary]) -> Table:
             str(s.num_trajectories),
             format_number(s.reward_mean),
             str(s.num_unscored),
-            str(s.num_failed),
+            str(s.num_policy_failures),
+            str(s.num_surroundings_failures),
             format_number(s.turns_mean, 1),
             format_number(s.tokens_mean, 1),
             format_mismatches(s.prefix_mismatches),
@@ -116,12 +120,15 @@ def _summarize(
     source: Source, trajectories: Sequence[TrajectorySummary], alarms: tuple[str, ...]
 ) -> StepSummary:
     rewards = [t.reward for t in trajectories if t.reward is not None and not math.isnan(t.reward)]
+    num_failed = sum(t.failure_boundary is not None for t in trajectories)
+    num_policy_failures = sum(t.failure_cause is FailureCause.POLICY for t in trajectories)
     return StepSummary(
         source=source,
         num_trajectories=len(trajectories),
         reward_mean=_mean(rewards),
         num_unscored=len(trajectories) - len(rewards),
-        num_failed=sum(t.failure_boundary is not None for t in trajectories),
+        num_policy_failures=num_policy_failures,
+        num_surroundings_failures=num_failed - num_policy_failures,
         num_filtered_groups=len({t.group_id for t in trajectories if t.replaced_by is not None}),
         turns_mean=_mean([t.num_turns for t in trajectories]),
         tokens_mean=_mean([t.num_completion_tokens for t in trajectories]),

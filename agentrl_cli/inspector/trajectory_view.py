@@ -160,7 +160,8 @@ def _add_outcome(tree: Tree, trajectory: Trajectory) -> None:
         tree.add(Text(f"stopped by its budget: {trajectory.stop_reason}", style="yellow"))
     failure = trajectory.failure
     if failure is not None:
-        text = Text(f"failed in {failure.boundary.value}: ", style="bold red")
+        place = f"{failure.boundary.value} (cause: {failure.cause.value})"
+        text = Text(f"failed in {place}: ", style="bold red")
         node = tree.add(text.append(clean(f"{failure.kind}: {failure.message}")))
         if failure.traceback:
             node.add(Text(clean(failure.traceback), style="dim"))

@@ -17,6 +17,7 @@ from agentrl_cli import __version__
 from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.errors import RunFolderError, StoreError, UserInputError
 from agentrl_cli.launch.plan import find_vllm_lora_rank
+from agentrl_cli.log import format_failures
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import is_full_disk, sync_folder, sync_tree
 from agentrl_cli.store.resume_check import load_saved_config
@@ -329,4 +330,7 @@ def _describe_eval(folder: RunFolder, step: int) -> str:
         return "no trajectory was scored"
     interval = report.get("interval")
     within = f" (95 %: {interval[0]:.3f} to {interval[1]:.3f})" if interval else ""
-    return f"mean reward {mean:.3f}{within}, {report.get('num_tasks', '?')} tasks"
+    counts = (report.get(f"num_{cause}_failures", 0) for cause in ("policy", "surroundings"))
+    failed = format_failures(*counts)
+    tasks = f"{report.get('num_tasks', '?')} tasks"
+    return f"mean reward {mean:.3f}{within}, {tasks}" + (f", {failed}" if failed else "")

@@ -17,6 +17,7 @@ from agentrl_cli.errors import DatasetError, RewardError, UserInputError, format
 from agentrl_cli.records import (
     Boundary,
     Failure,
+    FailureCause,
     Interaction,
     InteractionStatus,
     StopReason,
@@ -31,6 +32,7 @@ from agentrl_cli.rollout.workflow import (
     RolloutWorkflow,
     find_last_answer,
     find_last_reward,
+    find_outcome,
 )
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.credit import TokenSequence
@@ -136,13 +138,17 @@ class AgentRolloutWorkflow(RolloutWorkflow):
             failure = _describe(error, client, boundary)
         finally:
             await client.close()
+        if failure is not None and failure.cause is FailureCause.POLICY:
+            last = _find_last(client)
+            if last is not None and last.reward is None:
+                client.set_final_reward(self.policy_failure_reward)
         client.apply_reward_discount(self._rollout.turn_discount)
         interactions = client.interactions
         is_late = failure is not None and failure.boundary is Boundary.TIMEOUT
         return attempt.begin_trajectory(
             agent_name=row.get("agent_name"),
             interactions=interactions,
-            reward=find_last_reward(interactions) if failure else score.reward,
+            reward=find_outcome(interactions, failure, score.reward),
             reward_parts=score.parts,
             final_answer=answer,
             stop_reason=StopReason.MAX_SECONDS if is_late else client.session.stop_reason,
@@ -198,9 +204,9 @@ class AgentRolloutWorkflow(RolloutWorkflow):
     ) -> AgentOutcome:
         """What the agent ended with. Raises what it raised.
 
-        An agent that its turns or tokens ended, and that had no answer to that, is judged by
-        what it has said: left unscored, trajectories that are too long would never be learned
-        from. One that ran out of time is not: the machine may have been slow, not the agent.
+        An agent that its turns, its tokens or the context ended, and that had no answer to that,
+        is judged by what it has said. One that ran out of time is not: the machine may have been
+        slow, not the agent.
         """
         try:
             return await run_with_deadline(
@@ -289,7 +295,7 @@ def _describe(
     error: Exception, client: TrackingClient, boundary: Boundary | None = None
 ) -> Failure:
     own_urls = (str(client.base_url), *client.gateway.socket_urls)
-    return describe_failure(error, boundary=boundary, session=client.session, own_urls=own_urls)
+    return describe_failure(error, boundary=boundary, sessions=(client.session,), own_urls=own_urls)
 
 
 def _find_answer(outcome: AgentOutcome, client: TrackingClient) -> str | None:

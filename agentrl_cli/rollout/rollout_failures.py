@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from agentrl_cli.agents.agent_runner import BoundaryError
-from agentrl_cli.errors import EngineError, RolloutFailedError
+from agentrl_cli.errors import ContextLengthError, EngineError, RolloutFailedError
 from agentrl_cli.log import get_logger
-from agentrl_cli.records import Boundary, Failure, StopReason, Trajectory
+from agentrl_cli.records import Boundary, Failure, FailureCause, StopReason, Trajectory
+from agentrl_cli.rollout.policy_failures import (
+    find_cause,
+    is_raised_for_replies,
+    list_refused,
+    walk_causes,
+)
 from agentrl_cli.tracking.client import IN_PROCESS_URL, BlockingCallError
 from agentrl_cli.tracking.gateway_socket import OwnLoopError
 from agentrl_cli.tracking.session import Session
@@ -20,7 +26,8 @@ _MAX_TRACEBACK_CHARS = 8_000
 _SHOWN_LINES = 12
 
 _ADVICE = {
-    Boundary.AGENT: "Run the agent on one task of your own to see it fail, fix it, start again",
+    Boundary.AGENT: "Run the agent on one task of your own to see it fail, fix it, start again. "
+    "For a reply that it cannot use, let it return a reward (return 0.0)",
     Boundary.TOOL: "Let the tool return its errors as text, so that the model can react to them",
     Boundary.REWARD: "Call the reward function on one answer of your own, fix it, start again",
     Boundary.ENGINE: "See the engine's log in the run folder. For prompts that are too long, "
@@ -39,18 +46,20 @@ class AgentRunError(Exception):
 
     Attributes:
         failure: the same, as the process described it.
+        refused: the texts that a parser refused there.
     """
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, failure: Failure, refused: Sequence[str] = ()) -> None:
         super().__init__(failure.message)
         self.failure = failure
+        self.refused = refused
 
 
 def describe_failure(
     error: BaseException,
     *,
     boundary: Boundary | None = None,
-    session: Session | None = None,
+    sessions: Sequence[Session] | None = None,
     own_urls: Collection[str] | None = None,
 ) -> Failure:
     """The failure that ``error`` was, attributed once.
@@ -58,14 +67,20 @@ def describe_failure(
     Args:
         error: what ended the rollout.
         boundary: the boundary, where the place of the exception tells (the reward).
-        session: knows which budget or engine error was behind a call that failed.
+        sessions: know which budget or engine error was behind a call that failed, and what the
+            policy has sampled. None: not here, so that whose doing it was is decided elsewhere.
         own_urls: the gateway's addresses: an error of a call to another one is the agent's.
             None: not known, so every call counts as its.
     """
-    chain = list(_walk_causes(error))
-    remote = next((e.failure for e in chain if isinstance(e, AgentRunError)), None)
-    failure = remote or _describe_chain(chain, boundary, own_urls)
-    return failure if session is None else _attribute(failure, session)
+    chain = list(walk_causes(error))
+    remote = next((e for e in chain if isinstance(e, AgentRunError)), None)
+    failure = remote.failure if remote else _describe_chain(chain, boundary, own_urls)
+    if sessions is None:
+        return failure
+    for session in sessions:
+        failure = _attribute(failure, session)
+    refused = remote.refused if remote else list_refused(error)
+    return replace(failure, cause=find_cause(failure, sessions, refused))
 
 
 def _describe_chain(
@@ -89,6 +104,11 @@ def _describe_chain(
         boundary=boundary,
         kind=type(shown).__name__,
         message=str(shown) + (explanation if shown is error else ""),
+        cause=(
+            FailureCause.POLICY
+            if any(map(is_raised_for_replies, chain))
+            else FailureCause.SURROUNDINGS
+        ),
         traceback="".join(traceback.format_exception(error))[-_MAX_TRACEBACK_CHARS:],
     )
 
@@ -105,25 +125,10 @@ def _attribute(failure: Failure, session: Session) -> Failure:
             return replace(failure, boundary=boundary, message=message)
     elif boundary is Boundary.GATEWAY and engine_error is not None:
         kind, message = type(engine_error).__name__, str(engine_error)
-        return replace(failure, boundary=Boundary.ENGINE, kind=kind, message=message)
+        is_budget = isinstance(engine_error, ContextLengthError) and session.is_used_up
+        boundary = Boundary.BUDGET if is_budget else Boundary.ENGINE
+        return replace(failure, boundary=boundary, kind=kind, message=message)
     return failure
-
-
-def _walk_causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, what it was raised from, and the members of exception groups."""
-    waiting: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while waiting:
-        current = waiting.pop(0)
-        if current is None or id(current) in seen:
-            continue
-        seen.add(id(current))
-        yield current
-        waiting.append(current.__cause__)
-        if not current.__suppress_context__:
-            waiting.append(current.__context__)
-        if isinstance(current, BaseExceptionGroup):
-            waiting.extend(current.exceptions)
 
 
 def check_batch_worked(trajectories: Sequence[Trajectory], what: str) -> None:
@@ -131,8 +136,8 @@ def check_batch_worked(trajectories: Sequence[Trajectory], what: str) -> None:
 
     Raises:
         RolloutFailedError: every trajectory failed at the same boundary with the same
-            exception class, and none of them has a reward; or none made a call of the model;
-            or none has a reward though agents ended as they should.
+            exception class, none of them through the policy's doing, and none has a reward; or
+            none made a call of the model; or none has a reward though agents ended as they should.
     """
     ended = [t for t in trajectories if t.failure is None]
     kept = "The trajectories are kept in the run folder: agentrl inspect-trajectories shows them."
@@ -158,9 +163,12 @@ def check_batch_worked(trajectories: Sequence[Trajectory], what: str) -> None:
             trajectories,
         )
     failures = [t.failure for t in trajectories if t.failure is not None]
-    if len({(f.boundary, f.kind) for f in failures}) != 1:
+    if len({(f.boundary, f.kind, f.cause) for f in failures}) != 1:
         return
     first = failures[0]
+    if first.cause is FailureCause.POLICY:
+        # It may learn otherwise.
+        return
     lines = first.traceback.rstrip().splitlines()[-_SHOWN_LINES:]
     raise RolloutFailedError(
         f"{what}: all {len(trajectories)} trajectories failed in the same way, at the boundary "

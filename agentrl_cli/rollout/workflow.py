@@ -12,7 +12,14 @@ from typing import Any
 from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import UserInputError
-from agentrl_cli.records import ExportStyle, Interaction, Trajectory
+from agentrl_cli.records import (
+    ExportStyle,
+    Failure,
+    FailureCause,
+    Interaction,
+    InteractionStatus,
+    Trajectory,
+)
 from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.rollout_failures import describe_failure, run_with_deadline
 from agentrl_cli.tracking.credit import TokenSequence, compute_turn_returns
@@ -58,15 +65,18 @@ class RolloutWorkflow(ABC):
     """Deadline of one trajectory."""
     turn_discount: float = 1.0
     """For episodes that set rewards and hand out no credit themselves."""
+    policy_failure_reward: float | None = 0.0
+    """Of a trajectory that failed through what the policy sampled; None: unscored."""
 
     _sampling: Sampling | None = None
     _budget: Budget | None = None
 
     def use(self, rollout: RolloutConfig, gconfig: GenerationConfig | None = None) -> None:
-        """Takes deadline and turn discount from a configuration, and what holds for a
-        ``TrackingClient`` that is made without ``sampling`` or ``budget``."""
+        """Takes deadline, turn discount and the reward of failures from a configuration, and what
+        holds for a ``TrackingClient`` that is made without ``sampling`` or ``budget``."""
         self.timeout_seconds = rollout.timeout_seconds
         self.turn_discount = rollout.turn_discount
+        self.policy_failure_reward = rollout.policy_failure_reward
         self._budget = Budget(
             max_turns=rollout.max_turns,
             max_tokens=rollout.max_tokens_per_trajectory,
@@ -108,11 +118,14 @@ class RolloutWorkflow(ABC):
             except UserInputError:
                 raise
             except Exception as error:
-                failure = describe_failure(error)
+                failure = describe_failure(error, sessions=sessions)
                 interactions = list_interactions(sessions)
+                if failure.cause is FailureCause.POLICY:
+                    scored = reward_failure(interactions, self.policy_failure_reward)
+                    interactions = self._with_returns(scored)
         return attempt.begin_trajectory(
             interactions=interactions,
-            reward=find_last_reward(interactions) if failure is None else None,
+            reward=find_outcome(interactions, failure, find_last_reward(interactions)),
             export_style=style,
             final_answer=find_last_answer(interactions) if failure is None else None,
             failure=failure,
@@ -138,6 +151,28 @@ class RolloutWorkflow(ABC):
 
     def close(self) -> None:  # noqa: B027 - optional
         """Ends what the workflow started; called once after the last trajectory."""
+
+
+def reward_failure(
+    interactions: tuple[Interaction, ...], reward: float | None
+) -> tuple[Interaction, ...]:
+    """The interactions of a policy's failure, with its reward on the completed call that ended
+    last; one that the agent has rewarded itself keeps its own."""
+    completed = [i for i in interactions if i.status is InteractionStatus.COMPLETED]
+    last = max(completed, key=_ended_at)
+    own = reward if last.reward is None else last.reward
+    return tuple(replace(i, reward=own) if i is last else i for i in interactions)
+
+
+def find_outcome(
+    interactions: tuple[Interaction, ...], failure: Failure | None, reward: float | None
+) -> float | None:
+    """The trajectory's reward: ``reward`` if it ended by itself, that of its last call if the
+    policy failed, None if its surroundings did, and without any completed call."""
+    completed = [i for i in interactions if i.status is InteractionStatus.COMPLETED]
+    if not completed or (failure is not None and failure.cause is not FailureCause.POLICY):
+        return None
+    return reward if failure is None else max(completed, key=_ended_at).reward
 
 
 class AgentWorkflow(ABC):

@@ -49,9 +49,9 @@ class PendingTrajectories:
     def read(self, first_step: int) -> list[Trajectory]:
         """Those of steps from ``first_step`` on; files of earlier steps, now complete, are deleted.
 
-        One that failed is not among them: it is made again, since what made it fail may have
-        been what ended the run. For the process that holds the run folder alone: what is damaged
-        is cut off.
+        One that failed through its surroundings is not among them: it is made again, since what
+        made it fail may have been what ended the run. For the process that holds the run folder
+        alone: what is damaged is cut off.
 
         Raises:
             StoreError: a file cannot be read.
@@ -64,7 +64,7 @@ class PendingTrajectories:
                         path.unlink()
                     continue
                 for trajectory in _read_and_mend(path):
-                    if trajectory.failure is None:
+                    if trajectory.failure is None or trajectory.is_policy_failure:
                         found[trajectory.id] = trajectory
             self._ids = set(found)
         return list(found.values())

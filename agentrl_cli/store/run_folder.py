@@ -184,7 +184,7 @@ class RunFolder:
 
     def read_pending(self, first_step: int) -> list[Trajectory]:
         """What an interrupted run had finished of the steps from ``first_step`` on, which are not
-        complete; without failures, which are made again."""
+        complete; without failures that were not the policy's, which are made again."""
         return self._pending.read(first_step)
 
     def discard_pending(self) -> None:
@@ -371,16 +371,24 @@ def find_best_eval(
     """The highest evaluation after one of ``steps``, the earliest of equal ones; None: none has
     ``metric``.
 
+    Unscored trajectories count as the lowest reward of all these evaluations (for ``pass_at_<k>``,
+    as not passed), or a model would be best by which of its attempts have no reward.
+
     Raises:
         StoreError: a report is damaged.
     """
-    scores = [
-        EvalScore(step, value)
-        for step in folder.eval_steps()
-        if step in steps
-        and (value := read_metric(folder.read_eval_report(step), metric)) is not None
-    ]
-    return max(scores, key=lambda score: score.value, default=None)
+    reports = {step: folder.read_eval_report(step) for step in folder.eval_steps() if step in steps}
+    lowest = 0.0
+    if not metric.startswith(_PASS_AT):
+        known = [read_metric(report, "lowest_reward") for report in reports.values()]
+        lowest = min((value for value in known if value is not None), default=0.0)
+    ranked: list[tuple[float, EvalScore]] = []
+    for step, report in reports.items():
+        value = read_metric(report, metric)
+        if value is not None:
+            share = report.get("num_unscored", 0) / max(report.get("num_trajectories", 0), 1)
+            ranked.append((value + share * (lowest - value), EvalScore(step, value)))
+    return max(ranked, key=lambda pair: pair[0], default=(0.0, None))[1]
 
 
 def find_best_checkpoint(folder: RunFolder, metric: str) -> tuple[EvalScore, Path] | None:

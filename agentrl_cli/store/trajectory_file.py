@@ -24,6 +24,7 @@ from agentrl_cli.prefix_mismatches import MismatchSummary, summarize_prefix_mism
 from agentrl_cli.records import (
     Boundary,
     Failure,
+    FailureCause,
     Interaction,
     InteractionStatus,
     MismatchCause,
@@ -56,6 +57,8 @@ class TrajectorySummary:
     """What groups are compared by; None: unscored, or a file of a version without this."""
     final_answer: str | None
     failure_boundary: Boundary | None
+    failure_cause: FailureCause | None = None
+    """None also in files of versions without this."""
     failure_kind: str | None
     failure_message: str | None
     seconds: float
@@ -72,6 +75,7 @@ _ENUMS: Mapping[str, type[StrEnum]] = {
     "status": InteractionStatus,
     "stop_reason": StopReason,
     "failure_boundary": Boundary,
+    "failure_cause": FailureCause,
 }
 
 _Record = TypeVar("_Record", Trajectory, Interaction, TrajectorySummary)
@@ -121,6 +125,7 @@ SCHEMA = pa.schema(
         ("final_answer", pa.string()),
         ("stop_reason", pa.string()),
         ("failure_boundary", pa.string()),
+        ("failure_cause", pa.string()),
         ("failure_kind", pa.string()),
         ("failure_message", pa.string()),
         ("failure_traceback", pa.string()),
@@ -218,6 +223,7 @@ def _to_row(trajectory: Trajectory) -> dict[str, Any]:
         {
             "score": compute_score(trajectory),
             "failure_boundary": failure and failure.boundary,
+            "failure_cause": failure and failure.cause,
             "failure_kind": failure and failure.kind,
             "failure_message": failure and failure.message,
             "failure_traceback": failure and failure.traceback,
@@ -234,6 +240,7 @@ def _from_row(row: Mapping[str, Any]) -> Trajectory:
     if row["failure_boundary"] is not None:
         failure = Failure(
             boundary=Boundary(row["failure_boundary"]),
+            cause=FailureCause(row.get("failure_cause") or FailureCause.SURROUNDINGS),
             kind=row["failure_kind"],
             message=row["failure_message"],
             traceback=row["failure_traceback"],

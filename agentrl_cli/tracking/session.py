@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from agentrl_cli.engine.protocol import Generation, Sampling
-from agentrl_cli.errors import EngineError, format_nearest
+from agentrl_cli.errors import ContextLengthError, EngineError, format_nearest
 from agentrl_cli.records import ExportStyle, Interaction, InteractionStatus, Message, StopReason
 from agentrl_cli.tracking.credit import (
     TokenSequence,
@@ -128,7 +128,7 @@ class Session:
         self.budget_exceeded: str | None = None
         """Which limit refused a call, in words; None: none did."""
         self.stop_reason: StopReason | None = None
-        """The same as a name."""
+        """The same as a name; also the model's context, which a shorter call may still fit."""
         self.is_closed = False
         """True: its key is no longer valid."""
         self.engine_error: EngineError | None = None
@@ -243,6 +243,9 @@ class Session:
         cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
         if isinstance(error, EngineError):
             self.engine_error = error
+        if isinstance(error, ContextLengthError) and self._list_completed():
+            # Before any reply it is the task that is too long.
+            self.stop_reason = self.stop_reason or StopReason.MAX_MODEL_LEN
         failed = replace(
             call.asked,
             seconds=time.perf_counter() - call.clock,
@@ -305,6 +308,11 @@ class Session:
             raise ValueError(f"export_interactions: there is no style {style!r}; {nearest}")
         sequences = build_sequences(self._interactions.values(), style)
         return {sequence.id: sequence for sequence in sequences}
+
+    @property
+    def is_used_up(self) -> bool:
+        """Whether its turns, its tokens or the model's context were used up."""
+        return self.stop_reason not in (None, StopReason.MAX_SECONDS)
 
     @property
     def seconds_left(self) -> float | None:

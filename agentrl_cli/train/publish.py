@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -45,6 +45,8 @@ _CONVERSATIONS = (
     ("What is new?", "In the"),
     ("Plan my day.", "First"),
 )
+#: A server that is slow or dies between a publication and its probes is no reason to end a run.
+_MAX_ATTEMPTS = 5
 #: Long enough to reach every weight, short enough to cost nothing.
 _MAX_PROMPT_TOKENS = 16
 
@@ -98,8 +100,9 @@ async def publish_and_verify(
 ) -> dict[str, float]:
     """Gives the engine the learner's weights as ``version`` and checks that it samples with them.
 
-    Every replica is checked. One that dies meanwhile is not (the engine checks it by the same
-    probes when it comes back), but at least one must be. The learner must not be updated
+    Every replica is checked. One that fails meanwhile is not (the engine checks it by the same
+    probes when it comes back), but at least one must be: if all fail, the weights are published
+    again as soon as one is healthy. The learner must not be updated
     meanwhile; each of its methods is called once, because other ranks run them too. Deadlines are
     the engine's.
 
@@ -123,9 +126,7 @@ async def publish_and_verify(
     started = time.perf_counter()
     # Gathering the shards of several trainers takes a while; agents continue meanwhile.
     weights = await asyncio.to_thread(learner.weights)
-    await engine.publish_weights(version, weights)
-    published = time.perf_counter()
-    answers = await _ask_replicas(engine, version, prompts)
+    answers, published = await _publish_and_ask(engine, version, weights, prompts)
     likely = [read_likely(generations) for generations in answers.values()]
     candidates = [[list(logprobs) for logprobs in of_replica] for of_replica in likely]
     scored, wide = await asyncio.to_thread(learner.score_probes, prompts, candidates)
@@ -158,10 +159,31 @@ def _name(
     return [dict(zip(ids, values, strict=True)) for ids, values in pairs]
 
 
+async def _publish_and_ask(
+    engine: InferenceEngine,
+    version: int,
+    weights: Mapping[str, Tensor],
+    prompts: Sequence[Sequence[int]],
+) -> tuple[dict[str, list[Generation]], float]:
+    """What at least one replica sampled with the weights, and when they were published."""
+    for num_left in reversed(range(_MAX_ATTEMPTS)):
+        # Again, because it waits until a server is healthy; the engine ends that when a server's
+        # restarts are used up.
+        await engine.publish_weights(version, weights)
+        published = time.perf_counter()
+        answers, failed = await _ask_replicas(engine, version, prompts)
+        if answers or not num_left:
+            break
+        _log.warning("no server showed version %d (%s): it is published again", version, failed)
+    if not answers:
+        raise EngineError(f"policy version {version} cannot be verified on any server: {failed}")
+    return answers, published
+
+
 async def _ask_replicas(
     engine: InferenceEngine, version: int, prompts: Sequence[Sequence[int]]
-) -> dict[str, list[Generation]]:
-    """What each replica that stayed alive sampled, by its name."""
+) -> tuple[dict[str, list[Generation]], str]:
+    """What each replica that stayed healthy sampled, by its name, and why the others did not."""
     replicas = list(engine.replicas)
     results = await asyncio.gather(
         *(_ask(replica, version, prompts) for replica in replicas), return_exceptions=True
@@ -170,16 +192,14 @@ async def _ask_replicas(
     for replica, result in zip(replicas, results, strict=True):
         if isinstance(result, ServerDownError):
             _log.warning(
-                "%s died before version %d was verified: %s", replica.name, version, result
+                "%s failed before version %d was verified: %s", replica.name, version, result
             )
         elif isinstance(result, BaseException):
             raise result
         else:
             answers[replica.name] = result
-    if not answers:
-        down = "; ".join(str(result) for result in results) or "none of its servers is up"
-        raise EngineError(f"policy version {version} cannot be verified on any server: {down}")
-    return answers
+    failed = "; ".join(str(result) for result in results if isinstance(result, ServerDownError))
+    return answers, failed or "none of its servers is healthy"
 
 
 async def _ask(

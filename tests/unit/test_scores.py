@@ -68,12 +68,11 @@ def test_statistics_of_every_group():
     ("returns", "reward", "score"),
     [
         ([1.0, 2.0], 9.0, 1.5),
-        ([], 9.0, 9.0),
+        ([], 9.0, None),
         ([1.0], None, None),
         ([1.0], math.inf, None),
         ([math.nan], 1.0, None),
         ([math.inf, -math.inf], 1.0, None),
-        ([], math.nan, None),
     ],
 )
 def test_scores(returns: list[float], reward: float | None, score: float | None):

@@ -56,7 +56,10 @@ class ServedWeights:
         self._pool = pool
         self._transfer = transfer
         self._config = config
-        self._wait_seconds = config.publish_timeout_seconds + config.start_timeout_seconds
+        # Of all restarts: until they are used up, a server may come back.
+        self._wait_seconds = (1 + config.max_restarts) * (
+            config.publish_timeout_seconds + config.start_timeout_seconds
+        )
         # Held while servers are given weights, so that none gets older ones after newer.
         self._lock = asyncio.Lock()
         self._update: WeightUpdate | None = None
@@ -93,8 +96,8 @@ class ServedWeights:
         """Gives weights to all healthy servers; returns when at least one serves them.
 
         Raises:
-            EngineError: a running server did not take them (it is unhealthy then), or none is
-                healthy.
+            EngineError: a running server refused them (it is unhealthy then), or none has become
+                healthy again in all the time that its restarts may take.
         """
         async with self._lock:
             self._pool.check_alive()
@@ -114,12 +117,14 @@ class ServedWeights:
             raise EngineTimeoutError(
                 f"policy version {version} was published and has been waiting for "
                 f"{self._wait_seconds:g} s (engine.publish_timeout_seconds + "
-                "engine.start_timeout_seconds): no engine server could take it. "
+                "engine.start_timeout_seconds, for each start that engine.max_restarts allows): no "
+                "engine server could take it. "
                 f"{self._pool.describe_unhealthy()}"
             ) from None
 
     async def _update_serving(self, server: RoutedServer) -> None:
-        """Gives the current weights to a healthy server; its death is no failure."""
+        """Gives the current weights to a healthy server; that it dies, or is slow, is no failure:
+        it is given them again when it is brought back."""
         incarnation = server.incarnation
         try:
             async with server.until_unhealthy():
@@ -130,7 +135,8 @@ class ServedWeights:
             # Frozen, perhaps with half of the weights: it must not serve as it is.
             reason = f"it did not take the weights: {shorten(str(error)) or type(error).__name__}"
             self._pool.mark_unhealthy(server, incarnation, reason)
-            raise
+            if not isinstance(error, EngineTimeoutError):
+                raise
 
     async def _give(self, server: RoutedServer) -> None:
         """Pause, update, version, resume.

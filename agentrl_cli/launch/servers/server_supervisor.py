@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from agentrl_cli.config.experiment import ExperimentConfig
@@ -26,6 +28,7 @@ _log = get_logger(__name__)
 
 _POLL_SECONDS = 0.25
 _HEALTH_INTERVAL_SECONDS = 2.0
+#: Doubled with each question that is not answered: one that is slow does answer in the end.
 _HEALTH_TIMEOUT_SECONDS = 5.0
 #: A server that does not answer for so long is considered hung, and killed.
 HUNG_SECONDS = 30.0
@@ -74,6 +77,7 @@ class ServerSupervisor:
         self._kind = kind
         self._on_cpu = on_cpu
         self._stopping = threading.Event()
+        self._asking: http.client.HTTPConnection | None = None
         self._failures: list[float] = []
         self._thread = threading.Thread(
             target=self._run, name=f"agentrl-{endpoint.name}", daemon=True
@@ -86,11 +90,16 @@ class ServerSupervisor:
     def request_stop(self) -> None:
         """Begins to end it: calls in flight get a few seconds, then it is asked, then killed."""
         self._stopping.set()
+        asking = self._asking
+        if asking is not None and asking.sock is not None:
+            # A slow server may take long to answer.
+            with suppress(OSError):
+                asking.sock.shutdown(socket.SHUT_RDWR)
 
     def join(self) -> None:
         """Returns when it has ended."""
         if self._thread.is_alive():
-            self._thread.join(_HEALTH_TIMEOUT_SECONDS + _TERM_SECONDS + 2 * _KILL_SECONDS)
+            self._thread.join(HUNG_SECONDS + _TERM_SECONDS + 2 * _KILL_SECONDS)
 
     def _run(self) -> None:
         try:
@@ -126,7 +135,7 @@ class ServerSupervisor:
                 self._refuse_first_failure(how)
                 return how
             now = time.monotonic()
-            if self._serves_model():
+            if self._serves_model(min(HUNG_SECONDS, max(started + limit - now, _POLL_SECONDS))):
                 self.has_been_ready = True
                 self._tell(f"{self.endpoint.name} is ready after {now - started:.0f} s")
                 return None
@@ -163,12 +172,21 @@ class ServerSupervisor:
                 continue
             asked = time.monotonic()
             for path, limit in patience_seconds.items():
-                if self._ask(path) is not None:
-                    unanswered[path].clear()
+                missed = unanswered[path]
+                patience = min(_HEALTH_TIMEOUT_SECONDS * 2 ** len(missed), HUNG_SECONDS)
+                missed.append(time.monotonic())
+                if self._ask(path, patience) is not None:
+                    if len(missed) > 1:
+                        self._tell(f"{self.endpoint.name} answers again")
+                    missed.clear()
                     continue
-                unanswered[path].append(time.monotonic())
-                seconds = unanswered[path][-1] - unanswered[path][0]
-                if seconds > limit and len(unanswered[path]) >= _MIN_FAILURES:
+                seconds = time.monotonic() - missed[0]
+                if len(missed) == 1 and self.process.poll() is None:
+                    self._tell(
+                        f"{self.endpoint.name} is slow: it has not answered {path} for "
+                        f"{seconds:.0f} s; it is restarted after {limit:.0f} s without an answer"
+                    )
+                if seconds > limit and len(missed) >= _MIN_FAILURES:
                     return f"did not answer {path} for {limit:.0f} s and was killed"
         return None
 
@@ -212,23 +230,22 @@ class ServerSupervisor:
         tail = format_log_tail(self.process.log_path, keys=[self.endpoint.api_key])
         return f"{self.endpoint.name} {how}.{tail}"
 
-    def _serves_model(self) -> bool:
+    def _serves_model(self, patience: float) -> bool:
         """True once it answers, and it is ours: it takes the key and serves the model."""
-        if self._ask("/health") is None:
+        if self._ask("/health", patience) is None:
             return False
-        reply = self._ask("/v1/models")
+        reply = self._ask("/v1/models", patience)
         try:
             models = json.loads(reply or b"{}").get("data", [])
             return any(model["id"] == self._config.model.path for model in models)
         except (ValueError, AttributeError, KeyError, TypeError):
             return False
 
-    def _ask(self, path: str) -> bytes | None:
-        """The body of a good reply; None for any other, or none."""
+    def _ask(self, path: str, patience: float) -> bytes | None:
+        """The body of a good reply; None for any other, or none in ``patience`` seconds."""
         url = urlsplit(self.endpoint.base_url)
-        connection = http.client.HTTPConnection(
-            url.hostname or "", url.port, timeout=_HEALTH_TIMEOUT_SECONDS
-        )
+        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=patience)
+        self._asking = connection
         try:
             headers = {"Authorization": f"Bearer {self.endpoint.api_key}"}
             connection.request("GET", path, headers=headers)
@@ -238,6 +255,7 @@ class ServerSupervisor:
         except (OSError, http.client.HTTPException):
             return None
         finally:
+            self._asking = None
             connection.close()
 
 

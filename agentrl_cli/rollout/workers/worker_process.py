@@ -23,7 +23,7 @@ from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome, run_in_thre
 from agentrl_cli.errors import UserInputError, build_error
 from agentrl_cli.log import get_logger, mask_keys
 from agentrl_cli.process_reaper import KILL_SIGNAL, build_reaper_command
-from agentrl_cli.records import Boundary, Failure
+from agentrl_cli.records import Boundary, Failure, FailureCause
 from agentrl_cli.rollout.rollout_failures import AgentRunError
 from agentrl_cli.rollout.workers.worker_program import (
     MAX_MESSAGE_BYTES,
@@ -176,7 +176,8 @@ class AgentWorker:
         if reply["op"] == "refused":
             raise build_error(reply["error"], reply["message"], UserInputError.exit_code)
         told = reply["failure"]
-        raise AgentRunError(Failure(**{**told, "boundary": Boundary(told["boundary"])}))
+        known = {"boundary": Boundary(told["boundary"]), "cause": FailureCause(told["cause"])}
+        raise AgentRunError(Failure(**{**told, **known}), reply["refused"])
 
     def describe_late(self) -> str:
         """A clause for an agent that passed its deadline."""

@@ -35,6 +35,7 @@ from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome
 from agentrl_cli.errors import BuilderError, RewardError, UserInputError
 from agentrl_cli.log import get_logger
 from agentrl_cli.records import Boundary
+from agentrl_cli.rollout.policy_failures import list_refused
 from agentrl_cli.rollout.rewards import parse_reward_result
 from agentrl_cli.rollout.rollout_failures import describe_failure
 from agentrl_cli.tracking.client import build_loopback_http
@@ -349,7 +350,8 @@ def _to_number(value: Any) -> float:
 
 
 def _format_failure(error: BaseException, **known: Any) -> Message:
-    return {"op": "failed", "failure": asdict(describe_failure(error, **known))}
+    failure = asdict(describe_failure(error, **known))
+    return {"op": "failed", "failure": failure, "refused": list_refused(error)}
 
 
 def _forget_modules() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from agentrl_cli.log import Observer, format_count
 from agentrl_cli.prefix_mismatches import MismatchTotals, summarize_prefix_mismatches
-from agentrl_cli.records import Boundary, MismatchCause, StopReason, Trajectory
+from agentrl_cli.records import Boundary, FailureCause, MismatchCause, StopReason, Trajectory
 from agentrl_cli.scores import compute_group_statistics, compute_score
 
 
@@ -77,11 +77,13 @@ def _summarize_tokens(trajectories: Sequence[Trajectory], policy_version: int) -
 
 
 def _count_ends(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    failures = Counter(t.failure.boundary for t in trajectories if t.failure is not None)
+    failed = [t.failure for t in trajectories if t.failure is not None]
+    boundaries, causes = Counter(f.boundary for f in failed), Counter(f.cause for f in failed)
     stops = Counter(t.stop_reason for t in trajectories)
     return {
-        "failures": float(failures.total()),
-        **{f"failures_{boundary}": float(failures[boundary]) for boundary in Boundary},
+        "failures": float(len(failed)),
+        **{f"{cause}_failures": float(causes[cause]) for cause in FailureCause},
+        **{f"failures_{boundary}": float(boundaries[boundary]) for boundary in Boundary},
         **{f"stops_{reason}": float(stops[reason]) for reason in StopReason},
     }
 

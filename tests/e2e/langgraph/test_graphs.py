@@ -98,6 +98,21 @@ async def test_a_raising_tool_ends_the_trajectory_at_the_tool(play_agent, tool_c
     assert (played.trajectory.num_turns, played.trajectory.reward) == (1, None)
 
 
+async def test_arguments_that_a_tool_refuses_are_the_policys_failure(play_agent, tool_call):
+    from langgraph.prebuilt import ToolNode
+
+    @tool
+    def double(number: int) -> int:
+        """Twice the number."""
+        return 2 * number
+
+    call = tool_call("double", '{"number": "many"}')
+    strict = ToolNode([double], handle_tool_errors=False)
+    played = await play_agent(build_react(strict), call)
+    assert played.trajectory.failure.kind in ("ToolInvocationError", "ValidationError")
+    assert (played.trajectory.is_policy_failure, played.trajectory.reward) == (True, 0.0)
+
+
 async def test_an_engine_error_is_the_engines_failure(play_agent):
     played = await play_agent(build_react([divide]), EngineError("out of memory"))
     failure = played.trajectory.failure

@@ -77,13 +77,14 @@ async def test_structured_output_is_the_answer_as_json(play):
     assert trajectory.reward == 1.0
 
 
-async def test_malformed_structured_output_is_the_agents_failure(play):
+async def test_malformed_structured_output_is_the_policys_failure(play):
     agent = Agent(name="structured", instructions="JSON.", output_type=Solution)
     trajectory, _ = await play(agent, "no json")
     assert (trajectory.failure.boundary, trajectory.failure.kind) == (
         Boundary.AGENT, "ModelBehaviorError",
     )  # fmt: skip
-    assert (trajectory.num_turns, trajectory.reward) == (1, None)
+    assert trajectory.is_policy_failure
+    assert (trajectory.num_turns, trajectory.reward) == (1, 0.0)
 
 
 async def test_too_many_turns_end_the_agent_and_it_is_judged_by_what_it_said(play, tool_call):
@@ -122,11 +123,21 @@ async def test_a_raising_tool_tells_the_model_or_ends_the_trajectory(play, tool_
     assert trajectory.num_turns == 1
 
 
-async def test_an_unknown_tool_is_the_agents_failure(play, tool_call):
-    trajectory, _ = await play(build_math_agent(), tool_call("search", "{}"))
-    assert (trajectory.failure.boundary, trajectory.failure.kind) == (
-        Boundary.AGENT, "ModelBehaviorError",
+@pytest.mark.parametrize("reward", [-1.0, None])
+async def test_unknown_tools_in_every_trajectory_are_an_outcome_and_end_no_run(
+    make_agent_workflow, scripted_engine, tool_call, reward
+):
+    helper = Agent(name="helper", instructions="b")
+    triage = Agent(name="triage", instructions="a", handoffs=[helper])
+    trajectories = await run_tasks(
+        make_agent_workflow(lambda: triage, policy_failure_reward=reward),
+        scripted_engine(lambda _: tool_call("calculate", "{}")),
+        build_eval_tasks([{"question": "20 + 22?", "answer": "42"}]), n_samples=4, max_concurrent=4,
     )  # fmt: skip
+    for trajectory in trajectories:
+        assert "Tool calculate not found in agent triage" in trajectory.failure.message
+        assert trajectory.is_policy_failure
+        assert trajectory.reward == trajectory.interactions[0].turn_return == reward
 
 
 async def test_agents_are_served_whatever_model_they_name(play, tool_call):

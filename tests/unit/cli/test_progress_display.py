@@ -33,10 +33,11 @@ def test_where_lines_are_plain(env: dict[str, str], is_terminal: bool, plain: bo
 
 
 def test_a_step_in_one_line() -> None:
-    metrics = {"step": 3, "reward_mean": 0.41251, "tokens_per_second": 1812.3, "failures": 0}
+    metrics = {"step": 3, "reward_mean": 0.41251, "tokens_per_second": 1812.3, "policy_failures": 0}
     assert format_step(metrics, 40) == "step 3/40  reward 0.413  1,812 tokens/s"
-    assert format_step({"step": 3, "failures": 2, "reward_mean": math.nan}, None) == (
-        "step 3  2 failed"
+    failures = {"policy_failures": 2, "surroundings_failures": 1}
+    assert format_step({"step": 3, "reward_mean": math.nan, **failures}, None) == (
+        "step 3  failed: 2 policy  failed: 1 surroundings"
     )
     assert format_step({}, None) == "step ?"
 

@@ -42,9 +42,9 @@ def test_report_of_a_small_evaluation_by_hand() -> None:
     assert report.num_unscored == 1
     assert report.mean_reward == pytest.approx(2 / 3)
     assert report.interval is not None
-    # pass@1: task 0 one of two, task 1 one of two (the unscored one did not pass).
-    assert report.pass_at_k == {1: 0.5, 2: 1.0}
-    assert report.failures == {"timeout": 1}
+    # Over the scored ones, as the mean. pass@1: task 0 one of two, task 1 one of one.
+    assert report.pass_at_k == {1: 0.75, 2: 1.0}
+    assert (report.failures, report.num_surroundings_failures) == ({"timeout": 1}, 1)
     assert report.num_cut_short == 1
     assert report.completion_tokens is not None
     # 8, 10, 2 and 0 tokens
@@ -90,7 +90,7 @@ def test_nan_is_unscored() -> None:
     report = build_report([attempt(0, 0, math.nan), attempt(1, 0, 1.0)])
     assert report.num_unscored == 1
     assert report.mean_reward == 1.0
-    assert report.pass_at_k == {1: 0.5}
+    assert report.pass_at_k == {1: 1.0}
 
 
 def test_a_pass_is_a_reward_at_the_threshold() -> None:

@@ -57,12 +57,12 @@ async def test_every_task_is_attempted_reported_and_stored(run_config) -> None:
     assert report.num_tasks == 3
     assert report.num_unscored == 4
     assert report.mean_reward == 0.5
-    # Tasks 0 and 1: 2 of 4 passed; task 2: none. pass@2 = (2 x (1 - C(2,2)/C(4,2)) + 0) / 3
-    assert report.pass_at_k == pytest.approx({1: 1 / 3, 2: 2 * (1 - 1 / 6) / 3, 4: 2 / 3})
+    # Tasks 0 and 1: 2 of 4 passed; task 2: none is scored. pass@2 = 1 - C(2,2)/C(4,2)
+    assert report.pass_at_k == pytest.approx({1: 1 / 2, 2: 1 - 1 / 6, 4: 1.0})
     assert report.failures == {"tool": 4}
     assert observer.seen[0] == ("evaluation", 12)
     assert [n for n, _ in observer.seen[1:]] == list(range(1, 13))
-    assert observer.seen[-1] == (12, "mean reward 0.500")
+    assert observer.seen[-1] == (12, "mean reward 0.500  failed: 4 surroundings")
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         if behaviour == "freeze" and time.monotonic() > started + 0.5:
             time.sleep(600)
+        if behaviour == "slow" and time.monotonic() > started + 0.5:
+            time.sleep(1.0)
         if behaviour == "freeze engine" and self.path == "/weight_info":
             time.sleep(600)
         if self.path != "/health":
@@ -76,7 +78,7 @@ server.serve_forever()
 
 class FaultyInterpreter:
     """Has ``engine.python``'s place. Each life of a server behaves as told, the last for ever:
-    ``serve``, ``hang``, ``die``, ``freeze``, ``freeze engine``, ``other model``, or
+    ``serve``, ``hang``, ``die``, ``freeze``, ``freeze engine``, ``slow``, ``other model``, or
     ``say TEXT`` (and end)."""
 
     def __init__(self, folder: Path) -> None:

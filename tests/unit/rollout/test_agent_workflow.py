@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 
 import numpy as np
 import openai
+import pydantic
 import pytest
 
 from agentrl_cli.agents.agent_building import AgentSource
@@ -24,6 +26,7 @@ from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow
 from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.rewards import AsyncRewardWrapper
 from agentrl_cli.rollout.workflow import Attempt
+from agentrl_cli.scores import compute_score
 
 ROW = {"question": "What is 2 + 2?", "answer": "4"}
 
@@ -283,6 +286,88 @@ async def test_the_deadline_ends_a_trajectory_and_its_call(run, returns):
     else:
         assert trajectory.failure.boundary is Boundary.TIMEOUT
         assert "rollout.timeout_seconds = 1 was reached" in trajectory.failure.message
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "double",
+        "parameters": {
+            "type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"],
+        },
+    },
+}  # fmt: skip
+
+
+def dispatch(reply):
+    for call in reply.tool_calls:
+        {"double": lambda n: 2 / n}[call.function.name](**json.loads(call.function.arguments))
+
+
+class Answer(pydantic.BaseModel):
+    value: int
+
+
+@pytest.mark.parametrize(
+    ("said", "use", "is_policys"),
+    [
+        ('<tool_call>\n{"name": "half", "arguments": {}}\n</tool_call>', dispatch, True),
+        ('<tool_call>\n{"name": "double", "arguments": {"m": 1}}\n</tool_call>', dispatch, True),
+        ('<tool_call>\n{"name": "double", "arguments": {"n": 0}}\n</tool_call>', dispatch, False),
+        ("no json", lambda reply: json.loads(reply.content), True),
+        ('{"a": [1]}', lambda reply: Answer.model_validate_json(reply.content), True),
+        ("It is 4.", lambda reply: int(reply.content), True),
+        ("It is 4.", lambda _: json.loads(ROW["question"]), False),
+        ("It is 4.", lambda _: ROW["state"], False),
+    ],
+    ids=["tool", "arguments", "tool bug", "json", "pydantic", "int", "row", "bug"],
+)
+async def test_whose_failure_it_is_tells_what_the_policy_said(run, said, use, is_policys):
+    async def agent(data, client):
+        messages = [{"role": "user", "content": data["question"]}]
+        reply = await client.chat.completions.create(model="m", messages=messages, tools=[TOOL])
+        use(reply.choices[0].message)
+
+    trajectory = await run(agent, fail_if_asked, replies=[said], policy_failure_reward=-0.5)
+    assert trajectory.failure.boundary is Boundary.AGENT
+    assert trajectory.is_policy_failure is is_policys
+    reward = -0.5 if is_policys else None
+    assert trajectory.reward == trajectory.interactions[0].turn_return == reward
+
+
+@pytest.mark.parametrize(
+    ("rewarded", "error", "reward"),
+    [(0, "policy", 0.0), (1, "policy", 0.7), (1, "surroundings", None)],
+)
+async def test_a_failure_keeps_the_agents_own_reward_of_its_last_call(run, rewarded, error, reward):
+    async def agent(data, client):
+        replies = await _talk(client, "one", "two")
+        client.set_reward(replies[rewarded].id, 0.7)
+        json.loads(replies[-1].choices[0].message.content if error == "policy" else "{")
+
+    trajectory = await run(agent, replies=["a", "b"])
+    assert (trajectory.failure.cause, trajectory.reward) == (error, reward)
+    assert trajectory.interactions[rewarded].reward == 0.7
+
+
+async def test_a_context_that_was_used_up_is_a_budget(run):
+    async def agent(data, client):
+        await _ask(client, "one", "two")
+
+    replies = ["4", ContextLengthError(5000, 4096)]
+    trajectory = await run(agent, replies=replies)
+    assert (trajectory.failure.boundary, trajectory.reward) == (Boundary.BUDGET, 0.0)
+    assert trajectory.stop_reason is StopReason.MAX_MODEL_LEN
+    trajectory = await run(agent, lambda completions: float(completions == "4"), replies=replies)
+    assert (trajectory.failure, trajectory.reward) == (None, 1.0)
+
+
+async def test_without_a_model_call_there_is_no_reward(run):
+    async def agent(data):
+        return 1.0
+
+    trajectory = await run(agent)
+    assert (trajectory.failure, trajectory.reward, compute_score(trajectory)) == (None, None, None)
 
 
 async def test_sampling_defaults_and_seeds(make_workflow, scripted_engine):

@@ -256,7 +256,8 @@ def test_a_group_that_replaces_may_be_replaced():
     while pending:
         attempt = pending.pop(0)
         reward = rewards[int(attempt.task.task_id)][attempt.sample_index]
-        pending += groups.add(attempt.begin_trajectory(reward=float(reward)))
+        call = Interaction(id="call")
+        pending += groups.add(attempt.begin_trajectory(reward=float(reward), interactions=(call,)))
     assert groups.is_complete
     first_of_groups = groups.list_trajectories()[::2]
     assert [(t.group_id, t.task_id, t.replaced_by) for t in first_of_groups] == [

@@ -7,6 +7,7 @@ import math
 import random
 import tempfile
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_cli.errors import StoreError
-from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
+from agentrl_cli.records import Boundary, Failure, FailureCause, Interaction, Trajectory
 from agentrl_cli.store import pending_trajectories
 from agentrl_cli.store.pending_trajectories import PendingTrajectories
 from agentrl_cli.store.run_folder import RunFolder
@@ -78,12 +79,15 @@ def test_failed_ones_are_made_again(folder: RunFolder, make_config) -> None:
     folder.add_pending(make(1, 0, reward=None, failure=failure))
     folder.add_pending(make(1, 1, reward=None))
     folder.add_pending(make(1, 2, reward=math.nan))
+    # Making it again would leave out what the policy fails by.
+    own = replace(failure, cause=FailureCause.POLICY)
+    folder.add_pending(make(1, 3, failure=own))
     folder.close()
     with RunFolder.create_or_resume(make_config()) as run:
-        assert sorted(t.id for t in run.read_pending(1)) == ["1/1", "1/2"]
+        assert sorted(t.id for t in run.read_pending(1)) == ["1/1", "1/2", "1/3"]
         run.add_pending(make(1, 0))
     with RunFolder.create_or_resume(make_config()) as run:
-        assert sorted(t.id for t in run.read_pending(1)) == ["1/0", "1/1", "1/2"]
+        assert sorted(t.id for t in run.read_pending(1)) == ["1/0", "1/1", "1/2", "1/3"]
 
 
 def damage(content: bytes, kind: str, cut: int, noise: bytes) -> bytes:

@@ -18,6 +18,7 @@ from agentrl_cli.errors import StoreError
 from agentrl_cli.records import (
     Boundary,
     Failure,
+    FailureCause,
     Interaction,
     InteractionStatus,
     MismatchCause,
@@ -80,7 +81,13 @@ FULL = Trajectory(
     export_style="individual",
     stop_reason=StopReason.MAX_TURNS,
     final_answer="4",
-    failure=Failure(boundary=Boundary.TOOL, kind="KeyError", message="'x'", traceback="Trace\n  x"),
+    failure=Failure(
+        boundary=Boundary.TOOL,
+        kind="KeyError",
+        message="'x'",
+        traceback="Trace\n  x",
+        cause=FailureCause.POLICY,
+    ),
     seconds=3.5,
     reward_seconds=0.001,
 )

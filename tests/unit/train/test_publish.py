@@ -174,5 +174,20 @@ async def test_a_replica_that_dies_is_passed_over_while_another_can_be_checked(p
     assert [version for version, _ in engine.expected] == [7]
     with pytest.raises(EngineError, match=r"version 7 cannot be verified.*connection refused"):
         await publish(dead)
-    with pytest.raises(EngineError, match="none of its servers is up"):
+    with pytest.raises(EngineError, match="none of its servers is healthy"):
         await publish()
+
+
+async def test_weights_that_no_server_could_show_are_published_again():
+    class Recovering(FaultyEngine):
+        num_published = 0
+
+        async def publish_weights(self, version: int, weights: Mapping[str, Any]) -> None:
+            await super().publish_weights(version, weights)
+            self.num_published += 1
+            slow = ServerDownError("no health answer within 30 s")
+            self.replicas[0].version_error = slow if self.num_published < 4 else None
+
+    engine = Recovering(FaultyReplica())
+    await publish(engine=engine)
+    assert (engine.num_published, [version for version, _ in engine.expected]) == (4, [7])

@@ -16,6 +16,7 @@ from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
 from agentrl_cli.store.run_folder import (
     RunFolder,
     find_best_checkpoint,
+    find_best_eval,
 )
 from agentrl_cli.train.resume import (
     CheckpointSaver,
@@ -62,6 +63,20 @@ def make_saver(make_config):
 def evaluate(saver: CheckpointSaver, step: int, reward: float | None) -> None:
     report = {"mean_reward": reward, "pass_at_k": {"1": 0.5, "4": step / 100}}
     saver.folder.write_eval(step, [], report)
+
+
+@pytest.mark.parametrize("metric", ["mean_reward", "pass_at_1"])
+def test_a_checkpoint_is_not_the_best_for_what_it_left_unscored(make_saver, metric) -> None:
+    saver = make_saver()
+    # Of 10 attempts each: 6 right; 5 right and 4 without a reward; 6 right and one without.
+    for step, right, num_scored in ((1, 6, 10), (2, 5, 6), (3, 6, 9)):
+        share = right / num_scored
+        counts = {"num_trajectories": 10, "num_unscored": 10 - num_scored, "lowest_reward": 0.0}
+        report = {"mean_reward": share, "pass_at_k": {"1": share}, **counts}
+        saver.folder.write_eval(step, [], report)
+    best = find_best_eval(saver.folder, metric, range(1, 4))
+    assert best is not None
+    assert (best.step, best.value) == (1, 0.6)
 
 
 def saved_steps(saver: CheckpointSaver) -> list[int]:

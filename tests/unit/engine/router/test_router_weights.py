@@ -82,6 +82,24 @@ async def test_a_living_server_that_refuses_the_weights_fails_the_publication(w:
     assert not w.servers[0].process.is_paused
 
 
+@in_world(num_servers=1)
+async def test_a_server_too_slow_for_the_weights_is_given_them_again(w: Any) -> None:
+    pause, num_late = w.servers[0].pause, 3
+
+    async def pause_late() -> None:
+        nonlocal num_late
+        num_late -= 1
+        if num_late >= 0:
+            raise EngineTimeoutError("pause: fake-0 did not finish")
+        await pause()
+
+    w.servers[0].pause = pause_late
+    await w.router.publish_weights(1, {})
+    assert num_late == -1
+    assert w.servers[0].process.weights == 1
+    assert await w.ask_versions() == {1}
+
+
 @in_world(version=None)
 async def test_a_server_that_refused_them_recovers_when_it_takes_them(w: Any) -> None:
     await w.router.publish_weights(1, {})
@@ -106,7 +124,7 @@ async def test_if_all_are_unhealthy_the_publication_waits_for_one(w: Any) -> Non
     assert await w.ask_versions() == {1}
 
 
-@in_world(publish_timeout_seconds=50.0)
+@in_world(publish_timeout_seconds=50.0, max_restarts=0)
 async def test_if_none_recovers_the_publication_fails_in_time(w: Any) -> None:
     for server in w.servers:
         server.kill()

@@ -235,6 +235,19 @@ def test_a_frozen_server_is_killed_and_comes_back(
     assert any(f"did not answer {path} for" in text for text in observer.texts)
 
 
+def test_a_slow_server_is_waited_for(
+    make_server_group: Any, interpreter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_supervisor, "HUNG_SECONDS", 4.0)
+    interpreter.behave("slow")
+    observer = Messages()
+    start(make_server_group(publish_timeout_seconds=0.2, observer=observer))
+    wait_for(lambda: any("answers again" in text for text in observer.texts))
+    assert any("is slow: it has not answered /health for" in text for text in observer.texts)
+    wait_for(lambda: sum("answers again" in text for text in observer.texts) > 2, 40.0)
+    assert len(interpreter.pids) == 1
+
+
 def test_a_server_that_dies_too_often_is_given_up(make_server_group: Any, interpreter: Any) -> None:
     interpreter.behave("die", "say no more memory")
     failed: list[AgentrlError] = []

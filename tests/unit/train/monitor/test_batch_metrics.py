@@ -113,4 +113,4 @@ def test_what_is_unscored_for_a_turn_of_its_own_counts_in_no_mean():
 
 def test_an_empty_batch_and_a_single_reward_are_finite():
     assert all(math.isfinite(v) for v in summarize_trajectories([], 0).values())
-    assert summarize_trajectories([attempt("a", "x", 0.3)], 0)["reward_std"] == 0.0
+    assert summarize_trajectories([attempt("a", "x", 0.3, call("a0", 1))], 0)["reward_std"] == 0.0
