@@ -49,7 +49,7 @@ from benchmarks.small_model import build_model
 
 _PAGE = Path("docs/results/weight-verification.md")
 _TEXT = Path("docs/how-it-works.md")
-#: Of every update, for every weight: the default of train.learning_rate, ten times.
+#: Learning rate of every update: ten times the default of train.learning_rate.
 _UPDATE_SIZE = 1e-5
 #: What an adapter is trained with.
 _ADAPTER_UPDATE_SIZE = 1e-4
@@ -137,25 +137,18 @@ class Meddler:
 
 
 class Updater:
-    """Moves every trained weight by the sign of its gradient, as Adam's first steps do."""
+    """Updates a learner's model by AdamW on next tokens of text; no reward is needed for that."""
 
     def __init__(self, learner: Learner, texts: Sequence[Sequence[int]], size: float) -> None:
         self._model, self._texts, self._size = learner.model, itertools.cycle(texts), size
-        # In bfloat16 a weight does not move by so little: float32 adds the updates up.
-        trained = [p for p in learner.model.parameters() if p.requires_grad]
-        self._masters = [(p, p.detach().float().clone()) for p in trained]
+        self._optimizer = learner._policy.optimizer
 
     def update(self) -> None:
-        """One update, from 32 tokens of text."""
+        """One update, from 32 tokens."""
         ids = torch.tensor([next(self._texts)])
         logits = self._model(input_ids=ids, use_cache=False).logits[0, :-1].float()
         torch.nn.functional.cross_entropy(logits, ids[0, 1:]).backward()
-        with torch.no_grad():
-            for parameter, master in self._masters:
-                if parameter.grad is not None:
-                    master.add_(parameter.grad.sign().float(), alpha=-self._size)
-                    parameter.copy_(master)
-                    parameter.grad = None
+        self._optimizer.step(self._size)
 
 
 def plant_faults(
@@ -300,7 +293,7 @@ def format_page(results: Sequence[Mapping[str, Any]]) -> str:
         f"Measured by `python -m benchmarks.weight_verification` on {os.cpu_count()} cores "
         f"({platform.machine()}). *real* is SmolLM2-135M-Instruct, *tiny* a random model.",
         "",
-        "Each publication follows an update that moves every weight by "
+        "Each publication follows an update of AdamW with a learning rate of "
         f"{_UPDATE_SIZE:g}, and is verified on prompts of its own. The faults are planted after "
         "the last one: what is stale is so by all of its updates. An adapter that is not applied "
         f"has had up to 20 updates of {_ADAPTER_UPDATE_SIZE:g}. Each number in brackets is the "

@@ -55,7 +55,7 @@ def compute_probe_gap(engine: Sequence[Logprobs], trainer: Sequence[Logprobs]) -
     for index, (said, expected) in enumerate(zip(engine, trainer, strict=True)):
         lowest_said = min(said.values(), default=-math.inf)
         lowest_expected = min(expected.values(), default=-math.inf)
-        for token in said | expected:
+        for token in {**said, **expected}:
             found = said[token] if token in said else min(lowest_said, expected[token])
             truth = expected[token] if token in expected else min(lowest_expected, found)
             gap = abs(found - truth)
