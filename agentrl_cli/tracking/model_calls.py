@@ -152,7 +152,7 @@ class ModelCalls:
 
     def _record(self, index: int, generation: Generation, parsed: ParsedText) -> Choice:
         call = self.calls[index]
-        finish_reason = generation.finish_reason or "stop"
+        finish_reason: str = generation.finish_reason or "stop"
         # A reply that was cut off stays one, also where a call in it is complete.
         if parsed.tool_calls and finish_reason == "stop":
             finish_reason = "tool_calls"

@@ -160,7 +160,7 @@ class FakeCoordinator:
         """In another thread, as a publication does."""
         with ThreadPoolExecutor(1) as pool:
             pool.submit(self._learner.weights).result(60.0)
-            [found] = pool.submit(self._learner.compute_logprobs, [[1, 2, 3]]).result(60.0)
+            found, _ = pool.submit(self._learner.score_probes, [[1, 2]], [[[3]]]).result(60.0)
         self.seen.append(found)
         return {"version": version}
 
