@@ -27,7 +27,9 @@ from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.endpoint import EndpointGateway
 from agentrl_cli.tracking.gateway import get_gateway
+from agentrl_cli.tracking.formats.reply_formats import ReplyFormats
 from agentrl_cli.tracking.session import Budget
+from agentrl_cli.tracking.template import PLAIN_CONVERSATION, ChatTemplate
 
 #: A remote endpoint refuses when it is busy; its calls are repeated, with growing pauses.
 _NUM_ENDPOINT_RETRIES = 5
@@ -87,13 +89,16 @@ class EngineSource:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
-        return load_tokenizer_of(self.model_folder, self._config.tokenizer_path)
+        config = self._config
+        return load_tokenizer_of(
+            self.model_folder, config.tokenizer_path, config.model.chat_template
+        )
 
     def prepare(self) -> None:
         """Looks for what servers run on, makes a built-in model, and checks its tokenizer."""
         if self._servers is None:
             self.run = with_server_package(self.run, self._config)
-        _ = self.tokenizer
+        ChatTemplate(self.tokenizer, ReplyFormats()).check_shown(PLAIN_CONVERSATION)
 
     def start_servers(self, log_dir: Path, stack: ExitStack) -> RunningServers:
         """Where the servers are; begins to start those that nobody else has."""

@@ -16,7 +16,7 @@ from agentrl_cli.records import ExportStyle, Interaction, Trajectory
 from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.rollout_failures import describe_failure, run_with_deadline
 from agentrl_cli.tracking.credit import TokenSequence, compute_turn_returns
-from agentrl_cli.tracking.session import collect_sessions
+from agentrl_cli.tracking.session import collect_sessions, raise_user_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +92,7 @@ class RolloutWorkflow(ABC):
             except Exception as error:
                 failure = describe_failure(error)
                 interactions = tuple(i for session in sessions for i in session.interactions)
+        raise_user_errors(sessions)
         return attempt.begin_trajectory(
             interactions=interactions,
             reward=find_last_reward(interactions) if failure is None else None,

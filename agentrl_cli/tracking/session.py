@@ -7,14 +7,14 @@ import hashlib
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
 
 from agentrl_cli.engine.protocol import Generation, Sampling
-from agentrl_cli.errors import EngineError
+from agentrl_cli.errors import EngineError, UserInputError
 from agentrl_cli.records import ExportStyle, Interaction, InteractionStatus, Message, StopReason
 from agentrl_cli.tracking.credit import (
     TokenSequence,
@@ -53,6 +53,16 @@ def collect_sessions() -> Iterator[list[Session]]:
         yield sessions
     finally:
         _COLLECTED.reset(token)
+
+
+def raise_user_errors(sessions: Iterable[Session]) -> None:
+    """Raises a mistake of the user's that refused a call of a session: it ends the run.
+
+    The agent was told of it in its own protocol, and may have made do.
+    """
+    for session in sessions:
+        if session.user_error is not None:
+            raise session.user_error
 
 
 class BudgetExceededError(Exception):
@@ -106,6 +116,9 @@ class Session:
         """True: its key is no longer valid."""
         self.engine_error: EngineError | None = None
         """The last engine error that a call of this session crossed."""
+        self.user_error: UserInputError | None = None
+        """A mistake of the user's that refused a call: it would repeat itself in every session,
+        whatever the model does."""
         self._interactions: dict[str, Interaction] = {}
         self._num_calls = 0
         self._num_tokens = 0
