@@ -26,8 +26,8 @@ from agentrl_cli.models.sft_training import CheckStop, never_stop
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.endpoint import EndpointGateway
-from agentrl_cli.tracking.gateway import get_gateway
 from agentrl_cli.tracking.formats.reply_formats import ReplyFormats
+from agentrl_cli.tracking.gateway import get_gateway
 from agentrl_cli.tracking.session import Budget
 from agentrl_cli.tracking.template import PLAIN_CONVERSATION, ChatTemplate
 

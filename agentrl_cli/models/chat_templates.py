@@ -84,9 +84,7 @@ class MarkedConversation:
         returned = {"role": "tool", "tool_call_id": _CALL_ID, "name": name, "content": result}
         calls = "calls of tools"
         further = ((name, calls, None), (value, calls, None), (result, _PARTS["tool"], "tool"))
-        return replace(
-            self, messages=(*self.messages, reply, returned), marks=self.marks + further
-        )
+        return replace(self, messages=(*self.messages, reply, returned), marks=self.marks + further)
 
 
 def mark_conversation(

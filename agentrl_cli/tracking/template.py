@@ -162,9 +162,7 @@ class ChatTemplate:
             rendered["content"] = [{"type": "text", "text": rendered["content"]}]
         return rendered
 
-    def check_shown(
-        self, messages: Sequence[Message], inputs: TemplateInputs = _NO_INPUTS
-    ) -> None:
+    def check_shown(self, messages: Sequence[Message], inputs: TemplateInputs = _NO_INPUTS) -> None:
         """Returns if the template shows the model all that a request sends.
 
         The first request of each kind is rendered with marks in place of its texts and tools. One

@@ -52,8 +52,8 @@ class DataCursor:
         write_text(folder / layout.DATA_CURSOR, json.dumps(cursor, indent=2) + "\n")
 
     def check(self, folder: Path, *, has_weights: bool) -> None:
-        """Refuses to resume a run on other rows or with another chat template, from a checkpoint (which ``has_weights``) or from
-        its beginning.
+        """Refuses to resume a run on other rows or with another chat template, from a checkpoint
+        (which ``has_weights``) or from its beginning.
 
         Raises:
             RunFolderError: with what to type.

@@ -24,7 +24,8 @@ TURNS = """\
 CALLS = """\
 {%- for m in messages %}{%- if m.role in SHOWN %}{{ '<|im_start|>' + m.role + '\\n' + m.content }}
 {%- for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}
-{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+{%- endif %}{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 ROLES = "['system', 'user', 'assistant', 'tool']"
 TOOLS = "{%- for t in tools or [] %}{{ t | tojson }}{% endfor %}"
 WHOLE = TOOLS + CALLS.replace("SHOWN", ROLES)
@@ -133,7 +134,9 @@ def test_the_default_template_shows_everything(default_tokenizer):
         "<|im_end|>\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    assert check(default_tokenizer, USER) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        check(default_tokenizer, USER) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 @pytest.mark.parametrize("begin", ["<|endoftext|>", None])
@@ -146,7 +149,9 @@ def test_the_default_template_ends_turns_where_the_engine_stops(default_tokenize
     assert check(default_tokenizer, USER, said, USER) == text
 
 
-async def test_calls_and_results_of_the_default_template_are_spliced(open_client, default_tokenizer):
+async def test_calls_and_results_of_the_default_template_are_spliced(
+    open_client, default_tokenizer
+):
     sampled = 'I add.\n<tool_call>\n{"name": "f", "arguments": {"x":1}}\n</tool_call>'
     client = open_client(sampled, "2", "You are welcome.", tokenizer=default_tokenizer)
     messages: list[Any] = [SYSTEM, USER]
