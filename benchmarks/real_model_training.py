@@ -143,8 +143,8 @@ def format_page(results: list[RunResult], refused: bool) -> str:
 Made by `python -m benchmarks.real_model_training` ({os.cpu_count()} CPU cores,
 {platform.machine()}, Python {platform.python_version()}): `agentrl train` with
 SmolLM2-135M-Instruct and the quickstart's agent (OpenAI Agents SDK, one tool) under
-`model.chat_template: {DEFAULT_TEMPLATE}`. Under the model's own template, which shows no tools, the same command is
-{own}.
+`model.chat_template: {DEFAULT_TEMPLATE}`. Under the model's own template, which shows no
+tools, the same command is {own}.
 
 | {" | ".join(_COLUMNS)} |
 {"|---" * len(_COLUMNS)}|

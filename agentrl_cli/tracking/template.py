@@ -216,26 +216,21 @@ class ChatTemplate:
         """What the template leaves out; it gets parts from now on where that shows more."""
         inputs = replace(inputs, tools=marked.tools)
         as_text = self._part_roles
-        refusal = None
+        refusal: TemplateError | None = None
+        missing: list[tuple[str, str | None]] = []
         try:
             missing = marked.list_missing(self.render(marked.messages, inputs))
-            roles = {role for _, role in missing}
+            unread = {role for _, role in missing if role}
         except TemplateError as error:
-            refusal, missing = error, []
-            roles = {message["role"] for message in marked.messages}
-        roles = {"system" if role == "developer" else role for role in roles if role}
-        if roles <= as_text:
-            if refusal is not None:
-                raise refusal
-            return missing
-        self._part_roles = as_text | roles
-        try:
-            as_parts = marked.list_missing(self.render(marked.messages, inputs))
-        except TemplateError:
-            as_parts = None
-        if as_parts is not None and (refusal is not None or len(as_parts) < len(missing)):
-            return as_parts
-        self._part_roles = as_text
+            refusal, unread = error, {message["role"] for message in marked.messages}
+        unread = {"system" if role == "developer" else role for role in unread}
+        if not unread <= as_text:
+            self._part_roles = as_text | unread
+            with suppress(TemplateError):
+                left = marked.list_missing(self.render(marked.messages, inputs))
+                if refusal is not None or len(left) < len(missing):
+                    return left
+            self._part_roles = as_text
         if refusal is not None:
             raise refusal
         return missing
