@@ -11,6 +11,7 @@ import pytest
 
 from agentrl_cli.errors import ModelError
 from agentrl_cli.models.chat_templates import DEFAULT_TEMPLATE, read_chat_template
+from agentrl_cli.models.pretrained import load_tokenizer
 from agentrl_cli.tracking.template import (
     ChatTemplate,
     TemplateError,
@@ -175,3 +176,12 @@ def test_a_template_that_is_neither_named_nor_a_file(tmp_path):
     assert read_chat_template(str(tmp_path / "own.jinja")) == "own"
     with pytest.raises(ModelError, match=r"did you mean 'hermes-chatml'.*no file that can be read"):
         read_chat_template("hermes-chatl")
+
+
+def test_a_real_models_own_template_is_refused_and_the_default_one_is_not(real_model):
+    """SmolLM2's shows no tools."""
+    with pytest.raises(UnshownInputError, match=re.escape(f"{str(real_model)!r} does not show")):
+        check(load_tokenizer(str(real_model)), USER, tools=(TOOL,))
+    text = check(load_tokenizer(str(real_model), DEFAULT_TEMPLATE), USER, tools=(TOOL,))
+    assert text.startswith("<|im_start|>system\nYou can call functions.")
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
