@@ -84,10 +84,15 @@ def run(model: Path, engine: str, dtype: str) -> RunResult:
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         subprocess.run(build_command(model, folder, engine, dtype), check=True)
-        seconds = time.perf_counter() - started
-        done = RunFolder.open(Path(folder) / "quickstart" / f"{engine}-{dtype}")
-        metrics = done.read_metrics()
-        trajectories = [t for s in done.trajectory_steps() for t in done.read_trajectories(s)]
+        run_dir = Path(folder) / "quickstart" / f"{engine}-{dtype}"
+        return read_result(model, run_dir, engine, dtype, time.perf_counter() - started)
+
+
+def read_result(model: Path, run_dir: Path, engine: str, dtype: str, seconds: float) -> RunResult:
+    """What the run in a folder did."""
+    done = RunFolder.open(run_dir)
+    metrics = done.read_metrics()
+    trajectories = [t for s in done.trajectory_steps() for t in done.read_trajectories(s)]
     tokenizer = _load_tokenizer(model)
     interactions = [i for t in trajectories for i in t.interactions]
     return RunResult(

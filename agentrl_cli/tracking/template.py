@@ -359,8 +359,8 @@ def make_placeholder(reply: Message | None) -> Message:
 
 def _find_kind(messages: Sequence[Message], inputs: TemplateInputs) -> Hashable:
     """Equal for requests that a template treats alike: by who speaks after whom, and how."""
-    pairs = set()
-    before = None
+    pairs: set[Hashable] = set()
+    before: Hashable = None
     for message in messages:
         num_calls = min(len(message.get("tool_calls") or ()), 2)
         turn = (message["role"], num_calls, bool(extract_text(message.get("content")).strip()))
