@@ -58,6 +58,10 @@ class ModelConfig(StrictConfig):
     """Hub id, folder, or ``builtin:calculator``."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Number type of the forward and backward pass; optimizer state is always float32."""
+    chat_template: str | None = None
+    """How conversations become text: ``hermes-chatml`` (ChatML with tools in hermes format, for
+    models whose own template shows no tools), or a Jinja file. null: the tokenizer's own.
+    Checkpoints keep what was trained with."""
     lora: LoraConfig | None = None
     """null: all weights are trained, except those in ``frozen``."""
     frozen: Annotated[tuple[str, ...], Field(strict=False)] = ()

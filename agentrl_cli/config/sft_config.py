@@ -40,6 +40,9 @@ class SftModelConfig(StrictConfig):
 
     path: str | None = None
     """Hub id, folder, or ``builtin:calculator``."""
+    chat_template: str | None = None
+    """As in an experiment: ``hermes-chatml``, or a Jinja file; null: the tokenizer's own. Only with
+    ``path``: a new model gets a template that shows tools anyway."""
     new: NewModelConfig | None = None
     """The architecture of a model that starts from random weights."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -53,6 +56,8 @@ class SftModelConfig(StrictConfig):
                 f"found {found} of path and new: give model.path to continue from a model, "
                 "or model.new for a new one"
             )
+        if self.new is not None and self.chat_template is not None:
+            raise ValueError("chat_template goes with path alone. Type model.chat_template=null")
         return self
 
 

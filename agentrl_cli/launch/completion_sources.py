@@ -27,8 +27,10 @@ from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.endpoint import EndpointGateway
 from agentrl_cli.tracking.formats.format_choice import describe_fallback
+from agentrl_cli.tracking.formats.reply_formats import ReplyFormats
 from agentrl_cli.tracking.gateway import get_gateway
 from agentrl_cli.tracking.session import Budget
+from agentrl_cli.tracking.template import PLAIN_CONVERSATION, ChatTemplate
 
 #: A remote endpoint refuses when it is busy; its calls are repeated, with growing pauses.
 _NUM_ENDPOINT_RETRIES = 5
@@ -88,8 +90,11 @@ class EngineSource:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer; whoever watches is told if its calls are read by a guess."""
-        tokenizer = load_tokenizer_of(self.model_folder, self._config.tokenizer_path)
-        fallback = describe_fallback(tokenizer, self._config.engine.tool_call_parser)
+        config = self._config
+        tokenizer = load_tokenizer_of(
+            self.model_folder, config.tokenizer_path, config.model.chat_template
+        )
+        fallback = describe_fallback(tokenizer, config.engine.tool_call_parser)
         if fallback is not None:
             self._observer.on_message(fallback)
         return tokenizer
@@ -98,7 +103,7 @@ class EngineSource:
         """Looks for what servers run on, makes a built-in model, and checks its tokenizer."""
         if self._servers is None:
             self.run = with_server_package(self.run, self._config)
-        _ = self.tokenizer
+        ChatTemplate(self.tokenizer, ReplyFormats()).check_shown(PLAIN_CONVERSATION)
 
     def start_servers(self, log_dir: Path, stack: ExitStack) -> RunningServers:
         """Where the servers are; begins to start those that nobody else has."""

@@ -73,7 +73,7 @@ def _load_critic_model(
         return None if critic is None else load_model(model_folder, "float32", device)
     try:
         folder = resolve_model_folder(critic.path, SilentObserver())
-        model = load_model(folder, "float32", device)
+        model = load_model(folder, "float32", device, needs_head=False)
     except ModelError as error:
         text = str(error).removeprefix("model.path: ").replace("model.path=", "train.critic.path=")
         raise ModelError(f"train.critic.path: {text}") from error

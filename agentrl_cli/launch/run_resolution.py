@@ -12,6 +12,7 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import Machine, Purpose, ResolvedRun, resolve_run
 from agentrl_cli.errors import ModelError, UserInputError
 from agentrl_cli.launch.servers.server_package import find_server_package
+from agentrl_cli.models.chat_templates import read_chat_template
 from agentrl_cli.tracking.formats.format_choice import (
     FALLBACK,
     describe_fallback,
@@ -137,7 +138,7 @@ def describe_reading(config: ExperimentConfig) -> str:
     calls, reasoning = config.engine.tool_call_parser, config.engine.reasoning_parser
     if "auto" not in (calls, reasoning):
         return f"tool calls are read as {calls}, reasoning as {reasoning}"
-    tokenizer = _load_local_tokenizer(config.tokenizer_path or config.model.path)
+    tokenizer = _load_local_tokenizer(config)
     if tokenizer is None:
         return (
             f"tool calls are read as {calls}, reasoning as {reasoning}: what auto stands for is "
@@ -154,8 +155,11 @@ def describe_reading(config: ExperimentConfig) -> str:
     return line if fallback is None else f"{line}; {fallback}"
 
 
-def _load_local_tokenizer(path: str) -> Any:
+def _load_local_tokenizer(config: ExperimentConfig) -> Any:
     """The tokenizer, as far as it tells a model's family; None: it is not on this machine."""
+    path = config.tokenizer_path or config.model.path
+    if config.model.chat_template is not None:
+        return SimpleNamespace(chat_template=read_chat_template(config.model.chat_template))
     if path.startswith("builtin:"):
         template = Path(agentrl_cli.models.__file__).with_name("chatml.jinja")
         return SimpleNamespace(chat_template=template.read_text(encoding="utf-8"))

@@ -37,6 +37,7 @@ from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
 from agentrl_cli.store.resume_check import load_saved_config
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+from agentrl_cli.tracking.formats.format_choice import collect_template_text
 from agentrl_cli.train.checkpoint import seed_generators
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.loop import RunCoordinator, StopFlag, TrainingLoop
@@ -208,7 +209,8 @@ class PPOTrainer:
         eval_workflow: RolloutWorkflow,
         stack: ExitStack,
     ) -> bool:
-        cursor = open_cursor(folder, self._train_rows)
+        template = collect_template_text(self.tokenizer.chat_template)
+        cursor = open_cursor(folder, self._train_rows, template)
         self.observer.on_stage("load model")
         background = stack.enter_context(BackgroundLoop())
         # They start while the learner is loaded.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -23,13 +24,20 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from agentrl_cli.errors import ModelError, format_nearest
+from agentrl_cli.models.chat_templates import REMEDY, read_chat_template
 from agentrl_cli.models.lora import ADAPTER_CONFIG_NAME, import_peft, is_adapter_folder
 
 _LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+#: Of tensors in a message.
+_MAX_NAMES = 8
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
+def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """The tokenizer of a folder or hub id; it has a chat template.
+
+    Args:
+        path: the folder or hub id.
+        chat_template: name or file of a template to use instead of its own.
 
     Raises:
         ModelError: there is no tokenizer, or it has no chat template.
@@ -47,13 +55,15 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except _LOADING_ERRORS as error:
         raise ModelError(_explain(path, "tokenizer", error)) from error
+    if chat_template is not None:
+        tokenizer.chat_template = read_chat_template(chat_template)
     problem = None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         problem = f"is a {type(tokenizer).__name__}, which has no fast version (tokenizer.json)"
     elif not tokenizer.chat_template:
         problem = (
             "has no chat template (chat_template.jinja), so messages cannot become tokens: it may "
-            "be that of a base model"
+            f"be that of a base model. {REMEDY}"
         )
     elif tokenizer.eos_token_id is None:
         problem = (
@@ -67,23 +77,88 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def load_model(path: str, dtype: str, device: str | torch.device) -> PreTrainedModel:
+def load_model(
+    path: str, dtype: str, device: str | torch.device, *, needs_head: bool = True
+) -> PreTrainedModel:
     """The causal language model of a folder or hub id, in evaluation mode.
 
     A folder with an adapter alone gives the model that it was trained on, merged with it.
 
+    Args:
+        path: the folder or hub id.
+        dtype: number type of its weights.
+        device: where they go.
+        needs_head: False: the checkpoint may lack the output head, as that of a reward model.
+
     Raises:
-        ModelError: there are no weights, or transformers cannot load them.
+        ModelError: there are no weights, not all that the model is made of, or some that are no
+            numbers; or transformers cannot load them.
     """
     number_type = getattr(torch, dtype)
     with without_progress_bars():
         if is_adapter_folder(path):
-            return load_merged_model(path, number_type).to(device).eval()
-        try:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=number_type)
-        except _LOADING_ERRORS as error:
-            raise ModelError(_explain(path, "model", error)) from error
-    return make_savable(model).to(device).eval()
+            model = load_merged_model(path, number_type)
+        else:
+            try:
+                model = make_savable(_load_complete(path, number_type, needs_head=needs_head))
+            except _LOADING_ERRORS as error:
+                raise ModelError(_explain(path, "model", error)) from error
+    model = model.to(device).eval()
+    _check_finite(model, path)
+    return model
+
+
+def _load_complete(path: str, dtype: torch.dtype, *, needs_head: bool = True) -> PreTrainedModel:
+    """The model of a folder or hub id; transformers draws weights that it lacks at random.
+
+    Raises:
+        ModelError: naming them.
+    """
+    model, report = AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, output_loading_info=True
+    )
+    missing = set(report["missing_keys"])
+    if not needs_head and (head := model.get_output_embeddings()) is not None:
+        heads = [name for name, module in model.named_modules() if module is head]
+        missing = {name for name in missing if name.rpartition(".")[0] not in heads}
+    if missing:
+        unused = report["unexpected_keys"]
+        lies = f" It holds {_list_names(unused)}, which that model does not have." if unused else ""
+        raise ModelError(
+            f"{path}: its *.safetensors lack weights of the {type(model).__name__} that its "
+            f"config.json describes: {_list_names(missing)}.{lies} They would be random numbers. "
+            "Type model.path= with a complete checkpoint of a causal language model: the files of "
+            "this one may be incomplete, its config.json another model's, or it has no output head"
+        )
+    # Of this kind's own accord: any configuration may hold the key.
+    if getattr(type(model.config)(), "is_decoder", None) is False and not model.config.is_decoder:
+        raise ModelError(
+            f"{path}: {type(model).__name__} is an encoder, whose tokens see those after them, so "
+            "it cannot write text. Type model.path= with a causal language model"
+        )
+    return cast("PreTrainedModel", model)
+
+
+def _check_finite(model: PreTrainedModel, path: str) -> None:
+    """Refuses weights of which nothing can be computed.
+
+    Raises:
+        ModelError: naming them.
+    """
+    damaged = [name for name, w in model.named_parameters() if not torch.isfinite(w).all()]
+    if damaged:
+        raise ModelError(
+            f"{path}: NaN or infinite numbers in {_list_names(damaged)} of its "
+            f"{len(list(model.parameters()))} tensors. Type model.path= with a sound checkpoint: "
+            "this one was damaged, or saved after its training had diverged"
+        )
+
+
+def _list_names(names: Collection[str]) -> str:
+    """``3 tensors (a, b, c)``; of many, the first."""
+    first = sorted(names)[:_MAX_NAMES]
+    more = ", ..." if len(names) > len(first) else ""
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(first)}{more})"
 
 
 def load_merged_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -100,11 +175,13 @@ def load_merged_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{path} is not peft's configuration of an adapter: {error!r}") from error
     try:
-        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
-        merged: PreTrainedModel = peft.PeftModel.from_pretrained(
-            model, str(folder)
-        ).merge_and_unload()
-    except _LOADING_ERRORS as error:
+        with warnings.catch_warnings():
+            # Its tensors would be zero, and the adapter change nothing there.
+            warnings.filterwarnings("error", "Found missing adapter keys", UserWarning)
+            merged: PreTrainedModel = peft.PeftModel.from_pretrained(
+                _load_complete(base, dtype), str(folder)
+            ).merge_and_unload()
+    except (*_LOADING_ERRORS, UserWarning) as error:
         raise ModelError(
             f"{folder}: this adapter was trained on {base!r} (base_model_name_or_path in "
             f"{ADAPTER_CONFIG_NAME}), with which it cannot be loaded: {type(error).__name__}: "
@@ -181,13 +258,17 @@ def _is_valid(flags: GenerationConfig) -> bool:
     return True
 
 
-def load_tokenizer_of(model_path: str, tokenizer_path: str | None = None) -> Any:
+def load_tokenizer_of(
+    model_path: str, tokenizer_path: str | None = None, chat_template: str | None = None
+) -> Any:
     """The tokenizer of a model, its own unless another is named, and one that fits it.
+
+    ``chat_template``: as :func:`load_tokenizer` has it.
 
     Raises:
         ModelError: there is none, it cannot be used, or it belongs to another model.
     """
-    tokenizer = load_tokenizer(tokenizer_path or model_path)
+    tokenizer = load_tokenizer(tokenizer_path or model_path, chat_template)
     # Loading the model refuses a folder without one, with a better message.
     if not Path(model_path).is_dir() or (Path(model_path) / "config.json").is_file():
         check_tokenizer(tokenizer, model_path)

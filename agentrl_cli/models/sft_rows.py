@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.config.sft_config import SftDatasetConfig
 from agentrl_cli.errors import DatasetError, ModelError, UserInputError
+from agentrl_cli.models.chat_templates import REMEDY, mark_conversation
 
 #: Rows whose lengths are compared when batches are made: enough to waste little on padding,
 #: few enough to leave the order of a curriculum as it is.
@@ -102,6 +103,25 @@ def encode_conversation(
         input_ids += ids
         loss_mask += [trained] * len(ids)
     return EncodedRow(tuple(input_ids), tuple(loss_mask))
+
+
+def check_tools_shown(
+    tokenizer: PreTrainedTokenizerFast, tools: Sequence[Mapping[str, Any]], where: str
+) -> None:
+    """Refuses a chat template that shows the model no tools: it would learn to call what it never
+    hears of.
+
+    Raises:
+        ModelError: naming what is not shown, and the remedy.
+    """
+    marked = mark_conversation([{"role": "user"}], ["text"], [dict(tool) for tool in tools])
+    text = render_conversation(tokenizer, marked.messages, marked.tools, where)
+    missing = [what for what, role in marked.list_missing(text) if role is None]
+    if missing:
+        raise ModelError(
+            f"{where}: the chat template does not show the model {', '.join(missing)}, so it would "
+            f"be trained without. {REMEDY}"
+        )
 
 
 def render_conversation(

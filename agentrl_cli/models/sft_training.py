@@ -23,6 +23,7 @@ from agentrl_cli.models.pretrained import load_model, load_tokenizer, without_pr
 from agentrl_cli.models.sft_rows import (
     EncodedRow,
     build_batches,
+    check_tools_shown,
     encode_conversation,
     load_rows,
     render_conversation,
@@ -93,7 +94,8 @@ def _build_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     device = config.train.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if start_path is not None:
-        return load_model(start_path, "float32", device), load_tokenizer(start_path)
+        tokenizer = load_tokenizer(start_path, config.model.chat_template)
+        return load_model(start_path, "float32", device), tokenizer
     new = config.model.new or NewModelConfig()
     tokenizer = train_tokenizer(_render_texts(rows), new.vocab_size)
     return _build_new_model(new, tokenizer).to(device), tokenizer
@@ -139,9 +141,13 @@ def _encode_rows(
     check_stop: CheckStop,
 ) -> list[EncodedRow]:
     encoded = []
+    shows_tools = False
     for number, row in enumerate(rows, start=1):
         check_stop()
         where = f"{config.dataset.path}, row {number}"
+        if row.get("tools") and not shows_tools:
+            check_tools_shown(tokenizer, row["tools"], where)
+            shows_tools = True
         one = encode_conversation(tokenizer, row["messages"], row.get("tools"), where)
         if len(one.input_ids) > config.train.max_row_tokens:
             raise DatasetError(

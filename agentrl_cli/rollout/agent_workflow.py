@@ -36,7 +36,7 @@ from agentrl_cli.rollout.workflow import (
 )
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.credit import TokenSequence
-from agentrl_cli.tracking.session import Budget
+from agentrl_cli.tracking.session import Budget, raise_user_errors
 
 #: After the deadline calls are refused; an agent may return with what it has.
 _WIND_DOWN_SECONDS = 5.0
@@ -117,7 +117,11 @@ class AgentRolloutWorkflow(RolloutWorkflow):
                 await client.close()
 
     async def arun_trajectory(self, engine: InferenceEngine, attempt: Attempt) -> Trajectory:
-        """The record of one attempt, its partial interactions kept when it fails."""
+        """The record of one attempt, its partial interactions kept when it fails.
+
+        Raises:
+            UserInputError: a mistake that would repeat itself in every trajectory.
+        """
         # Outside of every limit of time: it is not the agent that waits for a worker.
         async with self._admit(attempt.id) as worker:
             return await self._make_trajectory(engine, attempt, worker)
@@ -138,6 +142,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
             failure = _describe(error, client, boundary)
         finally:
             await client.close()
+        raise_user_errors([client.session])
         if failure is not None and failure.cause is FailureCause.POLICY:
             last = _find_last(client)
             if last is not None and last.reward is None:

@@ -23,7 +23,12 @@ from agentrl_cli.records import (
 from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.rollout_failures import describe_failure, run_with_deadline
 from agentrl_cli.tracking.credit import TokenSequence, compute_turn_returns
-from agentrl_cli.tracking.session import Budget, collect_sessions, list_interactions
+from agentrl_cli.tracking.session import (
+    Budget,
+    collect_sessions,
+    list_interactions,
+    raise_user_errors,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +128,7 @@ class RolloutWorkflow(ABC):
                 if failure.cause is FailureCause.POLICY:
                     scored = reward_failure(interactions, self.policy_failure_reward)
                     interactions = self._with_returns(scored)
+            raise_user_errors(sessions)
         return attempt.begin_trajectory(
             interactions=interactions,
             reward=find_outcome(interactions, failure, find_last_reward(interactions)),

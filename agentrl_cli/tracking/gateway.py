@@ -47,7 +47,7 @@ from agentrl_cli.tracking.replay import (
 )
 from agentrl_cli.tracking.session import Session
 from agentrl_cli.tracking.structured_output import constrain
-from agentrl_cli.tracking.template import ChatTemplate
+from agentrl_cli.tracking.template import ChatTemplate, UnshownInputError
 from agentrl_cli.tracking.tree import ConversationTree
 
 _log = get_logger(__name__)
@@ -335,6 +335,11 @@ class Gateway(BaseGateway):
         """Lets the engine make the reply."""
         request = protocol.parse(body, session)
         _check_size(request, self.limits)
+        try:
+            self.template.check_shown(request.messages, request.inputs)
+        except UnshownInputError as error:
+            session.user_error = error
+            raise
         if isinstance(protocol, CountTokensProtocol):
             plan = session.tree.plan(request.messages, request.inputs)
             reply.set_body(protocol.format_count(len(plan.prompt_ids)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from agentrl_cli.engine.protocol import Generation, Sampling
-from agentrl_cli.errors import ContextLengthError, EngineError, format_nearest
+from agentrl_cli.errors import ContextLengthError, EngineError, UserInputError, format_nearest
 from agentrl_cli.records import ExportStyle, Interaction, InteractionStatus, Message, StopReason
 from agentrl_cli.tracking.credit import (
     TokenSequence,
@@ -78,6 +78,16 @@ def collect_sessions(
         collected.sessions.clear()
 
 
+def raise_user_errors(sessions: Iterable[Session]) -> None:
+    """Raises a mistake of the user's that refused a call of a session: it ends the run.
+
+    The agent was told of it in its own protocol, and may have made do.
+    """
+    for session in sessions:
+        if session.user_error is not None:
+            raise session.user_error
+
+
 class BudgetExceededError(Exception):
     """A call came after its session's budget was used up, or was in flight at that time."""
 
@@ -133,6 +143,9 @@ class Session:
         """True: its key is no longer valid."""
         self.engine_error: EngineError | None = None
         """The last engine error that a call of this session crossed."""
+        self.user_error: UserInputError | None = None
+        """A mistake of the user's that refused a call: it would repeat itself in every session,
+        whatever the model does."""
         self._interactions: dict[str, Interaction] = {}
         self._num_calls = 0
         self._num_tokens = 0

@@ -12,12 +12,14 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from agentrl_cli.errors import UserInputError
+from agentrl_cli.models.chat_templates import REMEDY, MarkedConversation, mark_conversation
 from agentrl_cli.records import Message
 from agentrl_cli.tracking.formats.call_scanner import REASONING_MARKS, make_encodable
 from agentrl_cli.tracking.formats.format_choice import choose_formats, collect_template_text
@@ -40,8 +42,20 @@ _MAX_READ_KEYS = 1000
 _write_json = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 
 
+#: What every template must show.
+PLAIN_CONVERSATION: tuple[Message, ...] = ({"role": "user", "content": "text"},)
+#: Tells whether a template reads content as parts alone, before anything is rendered with it.
+_REPLIED_CONVERSATION = (
+    *PLAIN_CONVERSATION, {"role": "assistant", "content": "text"}, *PLAIN_CONVERSATION
+)  # fmt: skip
+
+
 class TemplateError(UserInputError):
     """The model's chat template refuses these messages."""
+
+
+class UnshownInputError(TemplateError):
+    """The model's chat template does not show what an agent sends, whatever the model does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +75,9 @@ class TemplateInputs:
 
     tools: tuple[dict[str, Any], ...] = ()
     template_kwargs: tuple[tuple[str, Any], ...] = ()
+
+
+_NO_INPUTS = TemplateInputs()
 
 
 class ChatTemplate:
@@ -92,6 +109,8 @@ class ChatTemplate:
         self._reasoning_key = _find_reasoning_key(self._text)
         self._read_keys: dict[tuple[Any, ...], bool] = {}
         self._separators: dict[str, str] = {}
+        self._part_roles: frozenset[str] = frozenset()
+        self._shown_kinds: set[Hashable] = set()
 
     def render(
         self, messages: Sequence[Message], inputs: TemplateInputs, is_prompt: bool = True
@@ -133,8 +152,8 @@ class ChatTemplate:
         return make_encodable(text)
 
     def _to_template_message(self, message: Message, wants_text: bool) -> Message:
-        """A message as templates expect it: text content, no nulls, and calls in OpenAI's form,
-        their arguments as objects, or as JSON text with ``wants_text``."""
+        """A message as templates expect it: text content, or one part with it, no nulls, and
+        calls in OpenAI's form, their arguments as objects, or as JSON text with ``wants_text``."""
         rendered = {k: v for k, v in message.items() if v is not None and k != _SAMPLED_KEY}
         rendered["content"] = self._join_parts(message)
         if message["role"] == "assistant":
@@ -144,6 +163,8 @@ class ChatTemplate:
         calls = rendered.pop("tool_calls", None)
         if calls:
             rendered["tool_calls"] = [_to_template_call(call, wants_text) for call in calls]
+        if rendered["role"] in self._part_roles:
+            rendered["content"] = [{"type": "text", "text": rendered["content"]}]
         return rendered
 
     def _join_parts(self, message: Message) -> str:
@@ -206,6 +227,79 @@ class ChatTemplate:
                 self._read_keys.clear()
             self._read_keys[case] = is_read
         return self._read_keys[case]
+
+    def check_shown(self, messages: Sequence[Message], inputs: TemplateInputs = _NO_INPUTS) -> None:
+        """Returns if the template shows the model all that a request sends.
+
+        The first request of each kind is rendered with marks in place of its texts and tools. One
+        with tools is rendered as it will go on, too, so that what is wrong shows at once and not
+        when the model first calls one. Content that the template reads as parts alone is given to
+        it so, as vLLM does.
+
+        Raises:
+            UnshownInputError: naming what is not shown, and the remedy.
+        """
+        kind = _find_kind(messages, inputs)
+        if kind in self._shown_kinds:
+            return
+        if not self._shown_kinds:
+            with suppress(TemplateError):
+                self._find_unshown(_REPLIED_CONVERSATION, _NO_INPUTS)
+        try:
+            unshown = self._find_unshown(messages, inputs)
+        except TemplateError as error:
+            if any(message["role"] == "assistant" for message in messages):
+                # What the model said may have led there: a failure of this call alone.
+                return
+            raise UnshownInputError(f"{error}. {REMEDY}") from error
+        if unshown:
+            name = getattr(self.tokenizer, "name_or_path", "")
+            raise UnshownInputError(
+                f"the chat template of {name!r} does not show the model all that the agent sends: "
+                f"{', '.join(unshown)} would be lost in silence, and the model would be trained "
+                f"without. {REMEDY}"
+            )
+        self._shown_kinds.add(kind)
+
+    def _find_unshown(self, messages: Sequence[Message], inputs: TemplateInputs) -> list[str]:
+        """What of the messages and tools the template leaves out, in words.
+
+        Raises:
+            TemplateError: the template refuses the conversation.
+        """
+        texts = [extract_text(message.get("content")) for message in messages]
+        marked = mark_conversation(messages, texts, inputs.tools)
+        missing = self._find_missing(marked, inputs)
+        if marked.tools and messages[-1]["role"] != "assistant":
+            # A template may want another role in between: then nothing is known of calls.
+            with suppress(TemplateError):
+                missing += self._find_missing(marked.with_call(), inputs)
+        return list(dict.fromkeys(what for what, _ in missing))
+
+    def _find_missing(
+        self, marked: MarkedConversation, inputs: TemplateInputs
+    ) -> list[tuple[str, str | None]]:
+        """What the template leaves out; it gets parts from now on where that shows more."""
+        inputs = replace(inputs, tools=marked.tools)
+        as_text = self._part_roles
+        refusal: TemplateError | None = None
+        missing: list[tuple[str, str | None]] = []
+        try:
+            missing = marked.list_missing(self.render(marked.messages, inputs))
+            unread = {role for _, role in missing if role}
+        except TemplateError as error:
+            refusal, unread = error, {message["role"] for message in marked.messages}
+        unread = {"system" if role == "developer" else role for role in unread}
+        if not unread <= as_text:
+            self._part_roles = as_text | unread
+            with suppress(TemplateError):
+                left = marked.list_missing(self.render(marked.messages, inputs))
+                if refusal is not None or len(left) < len(missing):
+                    return left
+            self._part_roles = as_text
+        if refusal is not None:
+            raise refusal
+        return missing
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of template text; special tokens in it become special ids."""
@@ -345,6 +439,19 @@ def make_placeholder(reply: Message | None) -> Message:
     """The message that stands for a sampled turn while rendering, and what was sampled."""
     bare = write_reasoning(reply or {"role": "assistant", "content": ""}, "")
     return {"role": "assistant", "content": PLACEHOLDER, _SAMPLED_KEY: bare}
+
+
+def _find_kind(messages: Sequence[Message], inputs: TemplateInputs) -> Hashable:
+    """Equal for requests that a template treats alike: by who speaks after whom, and how."""
+    pairs: set[Hashable] = set()
+    before: Hashable = None
+    for message in messages:
+        num_calls = min(len(message.get("tool_calls") or ()), 2)
+        turn = (message["role"], num_calls, bool(extract_text(message.get("content")).strip()))
+        pairs.add((before, turn))
+        before = turn
+    keys = tuple(key for key, _ in inputs.template_kwargs)
+    return frozenset(pairs), before, min(len(inputs.tools), 2), keys
 
 
 def _find_reasoning_key(template: str) -> str | None:

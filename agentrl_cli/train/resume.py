@@ -1,7 +1,7 @@
 """What a run saves to be resumed, and where it stands when it is.
 
 The tasks of a step are a function of the seed, the step and the rows of ``train_dataset``, so the
-step is the place in the dataset. What must not have changed are the rows.
+step is the place in the dataset. What must not have changed are the rows, and the chat template.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,20 +25,22 @@ from agentrl_cli.train.learner import Learner
 
 @dataclass(frozen=True, slots=True)
 class DataCursor:
-    """By what the rows of ``train_dataset`` are recognised."""
+    """By what the rows of ``train_dataset`` and the chat template are recognised."""
 
     num_rows: int
     digest: str
+    template_digest: str = ""
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, Any]]) -> Self:
-        """The cursor of the rows, in their order."""
+    def of(cls, rows: Sequence[Mapping[str, Any]], chat_template: str = "") -> Self:
+        """The cursor of the rows, in their order, and of the template's text."""
         digest = hashlib.blake2b(digest_size=16)
         for row in rows:
             # A value that is not JSON counts by its type alone: its text may hold an address.
             text = json.dumps(row, default=lambda value: type(value).__name__, skipkeys=True)
             digest.update(text.encode() + b"\n")
-        return cls(len(rows), digest.hexdigest())
+        template = hashlib.blake2b(chat_template.encode(), digest_size=16)
+        return cls(len(rows), digest.hexdigest(), template.hexdigest())
 
     def save(self, folder: Path, step: int) -> None:
         """Writes the cursor of a run whose last step is ``step`` into its folder or a checkpoint.
@@ -46,12 +48,12 @@ class DataCursor:
         Raises:
             StoreError: the folder cannot be written to.
         """
-        cursor = {"next_step": step + 1, "num_rows": self.num_rows, "digest": self.digest}
+        cursor = {"next_step": step + 1, **asdict(self)}
         write_text(folder / layout.DATA_CURSOR, json.dumps(cursor, indent=2) + "\n")
 
     def check(self, folder: Path, *, has_weights: bool) -> None:
-        """Refuses to resume a run on other rows, from a checkpoint (which ``has_weights``) or from
-        its beginning.
+        """Refuses to resume a run on other rows or with another chat template, from a checkpoint
+        (which ``has_weights``) or from its beginning.
 
         Raises:
             RunFolderError: with what to type.
@@ -69,6 +71,13 @@ class DataCursor:
                 f"{path} is damaged: {error!r}. Delete it if the rows of train_dataset are those "
                 "that the run began with"
             ) from error
+        new_run = f" from its weights: model.path={folder}" if has_weights else ":"
+        if saved.get("template_digest", self.template_digest) != self.template_digest:
+            raise RunFolderError(
+                f"the chat template is not the one that this run was trained with ({path} knows "
+                "the old one): the model's own was changed, or the file of model.chat_template. "
+                f"Put it back, or begin a new run{new_run} trial_name=NAME"
+            )
         if digest == self.digest:
             return
         change = (
@@ -76,23 +85,24 @@ class DataCursor:
             if num_rows != self.num_rows
             else f"has {num_rows} rows as before, with other content or in another order"
         )
-        new_run = f" from its weights: model.path={folder}" if has_weights else ":"
         raise RunFolderError(
             f"train_dataset {change}: it is no longer known which tasks were done ({path} "
             f"knows the old rows). Put them back, or begin a new run{new_run} trial_name=NAME"
         )
 
 
-def open_cursor(folder: RunFolder, rows: Sequence[Mapping[str, Any]]) -> DataCursor:
+def open_cursor(
+    folder: RunFolder, rows: Sequence[Mapping[str, Any]], chat_template: str = ""
+) -> DataCursor:
     """The cursor of ``rows``, with which the run in ``folder`` begins or resumes.
 
-    As long as there is nothing to resume from, rows may be corrected.
+    As long as there is nothing to resume from, rows and template may be corrected.
 
     Raises:
-        RunFolderError: the run began with other rows.
+        RunFolderError: the run began with other rows or another template.
         StoreError: the record of them is damaged, or cannot be written.
     """
-    cursor = DataCursor.of(rows)
+    cursor = DataCursor.of(rows, chat_template)
     latest = folder.latest_checkpoint()
     if latest is not None:
         cursor.check(latest[1], has_weights=True)

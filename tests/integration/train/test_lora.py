@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from agentrl_cli.engine.weights.weight_transfer import build_adapter_config
@@ -129,6 +129,15 @@ def test_a_checkpoint_is_a_peft_folder_that_others_load(make_learner, ragged_bat
     merged = load_model(str(folder), "float32", "cpu")
     assert not any("lora" in name for name, _ in merged.named_parameters())
     check_same_logprobs(merged, learner)
+
+
+def test_an_adapter_that_lacks_tensors_is_refused(make_learner, tmp_path):
+    make_learner().save(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    missing, *names = load_file(path)
+    save_file({name: load_file(path)[name] for name in names}, path)
+    with pytest.raises(ModelError, match=f"Found missing adapter keys.*{missing.split('.')[-3]}"):
+        load_model(str(tmp_path), "float32", "cpu")
 
 
 def test_servers_get_a_checkpoint_as_a_whole_model(

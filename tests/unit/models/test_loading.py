@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertForMaskedLM
 
 from agentrl_cli.errors import ModelError
 from agentrl_cli.log import SilentObserver
@@ -86,6 +89,62 @@ def test_damaged_models(folder: Path, damage: Callable[[Path], None], message: s
     damage(folder)
     with pytest.raises(ModelError, match=message):
         load_model(str(folder), "float32", "cpu")
+
+
+def edit_weights(folder: Path, **changes: float | None) -> None:
+    """Fills tensors with a number, or leaves them out."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, value in changes.items():
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name][0] = value
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+HEAD, UP = "lm_head.weight", "model.layers.1.mlp.up_proj.weight"
+BERT = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def describe_bert(folder: Path) -> None:
+    BertConfig(**BERT).save_pretrained(folder)
+
+
+def write_bert(folder: Path) -> None:
+    BertForMaskedLM(BertConfig(**BERT)).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: edit_weights(f, **{HEAD: None}), rf"1 tensor \({HEAD}\)"),
+        (lambda f: edit_weights(f, **{HEAD: None, UP: None}), rf"2 tensors \({HEAD}, {UP}\)"),
+        (lambda f: edit_weights(f, **{UP: math.nan}), rf"NaN or .* in 1 tensor \({UP}\)"),
+        (lambda f: edit_weights(f, **{HEAD: math.inf}), rf"NaN or .* in 1 tensor \({HEAD}\)"),
+        (
+            describe_bert,
+            r"weights of the BertLMHeadModel.*bert\.emb.*lm_head.weight.*not have",
+        ),
+        (write_bert, "BertLMHeadModel is an encoder"),
+    ],
+)
+def test_weights_that_are_missing_or_no_numbers_are_named(
+    tmp_path, chat_tokenizer, build_qwen2, damage, message
+):
+    build_qwen2(chat_tokenizer, tied=False, hidden_size=16).save_pretrained(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ModelError, match=rf"{message}.*Type model\.path=") as caught:
+        load_model(str(tmp_path), "float32", "cpu")
+    assert caught.value.exit_code == 2
+
+
+def test_a_critic_may_start_from_a_checkpoint_without_head(tmp_path, chat_tokenizer, build_qwen2):
+    build_qwen2(chat_tokenizer, tied=False, hidden_size=16).save_pretrained(tmp_path)
+    edit_weights(tmp_path, **{HEAD: None})
+    load_model(str(tmp_path), "float32", "cpu", needs_head=False)
+    edit_weights(tmp_path, **{UP: None})
+    with pytest.raises(ModelError, match=rf"1 tensor \({UP}\)"):
+        load_model(str(tmp_path), "float32", "cpu", needs_head=False)
 
 
 @pytest.mark.parametrize("path", ["./nothing", "/nothing", "runs/demo/t0/checkpoints", "~/nothing"])

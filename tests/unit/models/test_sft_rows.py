@@ -14,6 +14,7 @@ from agentrl_cli.models.calculator_tasks import build_demonstrations
 from agentrl_cli.models.sft_rows import (
     EncodedRow,
     build_batches,
+    check_tools_shown,
     encode_conversation,
     load_rows,
 )
@@ -234,3 +235,11 @@ def test_the_vocabulary_is_limited_learned_and_the_same_again(learned):
     assert len(learned(" rolls")["input_ids"]) == 1
     again = train_tokenizer(TEXTS, vocab_size=400)
     assert again.backend_tokenizer.to_str() == learned.backend_tokenizer.to_str()
+
+
+def test_a_template_without_tools_is_refused_with_the_remedy(tokenizer) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    check_tools_shown(tokenizer, tools, "row 1")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ModelError, match=r"row 1: .*the tools.*Type model.chat_template=hermes"):
+        check_tools_shown(tokenizer, tools, "row 1")

@@ -101,6 +101,12 @@ def sent_twice(message: dict[str, Any]) -> dict[str, Any]:
 WAYS = [kept, renamed, dropped, moved, sent_twice]
 
 
+@pytest.fixture
+def make_tokenizer(make_tokenizer: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The templates here are about turns; all of them show tools in the same way."""
+    return lambda template: make_tokenizer("{{ tools | tojson if tools }}" + template)
+
+
 async def ask(client: TrackingClient, messages: list[Any], **options: Any) -> dict[str, Any]:
     completion = await client.chat.completions.create(model="m", messages=messages, **options)
     return completion.choices[0].message.model_dump(exclude_none=True)
@@ -329,8 +335,8 @@ async def test_deepseek_begins_past_turns_in_another_way(
     else:
         assert two.mismatch_cause is MismatchCause.THINKING_STRIPPED
         text = client.gateway.template.tokenizer.decode(two.prompt_ids)  # type: ignore[attr-defined]
-        assert text == (
-            "<|im_start|>What is the weather in Paris?<|im_start|>assistant</think>"
+        assert text.endswith(
+            "]<|im_start|>What is the weather in Paris?<|im_start|>assistant</think>"
             + DEEPSEEK_CALL.replace('"x":1', '"x": 1')
             + "<|im_end|><|im_start|>output 20"
         )
@@ -454,9 +460,8 @@ async def test_parts_are_joined_by_the_template_or_by_line_breaks(
 async def test_changed_tools_are_still_a_changed_template(
     open_client: Open, make_tokenizer: Callable[[str], Any]
 ) -> None:
-    template = "{{ tools | tojson if tools }}" + DEEPSEEK
     script = ["</think>Paris", "yes"]
-    client = open_client(*script, tokenizer=make_tokenizer(template))
+    client = open_client(*script, tokenizer=make_tokenizer(DEEPSEEK))
     first = await ask(client, [USER], tools=[TOOL])
     await ask(client, [USER, first, AGAIN], tools=[OTHER])
     assert client.interactions[1].mismatch_cause is MismatchCause.TEMPLATE_CHANGED

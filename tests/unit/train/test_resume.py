@@ -145,6 +145,8 @@ def test_rows_that_changed_are_refused_and_those_that_did_not_are_not(make_saver
     for changed in ([*reversed(ROWS)], [ROWS[0], {**ROWS[1], "n": 3}]):
         with pytest.raises(RunFolderError, match=r"2 rows as before.*Put them back"):
             open_cursor(saver.folder, changed)
+    with pytest.raises(RunFolderError, match=f"chat template is not the one.*{begin_anew}"):
+        open_cursor(saver.folder, ROWS, "another")
     # A picture, say, whose text holds its address in memory.
     odd = [DataCursor.of([{"image": object(), 3: {4: (1, 2)}, "x": math.nan}]) for _ in range(2)]
     assert odd[0] == odd[1]

@@ -489,8 +489,9 @@ async def test_the_template_is_passed_whether_to_think(
 ) -> None:
     names = ("enable_thinking", "thinking", "reasoning_effort")
     shown = "".join(f"{{% if {n} is defined %}}{n}={{{{ {n} }}}};{{% endif %}}" for n in names)
-    tokenizer = make_tokenizer("prompt:" + shown)
+    tokenizer = make_tokenizer("{{ messages[0].content }}:" + shown)
     conversation = open_conversation("a", tokenizer=tokenizer)
     await conversation.create(stream=False, messages=[USER], **options)
     prompt = tokenizer.decode(conversation.interactions[0].prompt_ids)
-    assert prompt == "prompt:" + "".join(f"{n}={v};" for n, v in expected.items())
+    said = USER["content"]
+    assert prompt == f"{said}:" + "".join(f"{n}={v};" for n, v in expected.items())
