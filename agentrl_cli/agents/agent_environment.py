@@ -197,8 +197,9 @@ def reward_environment() -> Iterator[None]:
         RewardError: such a client is used.
     """
     error = EarlyCallError(
-        "a reward function called a model through the agent's client, or through an environment "
-        "that names no model. Give a judge a client with its own base_url and api_key"
+        "a reward function called a model through a client that was made for the agent, or through "
+        "an environment that names no model. Give a judge a client with a base_url and api_key of "
+        "its own"
     )
     with _enter(_Place()):
         own = {**os.environ}

@@ -313,6 +313,7 @@ class RewardWorkers:
                 "run in threads, which cannot be killed. Put the function into a module or file "
                 "of its own (reward_fn_path: path/to/file.py:name), so that it runs in a process"
             )
+
         def work() -> Parsed:
             with reward_environment():
                 return parse_reward_result(self._fn(**arguments))

@@ -62,12 +62,14 @@ def build_workflow(
     if external is not None:
         return ExternalWorkflow(external, split=split, reward=_build_reward(config), **options)
     agents: dict[str | None, AgentSource] = {}
-    if workers is None or not workers.agents:
+    remote = workers.agents if workers is not None else {}
+    if not remote:
+        # Before the reward: of a file that holds both, clients are the agent's.
         with building_environment():
             agents = {name: spec.load() for name, spec in list_agent_specs(config).items()}
     reward = options["reward"] = _build_reward(config)
     if reward is None:
-        _check_rewarded(agents or workers.agents)
+        _check_rewarded(agents or remote)
     return AgentRolloutWorkflow(agents, workers=workers, **options)
 
 

@@ -1,15 +1,17 @@
-"""Agents as their frameworks' documentation writes them: no key, no base_url, nothing of agentrl."""
+"""Agents as their frameworks' documentation writes them: without a key, and without agentrl."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentrl_cli.agents.agent_environment import building_environment, reward_environment
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.errors import RolloutFailedError
+from agentrl_cli.errors import ImportPathError, RolloutFailedError
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.dataset import build_eval_tasks
 from agentrl_cli.rollout.scheduler import run_tasks
@@ -114,7 +116,10 @@ def judge(completions, question):
 """
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:create_react_agent has been moved", "ignore:unclosed:ResourceWarning"
+    "ignore:create_react_agent has been moved",
+    "ignore:The model .claude",
+    # Of the SDK's own Runner.run_sync, which keeps an event loop between two runs.
+    "ignore:asynchronous generator:ResourceWarning",
 )
 
 
@@ -138,7 +143,8 @@ def run(
         sources: dict[str, str], num_tasks: int, **rollout: Any
     ) -> list[Trajectory]:
         for name, source in sources.items():
-            (tmp_path / f"stock_{name}.py").write_text(source + ENDING)
+            code = source if ENDING in source else source + ENDING
+            (tmp_path / f"stock_{name}.py").write_text(code)
         config = ExperimentConfig.model_validate(
             {
                 "experiment_name": "stock",
@@ -197,3 +203,130 @@ async def test_five_stock_agents_side_by_side(
     assert len(trajectories) == 15
     check(trajectories)
     assert "cannot run inline" not in caplog.text
+
+
+CAMEL_GLOBAL = """
+from camel.agents import ChatAgent
+from camel.models import ModelFactory
+from camel.types import ModelPlatformType, ModelType
+
+model = ModelFactory.create(
+    model_platform=ModelPlatformType.OPENAI, model_type=ModelType.GPT_4O_MINI
+)
+agent = ChatAgent("You are a helpful assistant.", model=model)
+
+def solve(data):
+    return agent.step(data["question"]).msgs[0].content
+"""
+ASK = """
+import os
+import threading
+import urllib.request
+from openai import OpenAI
+
+client = OpenAI()
+
+def ask(data):
+    messages = [{"role": "user", "content": data["question"]}]
+    completion = client.chat.completions.create(model="gpt-4o-mini", messages=messages)
+    return completion.choices[0].message.content
+"""
+NOT_INLINE = {
+    "a_history_for_all": OFFLINE_CAMEL + CAMEL_GLOBAL,
+    "a_thread_without_context": ASK
+    + """
+def solve(data):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(ask(data)))
+    thread.start()
+    thread.join()
+    return found[0]
+""",
+    "another_http_library": ASK
+    + """
+def solve(data):
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    url = os.environ["OPENAI_BASE_URL"] + "/models"
+    urllib.request.urlopen(urllib.request.Request(url, headers=headers)).close()
+    return ask(data)
+""",
+    "a_blocking_call_in_async_code": ASK
+    + """
+async def solve(data):
+    return ask(data)
+""",
+    "a_thread_that_async_code_waits_for": ASK
+    + """
+import contextvars
+
+async def solve(data):
+    found = []
+    work = contextvars.copy_context().run
+    thread = threading.Thread(target=work, args=(lambda: found.append(ask(data)),))
+    thread.start()
+    thread.join()
+    return found[0]
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("name", NOT_INLINE)
+async def test_what_cannot_run_inline_runs_in_workers_and_says_so(
+    run: Any,
+    keep_camel: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+) -> None:
+    monkeypatch.setattr("agentrl_cli.agents.agent_environment._LOOP_SECONDS", 0.5)
+    check(await run({name: NOT_INLINE[name]}, 3), num_turns=1)
+    assert caplog.text.count("cannot run inline") == 1
+    assert "rollout.agent_mode: subprocess" in caplog.text
+
+
+JUDGE = """
+def judge(completions):
+    return float(bool(ask({"question": completions})))
+"""
+ASYNC_JUDGE = """
+async def judge(completions):
+    return float(bool(ask({"question": completions})))
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (ASK + "ask({'question': 'at import'})\n", "imported or built"),
+        (ASK + "solve = ask\n" + ENDING + JUDGE, "client that was made for the agent"),
+        (ASK + "solve = ask\n" + ENDING + ASYNC_JUDGE, "client that was made for the agent"),
+    ],
+)
+async def test_a_call_without_a_trajectory_says_so_and_asks_for_no_key(
+    run: Any, source: str, told: str
+) -> None:
+    try:
+        [trajectory] = await run({"agent": source}, 1)
+        message = trajectory.failure.message
+    except ImportPathError as error:
+        message = str(error)
+    assert told in message
+    assert "API_KEY" not in message
+
+
+async def test_the_environment_of_others_stays_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "a judge's")
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "a person's")
+    with building_environment():
+        assert os.environ["OPENAI_API_KEY"] != "a judge's"
+        assert os.getenv("OPENAI_BASE_URL") == os.environ["OPENAI_API_BASE"]
+        assert "ANTHROPIC_AUTH_TOKEN" not in {**os.environ}
+        # As tutorials begin.
+        os.environ["OPENAI_API_KEY"] = "sk-..."
+        with reward_environment():
+            assert os.environ["OPENAI_API_KEY"] == "a judge's"
+            assert "OPENAI_BASE_URL" not in os.environ
+    assert os.environ["OPENAI_API_KEY"] == "a judge's"
+    assert os.environ["ANTHROPIC_AUTH_TOKEN"] == "a person's"
