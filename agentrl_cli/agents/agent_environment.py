@@ -22,7 +22,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from agentrl_cli.errors import InlineLimitError, RewardError
+from agentrl_cli.errors import BuilderError, InlineLimitError, RewardError
 
 if TYPE_CHECKING:
     from agentrl_cli.tracking.gateway import BaseGateway
@@ -174,7 +174,7 @@ def building_environment() -> Iterator[None]:
     """Inside the block agents are imported and built: clients that they make are the right ones.
 
     Raises:
-        RuntimeError: one of them is used there.
+        BuilderError: one of them is used there.
     """
     error = EarlyCallError(
         "the model was called while the agent was imported or built, when there is no trajectory "
@@ -184,7 +184,7 @@ def building_environment() -> Iterator[None]:
         with _enter_agent(None, error):
             yield
     except EarlyCallError as raised:
-        raise RuntimeError(str(raised)) from raised
+        raise BuilderError(str(raised)) from raised
 
 
 @contextmanager

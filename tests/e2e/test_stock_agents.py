@@ -11,7 +11,7 @@ import pytest
 
 from agentrl_cli.agents.agent_environment import building_environment, reward_environment
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.errors import ImportPathError, RolloutFailedError
+from agentrl_cli.errors import BuilderError, RolloutFailedError
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.dataset import build_eval_tasks
 from agentrl_cli.rollout.scheduler import run_tasks
@@ -310,7 +310,7 @@ async def test_a_call_without_a_trajectory_says_so_and_asks_for_no_key(
     try:
         [trajectory] = await run({"agent": source}, 1)
         message = trajectory.failure.message
-    except ImportPathError as error:
+    except BuilderError as error:
         message = str(error)
     assert told in message
     assert "API_KEY" not in message
