@@ -55,6 +55,22 @@ class MissingExtraError(UserInputError):
     """An optional package is needed and not installed."""
 
 
+class InlineLimitError(BaseException):
+    """Something that agents can do in a process of their own, and not in this one.
+
+    No Exception: SDKs take those for a broken connection, and try again twice after a sleep.
+    """
+
+    num_raised: ClassVar[int] = 0
+    """Of all; frameworks may keep one from whoever runs the agent."""
+    last_message: ClassVar[str] = ""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        InlineLimitError.num_raised += 1
+        InlineLimitError.last_message = message
+
+
 class StoppedError(AgentrlError):
     """The run was asked to stop before it had anything to finish or to keep."""
 

@@ -17,7 +17,7 @@ from agentrl_cli.agents.openai_agents import AgentRun, OpenAIAgentRunner
 from agentrl_cli.agents.plain_python import CallableRunner, is_async
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.import_paths import advise_extra, find_own_line, import_object
-from agentrl_cli.errors import BuilderError
+from agentrl_cli.errors import BuilderError, InlineLimitError
 
 #: What a builder gets besides ``agent_builder_kwargs``, if its signature names it.
 SUPPLIED = ("client", "model")
@@ -27,8 +27,9 @@ class AgentSource:
     """The agent of a config key, as often as trajectories need it.
 
     A builder that names ``client`` is called for every trajectory: what it returns belongs
-    to that trajectory alone. Any other builder is called once (once for each served name, if
-    it names ``model``), and trajectories that run at the same time share what it returned:
+    to that trajectory alone; so is one whose agent holds its conversation, as CAMEL's do. Any
+    other builder is called once (once for each served name, if it names ``model``), and
+    trajectories that run at the same time share what it returned:
     right for agents that are descriptions (an ``agents.Agent``) or functions; an object that
     keeps something about the task in ``self`` should name ``client`` in its builder.
 
@@ -76,25 +77,37 @@ class AgentSource:
             built = self._build(stand_in, "model")
         except Exception as error:
             raise BuilderError(self._describe_raised(error)) from error
-        runner = adapt_agent(built, self._key)
-        if runner.needs_client and not self.per_trajectory:
-            raise BuilderError(
-                f"{self._key}: the builder does not take 'client', so nothing that this agent "
-                f"({runner.framework}) says could be recorded. Write def build(client, "
-                "model), and give its model the client: docs/agents.md shows how"
-            )
-        return runner
+        return adapt_agent(built, self._key)
 
     def get_runner(self, client: AsyncOpenAI, model: str) -> AgentRunner:
         """The agent for one trajectory. Raises what the builder raises."""
-        if not self._supplied:
+        if not self._supplied and not self.runner.keeps_history:
             return self.runner
         if not self.per_trajectory and model in self._by_model:
             return self._by_model[model]
         runner = adapt_agent(self._build(client, model), self._key)
-        if not self.per_trajectory:
+        if not self.per_trajectory and not runner.keeps_history:
             self._by_model[model] = runner
         return runner
+
+    def check_inline(self) -> None:
+        """Raises InlineLimitError where trajectories in one process would share a history."""
+        if self._shared is not None:
+            raise InlineLimitError(
+                f"{self._key}: the builder's module keeps a CAMEL agent in its global "
+                f"{self._shared!r}, which remembers every task that it is given. Make it in the "
+                "builder or in the function that runs on a row, or set rollout.agent_mode: "
+                "subprocess"
+            )
+
+    @cached_property
+    def _shared(self) -> str | None:
+        """The global that holds an agent with a history, as CAMEL's examples make them."""
+        module = inspect.getmodule(self._builder)
+        for name, value in vars(module).items() if module is not None else ():
+            if any(_is_kind_of(value, *kind) for kind in _CAMEL_KINDS):
+                return name
+        return None
 
     def _build(self, client: AsyncOpenAI | None, model: str) -> Any:
         values = {"client": client, "model": model}
@@ -175,11 +188,16 @@ def list_agent_specs(config: ExperimentConfig) -> dict[str | None, AgentSpec]:
     return specs
 
 
+#: Whose objects hold their conversation: by module and class.
+_CAMEL_KINDS = (
+    ("camel.agents.chat_agent", "ChatAgent"),
+    ("camel.societies.role_playing", "RolePlaying"),
+)
 _ALLOWED = """\
 A builder may return
   - an agents.Agent (OpenAI Agents SDK), or an AgentRun of one
-  - a camel ChatAgent or RolePlaying, built with TrackedCamelModel(client, model)
-  - a LangGraph compiled graph, built with build_chat_model(client, model), or a GraphRun of one
+  - a camel ChatAgent or RolePlaying
+  - a LangGraph compiled graph, or a GraphRun of one
   - a function of the row, async or not: async def solve(data, client): ...
   - an object with run: async def run(self, data, client): ..."""
 
@@ -196,9 +214,9 @@ def adapt_agent(built: Any, key: str) -> AgentRunner:
         return GraphRunner(built, key)
     if _is_kind_of(built, "agents.agent", "Agent"):
         return OpenAIAgentRunner(AgentRun(built))
-    if _is_kind_of(built, "camel.agents.chat_agent", "ChatAgent"):
+    if _is_kind_of(built, *_CAMEL_KINDS[0]):
         return CamelAgentRunner(built, key)
-    if _is_kind_of(built, "camel.societies.role_playing", "RolePlaying"):
+    if _is_kind_of(built, *_CAMEL_KINDS[1]):
         return RolePlayingRunner(built, key)
     if _is_kind_of(built, "langgraph.pregel.main", "Pregel"):
         return GraphRunner(GraphRun(built), key)

@@ -56,8 +56,8 @@ class AgentRunner(ABC):
     """What it was built with, for messages."""
     gives_rewards: bool = False
     """True: it may return a reward, so that a reward function is not required."""
-    needs_client: bool = False
-    """True: it holds the model it speaks to, so its builder must have taken ``client``."""
+    keeps_history: bool = False
+    """True: it holds its conversation, so that each trajectory needs one of its own."""
     needs_base_url: bool = False
     """True: it may open connections of its own, so the gateway must listen on a socket."""
     input_fields: tuple[str, ...] = INPUT_FIELDS

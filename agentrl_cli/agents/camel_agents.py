@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from agentrl_cli.agents.agent_runner import (
@@ -31,11 +32,11 @@ class CamelAgentRunner(AgentRunner):
     An agent that CAMEL itself ends (a token limit, ``stop_event``) has said nothing.
 
     Raises:
-        BuilderError: the agent does not speak to a TrackedCamelModel.
+        BuilderError: the agent does not speak to the tracked model.
     """
 
     framework = "CAMEL"
-    needs_client = True
+    keeps_history = True
 
     def __init__(self, agent: ChatAgent, key: str) -> None:
         check_tracked(agent, key)
@@ -61,11 +62,11 @@ class RolePlayingRunner(AgentRunner):
     limited to half of ``rollout.max_turns``: each takes a call of both players.
 
     Raises:
-        BuilderError: a player does not speak to a TrackedCamelModel.
+        BuilderError: a player does not speak to the tracked model.
     """
 
     framework = "CAMEL"
-    needs_client = True
+    keeps_history = True
 
     def __init__(self, society: RolePlaying, key: str) -> None:
         for player in (society.assistant_agent, society.user_agent):
@@ -102,19 +103,28 @@ class RolePlayingRunner(AgentRunner):
 
 
 def check_tracked(agent: ChatAgent, key: str) -> None:
-    """Refuses an agent whose calls would go elsewhere.
+    """Refuses an agent whose calls would go elsewhere: not where the environment leads.
 
     Raises:
         BuilderError: saying what it speaks to, and what to write.
     """
-    if any(hasattr(backend, "tracked_client") for backend in agent.model_backend.models):
+    if any(_is_tracked(backend) for backend in agent.model_backend.models):
         return
     found = ", ".join(type(backend).__name__ for backend in agent.model_backend.models)
     raise BuilderError(
         f"{key}: the {type(agent).__name__} speaks to {found}, so nothing of it would be recorded. "
-        "Write: from agentrl_cli import TrackedCamelModel; def build(client, model): return "
+        "Leave out url and api_key (CAMEL then takes those that agentrl sets in the environment), "
+        "or write: from agentrl_cli import TrackedCamelModel; def build(client, model): return "
         "ChatAgent(..., model=TrackedCamelModel(client, model))"
     )
+
+
+def _is_tracked(backend: Any) -> bool:
+    if hasattr(backend, "tracked_client"):
+        return True
+    base_url = str(getattr(getattr(backend, "_client", None), "base_url", ""))
+    leads = [os.environ.get(name) for name in ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL")]
+    return base_url.rstrip("/") in leads
 
 
 def _load_history(agent: ChatAgent, messages: list[dict[str, Any]]) -> str:

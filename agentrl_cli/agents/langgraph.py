@@ -85,7 +85,6 @@ class GraphRunner(AgentRunner):
     """
 
     framework = "LangGraph"
-    needs_client = True
 
     def __init__(self, described: GraphRun, key: str) -> None:
         # Besides the state, LangGraph keeps channels of its own: __start__, branch:to:answer.

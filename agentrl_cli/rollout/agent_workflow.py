@@ -10,10 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_cli.agents.agent_building import AgentSource
-from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome, find_prompt_text
+from agentrl_cli.agents.agent_environment import running_environment
+from agentrl_cli.agents.agent_runner import (
+    AgentCall,
+    AgentOutcome,
+    find_prompt_text,
+    run_in_thread,
+)
 from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
-from agentrl_cli.errors import DatasetError, RewardError, UserInputError, format_nearest
+from agentrl_cli.errors import (
+    DatasetError,
+    InlineLimitError,
+    RewardError,
+    UserInputError,
+    format_nearest,
+)
+from agentrl_cli.log import get_logger
 from agentrl_cli.records import (
     Boundary,
     Failure,
@@ -38,6 +51,8 @@ from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.credit import TokenSequence
 from agentrl_cli.tracking.session import Budget, raise_user_errors
 
+_log = get_logger(__name__)
+
 #: After the deadline calls are refused; an agent may return with what it has.
 _WIND_DOWN_SECONDS = 5.0
 
@@ -49,8 +64,9 @@ class AgentRolloutWorkflow(RolloutWorkflow):
     """Runs an agent of any framework on a row, and rewards what it did.
 
     Args:
-        agents: the agents by name; None is the one for rows without ``agent_name``.
-        workers: run the agents; None: they run here.
+        agents: those that run here, by name; None is the one for rows without ``agent_name``.
+        workers: run the agents once they are started, which is done when one cannot run here;
+            None: agents run here, come what may.
         reward: judges what an agent did not reward itself.
         gconfig: sampling, where the agent's requests do not say otherwise.
         rollout: budgets, deadline, credit and export style.
@@ -61,7 +77,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
 
     def __init__(
         self,
-        agents: Mapping[str | None, AgentSource | RemoteAgent],
+        agents: Mapping[str | None, AgentSource],
         *,
         workers: WorkerAgents | None = None,
         reward: AsyncRewardWrapper | None,
@@ -70,7 +86,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         open_client: ClientFactory,
         seed: int | None = None,
     ) -> None:
-        self._agents = {**agents}
+        self._sources = {**agents}
         self._workers = workers
         self._reward = reward
         self._gconfig = gconfig
@@ -88,7 +104,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         """
         for number, row in enumerate(rows, start=1):
             place = f"{where}: row {number} (counted from 1)"
-            source = self._find_source(row, place)
+            source = self._find_source(row, is_inline=self._is_inline, place=place)
             if isinstance(source, RemoteAgent):
                 source.check_row(row, place)
             fields = source.runner.input_fields
@@ -122,9 +138,34 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         Raises:
             UserInputError: a mistake that would repeat itself in every trajectory.
         """
+        is_inline, num_limits = self._is_inline, InlineLimitError.num_raised
         # Outside of every limit of time: it is not the agent that waits for a worker.
         async with self._admit(attempt.id) as worker:
+            trajectory = await self._make_trajectory(engine, attempt, worker)
+        # Of agents that ran meanwhile nobody knows which one met the limit.
+        if not is_inline or InlineLimitError.num_raised == num_limits:
+            return trajectory
+        if not await self._start_workers():
+            return trajectory
+        async with self._admit(attempt.id) as worker:
             return await self._make_trajectory(engine, attempt, worker)
+
+    async def _start_workers(self) -> bool:
+        """Has agents run in workers from now on; False: they cannot."""
+        if self._workers is None:
+            return False
+        try:
+            is_first = await run_in_thread(self._workers.start, "agent workers")
+        except UserInputError as error:
+            _log.warning("rollout.agent_mode: subprocess was tried too: %s", error)
+            return False
+        if is_first:
+            _log.warning(
+                "the agent cannot run inline, so it runs as with rollout.agent_mode: subprocess "
+                "from now on (set that to start so): %s",
+                InlineLimitError.last_message,
+            )
+        return True
 
     async def _make_trajectory(
         self, engine: InferenceEngine, attempt: Attempt, worker: Any
@@ -186,23 +227,36 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         )
         return self._open_client(engine, sampling, budget)
 
+    @property
+    def _is_inline(self) -> bool:
+        return self._workers is None or not self._workers.agents
+
     def _find_source(
-        self, row: Mapping[str, Any], place: str = "the row"
+        self, row: Mapping[str, Any], *, is_inline: bool, place: str = "the row"
     ) -> AgentSource | RemoteAgent:
+        agents: Mapping[str | None, Any] = self._sources
+        if self._workers is not None and not is_inline:
+            agents = self._workers.agents
+        if len(agents) == 1:
+            # There is nothing for rows to choose.
+            agents = {None: next(iter(agents.values())), **agents}
         name = row.get("agent_name")
-        if name not in self._agents:
-            names = [n for n in self._agents if n is not None]
+        if name not in agents:
+            names = [n for n in agents if n is not None]
             problem = (
                 f"names the agent {name!r}, which is not in agents"
                 if name is not None
                 else "has no agent_name, and there is no agent_builder_path for such rows"
             )
             raise DatasetError(f"{place} {problem}; {format_nearest(str(name), names)}")
-        return self._agents[name]
+        found: AgentSource | RemoteAgent = agents[name]
+        return found
 
     def _admit(self, label: str) -> AbstractAsyncContextManager[AgentWorker | None]:
         """A worker for one trajectory, as soon as there is one; None where agents run here."""
-        return nullcontext() if self._workers is None else self._workers.take(label)
+        if self._workers is None or self._is_inline:
+            return nullcontext()
+        return self._workers.take(label)
 
     async def _run_to_its_end(
         self, engine: InferenceEngine, client: TrackingClient, attempt: Attempt, worker: Any
@@ -237,25 +291,27 @@ class AgentRolloutWorkflow(RolloutWorkflow):
     async def _run_agent(
         self, engine: InferenceEngine, client: TrackingClient, row: Mapping[str, Any], worker: Any
     ) -> AgentOutcome:
-        source = self._find_source(row)
-        runner = None
+        source = self._find_source(row, is_inline=worker is None)
+        options: dict[str, Any] = {
+            "row": row,
+            "client": client,
+            "model": engine.model_name,
+            "api_key": client.session_key,
+            "http_client": client.gateway.http_client,
+            "max_turns": self._rollout.max_turns,
+        }
         if isinstance(source, AgentSource):
-            runner = source.get_runner(client, engine.model_name)
-        needs_base_url = runner is None or runner.needs_base_url
-        call = AgentCall(
-            row=row,
-            client=client,
-            model=engine.model_name,
-            base_url=await client.gateway.serve() if needs_base_url else str(client.base_url),
-            api_key=client.session_key,
-            http_client=client.gateway.http_client,
-            max_turns=self._rollout.max_turns,
-        )
-        if runner is not None:
-            return await runner.run(call)
-        assert isinstance(source, RemoteAgent)
+            with running_environment(client.gateway, client.session_key):
+                source.check_inline()
+                runner = source.get_runner(client, engine.model_name)
+                base_url = str(client.base_url)
+                if runner.needs_base_url:
+                    base_url = await client.gateway.serve()
+                return await runner.run(AgentCall(base_url=base_url, **options))
         assert self._workers is not None
+        source.check_row(row, "the row")
         try:
+            call = AgentCall(base_url=await client.gateway.serve(), **options)
             outcome: AgentOutcome = await worker.run(source.spec, call)
             return outcome
         finally:

@@ -19,6 +19,7 @@ from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
+from agentrl_cli.agents.agent_environment import reward_environment
 from agentrl_cli.agents.agent_runner import run_in_thread
 from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.errors import DatasetError, ImportPathError, RewardError, RewardSignatureError
@@ -167,7 +168,8 @@ class AsyncRewardWrapper:
         else:
             try:
                 async with asyncio.timeout(self._timeout_seconds) as deadline:
-                    reward, parts = parse_reward_result(await self._fn(**arguments))
+                    with reward_environment():
+                        reward, parts = parse_reward_result(await self._fn(**arguments))
             except TimeoutError:
                 if not deadline.expired():
                     raise
@@ -311,9 +313,12 @@ class RewardWorkers:
                 "run in threads, which cannot be killed. Put the function into a module or file "
                 "of its own (reward_fn_path: path/to/file.py:name), so that it runs in a process"
             )
-        calling = asyncio.ensure_future(
-            run_in_thread(lambda: parse_reward_result(self._fn(**arguments)), "reward")
-        )
+
+        def work() -> Parsed:
+            with reward_environment():
+                return parse_reward_result(self._fn(**arguments))
+
+        calling = asyncio.ensure_future(run_in_thread(work, "reward"))
         done, _ = await asyncio.wait({calling}, timeout=self._timeout_seconds)
         if done:
             return calling.result()
@@ -355,7 +360,8 @@ def _begin_worker(import_path: str, parent: int) -> None:
     os.setsid()
     end_with_parent(parent)
     try:
-        import_object(import_path, "reward_fn_path")
+        with reward_environment():
+            import_object(import_path, "reward_fn_path")
     except ImportPathError as error:
         # The call that follows imports again and carries the error back.
         _log.debug("reward worker: %s", error)
@@ -364,9 +370,10 @@ def _begin_worker(import_path: str, parent: int) -> None:
 def _call_imported(import_path: str, arguments: dict[str, Any]) -> tuple[Parsed, Exception | None]:
     """Runs in a worker: what the function returned, or raised, in a form that can travel."""
     try:
-        fn = import_object(import_path, "reward_fn_path")
-        # Parsed here, so that no array or tensor has to cross between processes.
-        return parse_reward_result(fn(**arguments)), None
+        with reward_environment():
+            fn = import_object(import_path, "reward_fn_path")
+            # Parsed here, so that no array or tensor has to cross between processes.
+            return parse_reward_result(fn(**arguments)), None
     except Exception as error:
         text = "".join(traceback.format_exception(error))
         try:

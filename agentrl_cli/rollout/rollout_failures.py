@@ -9,7 +9,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from agentrl_cli.agents.agent_runner import BoundaryError
-from agentrl_cli.errors import ContextLengthError, EngineError, RolloutFailedError
+from agentrl_cli.errors import (
+    ContextLengthError,
+    EngineError,
+    InlineLimitError,
+    RolloutFailedError,
+)
 from agentrl_cli.log import get_logger
 from agentrl_cli.records import Boundary, Failure, FailureCause, StopReason, Trajectory
 from agentrl_cli.rollout.policy_failures import (
@@ -19,7 +24,6 @@ from agentrl_cli.rollout.policy_failures import (
     walk_causes,
 )
 from agentrl_cli.tracking.client import IN_PROCESS_URL, BlockingCallError
-from agentrl_cli.tracking.gateway_socket import OwnLoopError
 from agentrl_cli.tracking.session import Session
 
 _MAX_TRACEBACK_CHARS = 8_000
@@ -145,10 +149,9 @@ def check_batch_worked(trajectories: Sequence[Trajectory], what: str) -> None:
         # The agents spoke, if at all, to another model: there is no token.
         raise RolloutFailedError(
             f"{what}: none of {len(trajectories)} trajectories called the model through agentrl, "
-            "so there is nothing to measure or to learn from. Does the agent make a client of its "
-            "own? Take agentrl's: def build(client, model), or async def solve(data, client, "
-            "model); or give yours the base_url and api_key that solve's signature can name. With "
-            "rollout.agent_mode: subprocess, clients made without arguments lead to agentrl. "
+            "so there is nothing to measure or to learn from. Does the agent give its client a "
+            "base_url or a key of another API? Leave them out, and the client leads to agentrl; or "
+            "take agentrl's: def build(client, model), or async def solve(data, client, model). "
             + kept,
             trajectories,
         )
@@ -231,7 +234,7 @@ async def _contain_exit(coroutine: Coroutine[Any, Any, ResultT], what: str) -> R
         return await coroutine
     except SystemExit as error:
         raise RuntimeError(f"{what} called exit({error.code!r})") from error
-    except OwnLoopError as error:
+    except InlineLimitError as error:
         raise BlockingCallError(str(error)) from error
 
 

@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from typing import Any
 
 from agentrl_cli.agents.agent_building import AgentSource, list_agent_specs
+from agentrl_cli.agents.agent_environment import building_environment, reward_environment
 from agentrl_cli.config.experiment import EngineConfig, ExperimentConfig, GenerationConfig
 from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
@@ -15,7 +16,7 @@ from agentrl_cli.errors import ConfigError, ImportPathError
 from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow, ClientFactory
 from agentrl_cli.rollout.external.external_workflow import ExternalListener, ExternalWorkflow
 from agentrl_cli.rollout.rewards import AsyncRewardWrapper
-from agentrl_cli.rollout.workers.worker_pool import RemoteAgent, WorkerAgents
+from agentrl_cli.rollout.workers.worker_pool import WorkerAgents
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.session import Budget
@@ -41,7 +42,8 @@ def build_workflow(
             ``config.resolve_eval_gconfig()``.
         open_client: makes the client of a trajectory; None: a TrackingClient on the engine.
         seed: see :class:`AgentRolloutWorkflow`.
-        workers: run the agents; None: they run here, whatever ``rollout.agent_mode`` says.
+        workers: run the agents, if they are started or an agent cannot run here; None: agents
+            run here, whatever ``rollout.agent_mode`` says.
         external: the way in for programs elsewhere, for ``agent_mode: external``.
         split: what the tasks are for; shown to such programs.
 
@@ -51,26 +53,23 @@ def build_workflow(
     gconfig = gconfig or config.gconfig
     if config.workflow_path is not None and external is None:
         return _build_own_workflow(config, tokenizer, gconfig)
-    reward = _build_reward(config)
     options: dict[str, Any] = {
-        "reward": reward,
         "gconfig": gconfig,
         "rollout": config.rollout,
         "open_client": open_client or _make_client_factory(tokenizer, config.engine),
         "seed": seed,
     }
     if external is not None:
-        return ExternalWorkflow(external, split=split, **options)
-    agents: dict[str | None, AgentSource | RemoteAgent]
-    if workers is None:
-        agents = {name: spec.load() for name, spec in list_agent_specs(config).items()}
-    else:
-        agents = {**workers.agents}
+        return ExternalWorkflow(external, split=split, reward=_build_reward(config), **options)
+    agents: dict[str | None, AgentSource] = {}
+    remote = workers.agents if workers is not None else {}
+    if not remote:
+        # Before the reward: of a file that holds both, clients are the agent's.
+        with building_environment():
+            agents = {name: spec.load() for name, spec in list_agent_specs(config).items()}
+    reward = options["reward"] = _build_reward(config)
     if reward is None:
-        _check_rewarded(agents)
-    if len(agents) == 1:
-        # There is nothing for rows to choose.
-        agents = {None: next(iter(agents.values())), **agents}
+        _check_rewarded(agents or remote)
     return AgentRolloutWorkflow(agents, workers=workers, **options)
 
 
@@ -95,31 +94,35 @@ def _make_client_factory(tokenizer: Any, config: EngineConfig) -> ClientFactory:
 
 @contextmanager
 def open_workers(config: ExperimentConfig) -> Iterator[WorkerAgents | None]:
-    """The workers that run the agents inside the block, if ``rollout.agent_mode`` asks for them.
+    """The workers for agents inside the block, started if ``rollout.agent_mode`` asks for them.
 
     Raises:
         UserInputError: an agent cannot be built; found out in a process of its own.
         RunError: no process can be started.
     """
-    if config.rollout.agent_mode != "subprocess" or config.workflow_path is not None:
+    if config.rollout.agent_mode == "external" or config.workflow_path is not None:
         yield None
         return
     with closing(WorkerAgents(config)) as workers:
+        if config.rollout.agent_mode == "subprocess":
+            workers.start()
         yield workers
 
 
 def _build_reward(config: ExperimentConfig) -> AsyncRewardWrapper | None:
     if config.reward_fn_path is None:
         return None
+    with reward_environment():
+        function = import_object(config.reward_fn_path, "reward_fn_path")
     return AsyncRewardWrapper(
-        import_object(config.reward_fn_path, "reward_fn_path"),
+        function,
         timeout_seconds=config.rollout.reward_timeout_seconds,
         num_workers=config.rollout.reward_workers,
         import_path=config.reward_fn_path,
     )
 
 
-def _check_rewarded(agents: Mapping[str | None, AgentSource | RemoteAgent]) -> None:
+def _check_rewarded(agents: Mapping[str | None, Any]) -> None:
     for name, source in agents.items():
         if not source.runner.gives_rewards:
             which = "the agent" if name is None else f"agents.{name}"

@@ -20,7 +20,7 @@ from typing import Any
 
 import uvicorn
 
-from agentrl_cli.errors import RunError, UserInputError
+from agentrl_cli.errors import InlineLimitError, RunError, UserInputError
 
 LOOPBACK = "127.0.0.1"
 #: Environment variable with the key that opens a gateway to other machines.
@@ -35,11 +35,8 @@ _BACKLOG = 2048
 _loop_threads: dict[tuple[int, int], int] = {}
 
 
-class OwnLoopError(BaseException):
-    """A blocking connection of an event loop's thread to a socket of that loop.
-
-    No Exception: SDKs take those for a broken connection, and try again twice after a sleep.
-    """
+class OwnLoopError(InlineLimitError):
+    """A blocking connection of an event loop's thread to a socket of that loop."""
 
 
 class _Server(uvicorn.Server):

@@ -16,7 +16,7 @@ import psutil
 from agentrl_cli.agents.agent_building import AgentSpec, list_agent_specs
 from agentrl_cli.agents.agent_runner import run_in_thread
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.errors import BuilderError, ConfigError, DatasetError, RunError
+from agentrl_cli.errors import BuilderError, ConfigError, DatasetError, RunError, UserInputError
 from agentrl_cli.log import get_logger
 from agentrl_cli.rollout.background_loop import LoopSemaphore
 from agentrl_cli.rollout.workers.worker_process import AgentProcessError, AgentWorker, WorkerLog
@@ -197,17 +197,10 @@ class RemoteAgent:
 
 
 class WorkerAgents(WorkerPool):
-    """All agents of a configuration and the workers that run them.
-
-    Raises:
-        UserInputError: an agent cannot be built; found out in a process of its own.
-        RunError: no process can be started.
-    """
+    """All agents of a configuration and the workers that run them, once they are started."""
 
     def __init__(self, config: ExperimentConfig) -> None:
-        specs = list_agent_specs(config)
-        for spec in specs.values():
-            _check_kwargs(spec)
+        self._specs = list_agent_specs(config)
         rollout = config.rollout
         max_gib = rollout.worker_max_memory_gib
         self._log = WorkerLog()
@@ -216,18 +209,37 @@ class WorkerAgents(WorkerPool):
             partial(AgentWorker, self._log, max_gib, rollout.worker_modules),
             max_tasks=rollout.worker_max_tasks,
         )
-        try:
-            traits = self._try_agents(list(specs.values()))
-        except BaseException:
-            self.close()
-            raise
-        self.agents = {
-            name: RemoteAgent(spec, **told)
-            for (name, spec), told in zip(specs.items(), traits, strict=True)
-        }
-        if max_gib is not None:
-            watching = partial(self._watch_memory, int(max_gib * 2**30))
-            threading.Thread(target=watching, name="memory of agents", daemon=True).start()
+        self._max_memory_bytes = None if max_gib is None else int(max_gib * 2**30)
+        self._starting = threading.Lock()
+        self._problem: UserInputError | None = None
+        self.agents: dict[str | None, RemoteAgent] = {}
+        """The agents by name; empty: the workers are not started."""
+
+    def start(self) -> bool:
+        """Has agents run in workers from now on; blocks. False: it was done before.
+
+        Raises:
+            UserInputError: an agent cannot be built; found out in a process of its own.
+            RunError: no process can be started.
+        """
+        with self._starting:
+            if self._problem is not None:
+                raise self._problem
+            if self.agents:
+                return False
+            try:
+                for spec in self._specs.values():
+                    _check_kwargs(spec)
+                traits = self._try_agents(list(self._specs.values()))
+            except UserInputError as error:
+                self._problem = error
+                raise
+            found = zip(self._specs.items(), traits, strict=True)
+            self.agents = {name: RemoteAgent(spec, **told) for (name, spec), told in found}
+            if self._max_memory_bytes is not None:
+                watching = partial(self._watch_memory, self._max_memory_bytes)
+                threading.Thread(target=watching, name="memory of agents", daemon=True).start()
+            return True
 
     def log_to(self, folder: Path) -> None:
         """Says where what agents print is kept."""

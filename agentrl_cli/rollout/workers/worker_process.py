@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_cli.agents.agent_building import AgentSpec
+from agentrl_cli.agents.agent_environment import MODEL_VARIABLES
 from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome, run_in_thread
 from agentrl_cli.errors import UserInputError, build_error
 from agentrl_cli.log import get_logger, mask_keys
@@ -27,7 +28,6 @@ from agentrl_cli.records import Boundary, Failure, FailureCause
 from agentrl_cli.rollout.rollout_failures import AgentRunError
 from agentrl_cli.rollout.workers.worker_program import (
     MAX_MESSAGE_BYTES,
-    MODEL_VARIABLES,
     REWARD_CALLS,
     Message,
     encode_message,

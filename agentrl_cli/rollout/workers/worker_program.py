@@ -31,6 +31,7 @@ from openai import AsyncOpenAI, OpenAI
 
 import agentrl_cli
 from agentrl_cli.agents.agent_building import AgentSource, AgentSpec
+from agentrl_cli.agents.agent_environment import list_changes
 from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome
 from agentrl_cli.errors import BuilderError, RewardError, UserInputError
 from agentrl_cli.log import get_logger
@@ -49,14 +50,6 @@ Message = dict[str, Any]
 MAX_MESSAGE_BYTES = 32 * 2**20
 #: Calls of a trajectory's client that a worker has the trainer make.
 REWARD_CALLS = ("set_reward", "set_final_reward", "apply_reward_discount")
-#: The SDKs find a model and its key by these: they are the trajectory's own.
-MODEL_VARIABLES = (
-    *("OPENAI_BASE_URL", "OPENAI_API_KEY"),
-    # The last would be sent beside the key, and be taken for it.
-    *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"),
-)
-#: Any name is served; this one is no model of OpenAI's.
-_SERVED_MODEL = "policy"
 #: Where builders are tried, there is no model.
 _NO_BASE_URL, _NO_KEY = "http://agentrl.invalid/v1", "opens-nothing"
 #: When memory is short, the kernel ends the process with the highest score first.
@@ -242,8 +235,10 @@ class WorkerProgram:
 
     def _set_environment(self, base_url: str, api_key: str) -> None:
         """The environment as the process found it, with the way to the model."""
+        changes = list_changes(self._environment, base_url, api_key)
         os.environ.clear()
-        os.environ.update(build_environment(self._environment, base_url, api_key))
+        changed = {**self._environment, **changes}
+        os.environ.update({name: value for name, value in changed.items() if value is not None})
 
     async def _answer(self, task: Message) -> None:
         reply = await self._find_answer(task)
@@ -304,29 +299,6 @@ class WorkerProgram:
             )
         finally:
             await client.close()
-
-
-def build_environment(
-    environment: Mapping[str, str], base_url: str, api_key: str
-) -> dict[str, str]:
-    """``environment``, which names no model, for an agent whose model is at ``base_url``."""
-    changed = {
-        **environment,
-        "OPENAI_BASE_URL": base_url,
-        "OPENAI_API_KEY": api_key,
-        # Anthropic's SDK adds /v1 itself.
-        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": api_key,
-        # The OpenAI Agents SDK would send traces to OpenAI with the session's key, and with every
-        # call the settings of OpenAI's newest model, which it takes for an agent without one.
-        "OPENAI_AGENTS_DISABLE_TRACING": "1",
-        "OPENAI_DEFAULT_MODEL": _SERVED_MODEL,
-    }
-    # The way to this machine must not lead through a proxy.
-    for name in ("NO_PROXY", "no_proxy"):
-        hosts = [host for host in environment.get(name, "").split(",") if host]
-        changed[name] = ",".join(dict.fromkeys([*hosts, "127.0.0.1", "localhost"]))
-    return changed
 
 
 def _format_outcome(outcome: AgentOutcome) -> Message:

@@ -15,7 +15,7 @@ from langgraph.graph import START, MessagesState, StateGraph
 from langgraph.types import Send
 from typing_extensions import TypedDict
 
-from agentrl_cli import GraphRun, build_chat_model
+from agentrl_cli import build_chat_model
 from agentrl_cli.agents.agent_building import AgentSource
 from agentrl_cli.errors import BuilderError, EngineError
 from agentrl_cli.records import Boundary, StopReason
@@ -186,7 +186,7 @@ async def test_a_function_that_blocks_invokes_a_graph(play_agent, tool_call):
     assert "write the function as async def" in failure.message
 
 
-def test_graphs_that_cannot_be_asked_or_recorded_are_refused():
+def test_graphs_that_cannot_be_asked_are_refused():
     class State(TypedDict):
         question: str
 
@@ -196,15 +196,7 @@ def test_graphs_that_cannot_be_asked_or_recorded_are_refused():
         graph.add_edge(START, "n")
         return graph.compile()
 
-    def without_client():
-        graph = StateGraph(MessagesState)
-        graph.add_node("n", do_nothing)
-        graph.add_edge(START, "n")
-        return GraphRun(graph.compile())
-
     with pytest.raises(BuilderError, match=r"state has no 'messages' \(it has question\)"):
         AgentSource(without_messages, {}, "k")
-    with pytest.raises(BuilderError, match=r"does not take 'client'.*\(LangGraph\)"):
-        AgentSource(without_client, {}, "k")
     with pytest.raises(BuilderError, match=r"delivery='slow'.*allowed are whole and streamed"):
         AgentSource(build_calculator_graph, {"delivery": "slow"}, "k")

@@ -131,6 +131,7 @@ class OwnAgents:
         if self._workers is None or self._pooled != agents:
             self._close_workers()
             self._workers, self._pooled = WorkerAgents(config), agents
+            self._workers.start()
         return self._workers
 
     async def _play(
