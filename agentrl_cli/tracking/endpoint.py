@@ -45,6 +45,9 @@ class _NoTemplate(ChatTemplate):
     def encode(self, text: str) -> tuple[int, ...]:
         return ()
 
+    def render_tail(self, *_: Any) -> None:
+        return None
+
     def split_at_last_turn(self, skeleton: Any, inputs: TemplateInputs) -> None:
         return None
 

@@ -7,6 +7,7 @@ import hashlib
 import secrets
 import time
 import uuid
+from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,7 +16,14 @@ from typing import Any
 
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.errors import EngineError
-from agentrl_cli.records import ExportStyle, Interaction, InteractionStatus, Message, StopReason
+from agentrl_cli.records import (
+    ExportStyle,
+    Interaction,
+    InteractionStatus,
+    Message,
+    SharedSequence,
+    StopReason,
+)
 from agentrl_cli.tracking.credit import (
     TokenSequence,
     build_sequences,
@@ -23,7 +31,7 @@ from agentrl_cli.tracking.credit import (
     parse_reward,
 )
 from agentrl_cli.tracking.template import TemplateInputs
-from agentrl_cli.tracking.tree import ConversationTree, PromptPlan
+from agentrl_cli.tracking.tree import ConversationTree, PromptPlan, pack_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,8 +177,8 @@ class Session:
                 parent_id=plan.parent_id,
                 extends_parent=plan.extends_parent,
                 mismatch_cause=plan.mismatch_cause,
-                messages=messages,
-                tools=inputs.tools,
+                messages=plan.history,
+                tools=plan.inputs.tools,
                 prompt_ids=plan.prompt_ids,
                 structural_tag=sampling.structural_tag,
                 temperature=sampling.temperature,
@@ -198,9 +206,10 @@ class Session:
             call.asked,
             seconds=time.perf_counter() - call.clock,
             reply=reply,
-            completion_ids=generation.completion_ids,
-            rollout_logprobs=generation.rollout_logprobs,
-            versions=generation.versions,
+            # As arrays: Python's own numbers take five times as much memory.
+            completion_ids=pack_ids(generation.completion_ids),
+            rollout_logprobs=SharedSequence(array("d", generation.rollout_logprobs)),
+            versions=SharedSequence(array("q", generation.versions)),
             num_reported_tokens=num_reported_tokens,
             finish_reason=finish_reason,
             ended=self._tick(),

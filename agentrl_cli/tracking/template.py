@@ -12,7 +12,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,10 +22,14 @@ from agentrl_cli.records import Message
 from agentrl_cli.tracking.formats.call_scanner import make_encodable
 from agentrl_cli.tracking.formats.format_choice import choose_formats, collect_template_text
 from agentrl_cli.tracking.formats.reply_formats import ReplyFormats
+from agentrl_cli.tracking.tail_rendering import Tail, TailTemplate
 
-#: Stands for a sampled turn while rendering. Plain letters: no template escapes them. Another in
-#: every process: in no text that an agent sends, be it this file, may it be found.
-PLACEHOLDER = "AGENTRL" + "".join(secrets.choice(string.ascii_uppercase) for _ in range(24))
+#: Stand for a sampled turn, and for messages that were left out, while rendering. Plain letters: no
+#: template escapes them. Others in every process: in no text that an agent sends, be it this file,
+#: may they be found.
+PLACEHOLDER, _LEFT_OUT = (
+    "AGENTRL" + "".join(secrets.choice(string.ascii_uppercase) for _ in range(24)) for _ in range(2)
+)
 #: Under which a placeholder keeps the reply that it stands for.
 _SAMPLED_KEY = f"{PLACEHOLDER}REPLY"
 _PROMPT_END_TOKENS = 64
@@ -82,6 +86,7 @@ class ChatTemplate:
         decoder = tokenizer.backend_tokenizer.decoder
         self.decodes_in_runs = decoder is not None and b"ByteFallback" in decoder.__getstate__()
         self._wants_text = False
+        self._tail_templates: dict[str, TailTemplate | None] = {}
         self._reasoning_key = _find_reasoning_key(collect_template_text(tokenizer.chat_template))
 
     def render(
@@ -122,6 +127,31 @@ class ChatTemplate:
                 f"the model's chat template cannot render these messages: {error}"
             ) from error
         return make_encodable(text)
+
+    def render_tail(
+        self,
+        messages: Sequence[Message],
+        num_last: int,
+        inputs: TemplateInputs,
+        forms: TemplateForms,
+        is_prompt: bool = True,
+    ) -> Tail | None:
+        """The end of what :meth:`render` gives, without rendering the messages before it.
+
+        None: of this template, or of these messages, only the whole tells the end.
+        """
+        tools = list(inputs.tools) or None
+        source = self.tokenizer.get_chat_template(None, tools)
+        if source not in self._tail_templates:
+            self._tail_templates[source] = TailTemplate.build(source, _LEFT_OUT)
+        template = self._tail_templates[source]
+        if template is None:
+            return None
+        shown = forms.list_forms(messages, self._reasoning_key, self._wants_text)
+        given = {**self.tokenizer.special_tokens_map, **dict(inputs.template_kwargs)}
+        given |= {"tools": tools, "documents": None, "add_generation_prompt": is_prompt}
+        tail = template.render(shown, min(num_last, len(shown)), **given)
+        return tail and Tail(make_encodable(tail.text), tail.state)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of template text; special tokens in it become special ids."""
@@ -178,26 +208,22 @@ class ChatTemplate:
         end = max((at for at in ends if at >= len(before)), default=len(closed))
         return SplitPrompt(before, text[end:], text)
 
-    def join(
-        self,
-        prompt_ids: tuple[int, ...],
-        completion_ids: tuple[int, ...],
-        text_after: str,
-        finish_reason: str | None,
+    def encode_after(
+        self, completion_ids: Sequence[int], text_after: str, finish_reason: str | None
     ) -> tuple[int, ...]:
-        """A sampled turn's own ids, followed by the ids of the text after it.
+        """The ids that follow a sampled turn's own, of the text after it.
 
         The text begins with the template's end of turn: it is left out when the model sampled
         an end token itself, and added when it did not (a turn that stopped for length or at a
         stop text).
         """
-        after_ids = self.encode(text_after)
+        after_ids = self.encode(text_after.replace(_LEFT_OUT, ""))
         last = completion_ids[-1] if completion_ids else None
         if last in after_ids[:1]:
             after_ids = after_ids[1:]
         elif finish_reason != "length" and last in self._end_ids and self._closes_turns:
             after_ids = self._drop_end(after_ids)
-        return prompt_ids + completion_ids + after_ids
+        return after_ids
 
     def _drop_end(self, after_ids: tuple[int, ...]) -> tuple[int, ...]:
         """The ids without the first special token, and white space before it."""
@@ -253,6 +279,28 @@ def _find_reasoning_key(template: str) -> str | None:
         if re.search(rf"\.{key}\b|\[['\"]{key}['\"]\]", template):
             return key
     return None
+
+
+class TemplateForms:
+    """Messages as templates expect them, each made once."""
+
+    def __init__(self) -> None:
+        #: With the message itself: while it is held, no other has its address.
+        self._known: dict[tuple[int, bool], tuple[Message, Message]] = {}
+
+    def list_forms(
+        self, messages: Iterable[Message], reasoning_key: str | None, wants_text: bool
+    ) -> list[Message]:
+        """The forms of ``messages``; one that is its own form already is not copied."""
+        known, forms = self._known, []
+        for message in messages:
+            found = known.get((id(message), wants_text))
+            if found is None:
+                form = _to_template_message(message, reasoning_key, wants_text)
+                found = (message, message if form == message else form)
+                known[id(message), wants_text] = found
+            forms.append(found[1])
+        return forms
 
 
 def _to_template_message(message: Message, reasoning_key: str | None, wants_text: bool) -> Message:

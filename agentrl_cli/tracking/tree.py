@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import marshal
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import takewhile
 from typing import Any
 
-from agentrl_cli.records import Interaction, Message, MismatchCause
+from agentrl_cli.records import Interaction, Message, MismatchCause, SharedSequence
 from agentrl_cli.tracking.template import (
     PLACEHOLDER,
     ChatTemplate,
     SplitPrompt,
+    TemplateForms,
     TemplateInputs,
     extract_answer,
     extract_reasoning,
@@ -37,23 +40,65 @@ _KNOWN_REPLY_KEYS = _KNOWN_KEYS | {"reasoning_content", "reasoning"}
 _KNOWN_CALL_KEYS = frozenset({"id", "type", "function", "index"})
 
 
+class History(SharedSequence[Message]):
+    """The messages of a request; requests that begin alike share them, and what is known of them.
+
+    Args:
+        message: the last one; None: there are no messages yet.
+        before: those before it.
+    """
+
+    __slots__ = ("_next", "before", "digest", "is_given")
+    # By identity: each is made once.
+    __hash__ = object.__hash__
+
+    def __init__(self, message: Message | None = None, before: History | None = None) -> None:
+        super().__init__(() if message is None else (message,), before)
+        self.before = before
+        self._next: list[History] = []
+        self.digest = b""
+        """Of the meaning of all messages; empty: there are none."""
+        if message is not None and before is not None:
+            self.digest = fingerprint(message, before.digest)
+        self.is_given = False
+        """True: a request that matched had them."""
+
+    def follow(self, message: Message) -> History:
+        """These messages and one more."""
+        for history in self._next:
+            if is_same_json(history._own[0], message):
+                return history
+        self._next.append(History(message, self))
+        return self._next[-1]
+
+    @property
+    def beginnings(self) -> list[History]:
+        """Entry i is the first i messages."""
+        found: list[History] = []
+        history: History | None = self
+        while history is not None:
+            found.append(history)
+            history = history.before
+        return found[::-1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPlan:
     """How a request becomes token ids, and where it hangs in the tree."""
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: SharedSequence[int]
     parent_id: str | None = None
     extends_parent: bool = False
     """True: ``prompt_ids`` begins with the parent's prompt and completion ids."""
     mismatch_cause: MismatchCause | None
     inputs: TemplateInputs
-    skeleton: tuple[Message, ...]
+    history: History
+    skeleton: SharedSequence[Message]
     """The request's messages, a placeholder standing for every sampled turn of the path."""
-    skeleton_text: str
-    """``skeleton`` as the template renders it."""
-    prefix_digests: list[bytes]
-    with_reasoning: frozenset[str] = frozenset()
-    """The sampled turns whose reasoning is in ``prompt_ids``, by id."""
+    marked: SharedSequence[Message]
+    """The same with the turns themselves, a mark standing for every reasoning in ``prompt_ids``."""
+    without_reasoning: frozenset[str] = frozenset()
+    """The sampled turns whose reasoning is not in ``prompt_ids``, by id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +108,19 @@ class _Node:
     reasoning: str
     """The reasoning that was sampled; empty: none."""
     parent: _Node | None
+    shows_reasoning: bool
+    """Whether reasoning of any turn is in the tokens up to here."""
 
     @property
     def position(self) -> int:
         """Where the reply stands among the messages of a request that continues it."""
-        return len(self.plan.prefix_digests) - 1
+        return len(self.plan.history)
 
     @property
     def with_reasoning(self) -> frozenset[str]:
         """The turns whose reasoning is in the tokens up to here."""
-        own = {self.interaction.id} if self.reasoning else set()
-        return self.plan.with_reasoning | own
+        turns = {n.interaction.id for n in self.path if n.reasoning}
+        return frozenset(turns - self.plan.without_reasoning)
 
     @property
     def path(self) -> Iterator[_Node]:
@@ -82,10 +129,6 @@ class _Node:
         while node is not None:
             yield node
             node = node.parent
-
-    def is_replayed_in(self, messages: Sequence[Message]) -> bool:
-        """Whether no turn of the path came back with other reasoning than was sampled."""
-        return all(replays_reasoning(messages[n.position], n.reasoning) for n in self.path)
 
 
 class ConversationTree:
@@ -98,12 +141,18 @@ class ConversationTree:
     def __init__(self, template: ChatTemplate, *, keep_reasoning: bool = False) -> None:
         self._template = template
         self._keep_reasoning = keep_reasoning
+        self._root = History()
+        self._forms = TemplateForms()
+        self._known_inputs: list[TemplateInputs] = []
         self._by_conversation: dict[bytes, list[_Node]] = {}
         self._by_request: dict[bytes, list[_Node]] = {}
         self._by_id: dict[str, _Node] = {}
         self._replies: set[tuple[bytes, bytes]] = set()
         #: Conversations up to an assistant's turn that an agent gave unasked: examples.
         self._given: set[bytes] = set()
+        #: Requests that replay the reasoning of a turn, and of all that it continues.
+        self._replays: set[tuple[History, str]] = set()
+        self._last_text: tuple[object, str] = (None, "")
 
     def plan(self, messages: Sequence[Message], inputs: TemplateInputs) -> PromptPlan:
         """The prompt of a request, spliced to the turn that it continues, if it does.
@@ -111,38 +160,65 @@ class ConversationTree:
         Raises:
             TemplateError: the template refuses the messages.
         """
-        digests = fingerprint_prefixes(messages)
-        parent, num_known = self._find_parent(messages, digests)
+        history = self._root
+        for message in messages:
+            history = history.follow(message)
+        beginnings = history.beginnings
+        digests = [beginning.digest for beginning in beginnings]
+        inputs = self._share(inputs)
+        parent, num_known = self._find_parent(history, beginnings)
         edit = self._find_edit(messages, digests, num_known)
         if parent is not None:
-            return self._continue(parent, messages, num_known, inputs, edit, digests)
+            return self._continue(parent, history, num_known, inputs, edit)
         text = self._template.render(messages, inputs)
+        skeleton = SharedSequence(tuple(history))
+        self._last_text = (skeleton, text)
         return PromptPlan(
-            prompt_ids=self._template.encode(text),
+            prompt_ids=pack_ids(self._template.encode(text)),
             mismatch_cause=edit,
             inputs=inputs,
-            skeleton=tuple(messages),
-            skeleton_text=text,
-            prefix_digests=digests,
+            history=history,
+            skeleton=skeleton,
+            marked=skeleton,
         )
 
     def add(self, plan: PromptPlan, interaction: Interaction) -> None:
         """Makes a completed interaction available as a parent."""
         reply = interaction.reply or {"role": "assistant", "content": ""}
         parent = self._by_id.get(plan.parent_id or "")
-        node = _Node(interaction, plan, extract_reasoning(reply), parent)
+        reasoning = extract_reasoning(reply)
+        shows_reasoning = bool(reasoning)
+        if parent is not None and not shows_reasoning:
+            turns = parent.with_reasoning if plan.without_reasoning else parent.shows_reasoning
+            shows_reasoning = bool(turns and (turns is True or turns - plan.without_reasoning))
+        node = _Node(interaction, plan, reasoning, parent, shows_reasoning)
         self._by_id[interaction.id] = node
-        request = plan.prefix_digests[-1]
+        request = plan.history.digest
         self._by_conversation.setdefault(fingerprint(reply, request), []).append(node)
         self._by_request.setdefault(request, []).append(node)
-        system = _find_system_digest(interaction.messages, plan.prefix_digests)
+        beginnings = plan.history.beginnings
+        system = _find_system_digest(plan.history, [b.digest for b in beginnings])
         self._replies.add((system, fingerprint(reply)))
         if plan.mismatch_cause is None:
-            turns = zip(interaction.messages, plan.prefix_digests[1:], strict=True)
-            self._given.update(digest for m, digest in turns if m["role"] == "assistant")
+            for history in reversed(beginnings[1:]):
+                if history.is_given:
+                    break
+                history.is_given = True
+                if history[-1]["role"] == "assistant":
+                    self._given.add(history.digest)
+
+    def _share(self, inputs: TemplateInputs) -> TemplateInputs:
+        """Equal inputs, held once."""
+        for known in self._known_inputs:
+            if is_same_json(
+                (known.tools, known.template_kwargs), (inputs.tools, inputs.template_kwargs)
+            ):
+                return known
+        self._known_inputs.append(inputs)
+        return inputs
 
     def _find_parent(
-        self, messages: Sequence[Message], digests: list[bytes]
+        self, history: History, beginnings: Sequence[History]
     ) -> tuple[_Node | None, int]:
         """The deepest sampled turn that the messages replay, and how many they replay.
 
@@ -150,15 +226,29 @@ class ConversationTree:
         call's id are not equal. Of equal replies after different reasoning, the one whose
         reasoning came back, if any did.
         """
-        for length in range(len(messages), 0, -1):
-            if messages[length - 1]["role"] == "assistant":
-                known = self._by_conversation.get(digests[length], ())
-                nodes = [node for node in known if node.is_replayed_in(messages)]
+        for beginning in reversed(beginnings[1:]):
+            message = beginning[-1]
+            if message["role"] == "assistant":
+                known = self._by_conversation.get(beginning.digest, ())
+                nodes = [node for node in known if self._is_replayed(node, beginnings)]
                 if nodes:
-                    reasoning = extract_reasoning(messages[length - 1])
+                    reasoning = extract_reasoning(message)
                     exact = [node for node in nodes if node.reasoning == reasoning]
-                    return (exact or nodes)[-1], length
+                    return (exact or nodes)[-1], len(beginning)
         return None, 0
+
+    def _is_replayed(self, node: _Node, beginnings: Sequence[History]) -> bool:
+        """Whether no turn of the path came back with other reasoning than was sampled."""
+        found: list[tuple[History, str]] = []
+        for turn in node.path:
+            history = beginnings[turn.position + 1]
+            if (history, turn.interaction.id) in self._replays:
+                break
+            if not replays_reasoning(history[-1], turn.reasoning):
+                return False
+            found.append((history, turn.interaction.id))
+        self._replays.update(found)
+        return True
 
     def _find_edit(
         self, messages: Sequence[Message], digests: list[bytes], num_known: int
@@ -183,69 +273,110 @@ class ConversationTree:
     def _continue(
         self,
         parent: _Node,
-        messages: Sequence[Message],
+        history: History,
         num_known: int,
         inputs: TemplateInputs,
         edit: MismatchCause | None,
-        digests: list[bytes],
     ) -> PromptPlan:
         turn = parent.interaction
+        messages = tuple(history)
         new_messages = messages[num_known:]
-        skeleton = (*parent.plan.skeleton, make_placeholder(turn.reply), *new_messages)
-        split = self._template.split_at_last_turn(skeleton, inputs)
-        shown = self._find_shown_reasoning(parent, messages, inputs)
-        cause = self._find_obstacle(parent, inputs, split, shown)
-        if split is not None and cause is None:
+        skeleton = SharedSequence(
+            (make_placeholder(turn.reply), *new_messages), parent.plan.skeleton
+        )
+        reply = write_reasoning(messages[num_known - 1], parent.reasoning and _mark(parent))
+        marked = SharedSequence((reply, *new_messages), parent.plan.marked)
+        after = self._find_text_after(parent, skeleton, marked, inputs)
+        cause = shown = None
+        if after is None:
+            split = self._template.split_at_last_turn(skeleton, inputs)
+            shown = self._find_shown_reasoning(parent, messages, inputs)
+            cause = self._find_obstacle(parent, inputs, split, shown)
+            if split is not None and cause is None:
+                after = split.after
+                self._last_text = (skeleton, split.text)
+        known_ids = SharedSequence(turn.completion_ids, parent.plan.prompt_ids)
+        if after is not None:
+            new_ids = self._template.encode_after(turn.completion_ids, after, turn.finish_reason)
             return PromptPlan(
-                prompt_ids=self._template.join(
-                    turn.prompt_ids, turn.completion_ids, split.after, turn.finish_reason
-                ),
+                prompt_ids=pack_ids(new_ids, known_ids),
                 parent_id=turn.id,
                 extends_parent=True,
                 mismatch_cause=edit,
                 inputs=inputs,
+                history=history,
                 skeleton=skeleton,
-                skeleton_text=split.text,
-                prefix_digests=digests,
-                with_reasoning=parent.with_reasoning,
+                marked=marked,
+                without_reasoning=parent.plan.without_reasoning,
             )
 
         # No splice: tokenize the whole prompt. Often the tokens agree all the same.
-        restored = _restore_reasoning(parent, messages, shown)
+        assert shown is not None
+        restored = SharedSequence(_restore_reasoning(parent, messages, shown))
         text = self._template.render(restored, inputs)
         ids = self._template.encode(text)
-        known_ids = turn.prompt_ids + turn.completion_ids
         extends = ids[: len(known_ids)] == known_ids
+        self._last_text = (restored, text)
         return PromptPlan(
-            prompt_ids=ids,
+            prompt_ids=pack_ids(ids[len(known_ids) :], known_ids) if extends else pack_ids(ids),
             parent_id=turn.id,
             extends_parent=extends,
             mismatch_cause=edit if extends else cause,
             inputs=inputs,
+            history=history,
             skeleton=restored,
-            skeleton_text=text,
-            prefix_digests=digests,
-            with_reasoning=shown,
+            marked=SharedSequence(_mark_reasoning(parent, restored, shown)),
+            without_reasoning=frozenset(n.interaction.id for n in parent.path if n.reasoning)
+            - shown,
         )
+
+    def _find_text_after(
+        self,
+        parent: _Node,
+        skeleton: SharedSequence[Message],
+        marked: SharedSequence[Message],
+        inputs: TemplateInputs,
+    ) -> str | None:
+        """The text after the parent's turn, where its ids can stand, by what is new alone.
+
+        None: something else than the end of the conversation may have changed, so that only the
+        whole of it tells.
+        """
+        past = parent.plan
+        if inputs is not past.inputs:
+            return None
+        # One more than is new: the last message of a prompt may be shown in a way of its own.
+        num_last = len(skeleton) - len(past.skeleton) + 1
+        end = self._template.render_tail(skeleton, num_last, inputs, self._forms)
+        known = end and self._template.render_tail(past.skeleton, 1, inputs, self._forms)
+        if end is None or known is None or end.state != known.state:
+            return None
+        before, found, after = end.text.rpartition(PLACEHOLDER)
+        if not found:
+            return None
+        if not (known.text.startswith(before) or before.startswith(known.text)):
+            closed = self._template.render_tail(past.skeleton, 1, inputs, self._forms, False)
+            if closed is None or not before.startswith(closed.text):
+                return None
+        if parent.shows_reasoning:
+            end = self._template.render_tail(marked, num_last, inputs, self._forms)
+            known = end and self._template.render_tail(past.marked, 1, inputs, self._forms)
+            if end is None or known is None or end.state != known.state:
+                return None
+            if parent.reasoning and _mark(parent) not in end.text:
+                return None
+        return after
 
     def _find_shown_reasoning(
         self, parent: _Node, messages: Sequence[Message], inputs: TemplateInputs
     ) -> frozenset[str]:
-        """The turns whose reasoning the template shows in this prompt.
-
-        Marks stand in for the reasoning, which may be a word that occurs elsewhere too.
-        """
+        """The turns whose reasoning the template shows in this prompt."""
         turns = parent.with_reasoning
-        nodes = {n.interaction.id: n for n in parent.path if n.interaction.id in turns}
-        if not nodes:
+        if not turns:
             return frozenset()
-        marked = list(messages)
-        marks = {}
-        for number, node in enumerate(nodes.values()):
-            marks[node.interaction.id] = mark = f"{PLACEHOLDER}REASONING{number}X"
-            marked[node.position] = write_reasoning(messages[node.position], mark)
-        text = self._template.render(marked, inputs)
-        return frozenset(turn for turn, mark in marks.items() if mark in text)
+        text = self._template.render(_mark_reasoning(parent, messages, turns), inputs)
+        nodes = (node for node in parent.path if node.interaction.id in turns)
+        return frozenset(node.interaction.id for node in nodes if _mark(node) in text)
 
     def _find_obstacle(
         self,
@@ -274,10 +405,28 @@ class ConversationTree:
         It may lack what only a generation prompt has, or have more: what the model wrote
         itself, such as empty reasoning; or it may begin the turn in another way.
         """
-        past = plan.skeleton_text
+        skeleton, past = self._last_text
+        if skeleton is not plan.skeleton:
+            past = self._template.render(plan.skeleton, plan.inputs)
         if past.startswith(before) or before.startswith(past):
             return True
         return before.startswith(self._template.render(plan.skeleton, plan.inputs, is_prompt=False))
+
+
+def _mark(node: _Node) -> str:
+    """Stands for the reasoning of a turn, which may be a word that occurs elsewhere too."""
+    return f"{PLACEHOLDER}REASONING{node.interaction.id}X"
+
+
+def _mark_reasoning(
+    parent: _Node, messages: Sequence[Message], turns: frozenset[str]
+) -> tuple[Message, ...]:
+    """The messages with marks in place of the reasoning of the turns."""
+    marked = list(messages)
+    for node in parent.path:
+        if node.interaction.id in turns:
+            marked[node.position] = write_reasoning(messages[node.position], _mark(node))
+    return tuple(marked)
 
 
 def _restore_reasoning(
@@ -327,9 +476,15 @@ def fingerprint(message: Message, previous: bytes = b"") -> bytes:
     return hashlib.blake2b(meaning, key=previous).digest()
 
 
-def fingerprint_prefixes(messages: Iterable[Message]) -> list[bytes]:
-    """Entry i is the digest of the first i messages; entry 0 stands for none."""
-    return list(accumulate(messages, lambda past, m: fingerprint(m, past), initial=b""))
+def is_same_json(one: Any, other: Any) -> bool:
+    """Whether two values are the same JSON, to the order of keys; to Python 1, 1.0 and True are
+    equal."""
+    return one == other and marshal.dumps(one, 0) == marshal.dumps(other, 0)
+
+
+def pack_ids(ids: Sequence[int], parent: SharedSequence[int] | None = None) -> SharedSequence[int]:
+    """Token ids after those of ``parent``, in 4 bytes each."""
+    return SharedSequence(array("i", ids), parent)
 
 
 def diagnose_edit(sampled: Message, replayed: Message) -> MismatchCause:
