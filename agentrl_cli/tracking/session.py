@@ -8,7 +8,7 @@ import secrets
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -131,6 +131,11 @@ class Session:
         """All recorded calls, failed ones too, in order of arrival."""
         return tuple(sorted(self._interactions.values(), key=lambda i: (i.started, i.id)))
 
+    def find_completed(self, interaction_id: str) -> Interaction | None:
+        """The completed interaction of that id."""
+        found = self._interactions.get(interaction_id)
+        return found if found and found.status is InteractionStatus.COMPLETED else None
+
     def _list_completed(self) -> list[Interaction]:
         return [i for i in self.interactions if i.status is InteractionStatus.COMPLETED]
 
@@ -155,7 +160,7 @@ class Session:
     def begin_calls(
         self,
         completion_id: str,
-        messages: tuple[Message, ...],
+        messages: Sequence[Message],
         inputs: TemplateInputs,
         sampling: Sampling,
         num_choices: int,

@@ -25,17 +25,18 @@ from jinja2.utils import Namespace
 _LOOP_KEYS = frozenset({"first", "index", "index0", "last", "nextitem", "previtem"})
 #: Objects with a state of their own.
 _STATEFUL = frozenset({"cycler", "joiner"})
-_STARTS_LATE, _READS = "_agentrl_starts_late", "_agentrl_reads"
+_STARTS_LATE, _READS, _BEGINS = "_agentrl_starts_late", "_agentrl_reads", "_agentrl_begins"
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
     """The end of a rendered conversation."""
 
-    text: str
-    """What stands before the messages, and the last messages."""
-    state: tuple[object, ...]
-    """Of what the messages before them depended on besides; equal: they read the same."""
+    texts: tuple[str, ...]
+    """Of each of the last messages; that of the last one ends with the prompt."""
+    state: object
+    """Of what stands before the messages, and what those before the last depend on besides; equal:
+    the same was written there."""
 
 
 class TailTemplate:
@@ -43,7 +44,7 @@ class TailTemplate:
 
     Args:
         template: compiled, with its environment.
-        mark: text that never occurs in a prompt; it stands where messages were left out.
+        mark: text that never occurs in a prompt; it separates the messages' texts.
     """
 
     def __init__(self, template: Any, mark: str) -> None:
@@ -66,9 +67,9 @@ class TailTemplate:
         return cls(template, mark)
 
     def render(self, messages: list[Any], num_last: int, **inputs: Any) -> Tail | None:
-        """The last ``num_last`` of the messages, after what the template writes before any.
+        """The last ``num_last`` of the messages.
 
-        None: the template complains.
+        None: the template complains, or does not write them one after the other.
         """
         state: list[object] = []
 
@@ -82,14 +83,17 @@ class TailTemplate:
 
         def read(*values: Any) -> str:
             state.append(_digest(values))
-            return self._mark
+            return ""
 
-        inputs |= {_STARTS_LATE: start_late, _READS: read}
+        inputs |= {_STARTS_LATE: start_late, _READS: read, _BEGINS: lambda: self._mark}
         try:
             text = self._template.render(messages=messages, **inputs)
         except Exception:  # a template may raise anything; the whole rendering says what
             return None
-        return Tail(text, tuple(state))
+        before, *texts = text.split(self._mark)
+        if len(state) != 1 or len(texts) != num_last:
+            return None
+        return Tail(tuple(texts), (before and _digest([before]), state[0]))
 
 
 class _LateList(list[Any]):
@@ -161,6 +165,7 @@ def _rewrite_loops(tree: nodes.Template) -> bool:
                 call = _call(_READS, [nodes.Name(name, "load") for name in given])
                 rewritten.append(nodes.Output([call]))
                 node.iter = _call(_STARTS_LATE, [node.iter])
+                node.body = [nodes.Output([_call(_BEGINS, [])]), *node.body]
             rewritten.append(node)
         return rewritten
 

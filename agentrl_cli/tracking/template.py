@@ -24,10 +24,10 @@ from agentrl_cli.tracking.formats.format_choice import choose_formats, collect_t
 from agentrl_cli.tracking.formats.reply_formats import ReplyFormats
 from agentrl_cli.tracking.tail_rendering import Tail, TailTemplate
 
-#: Stand for a sampled turn, and for messages that were left out, while rendering. Plain letters: no
-#: template escapes them. Others in every process: in no text that an agent sends, be it this file,
-#: may they be found.
-PLACEHOLDER, _LEFT_OUT = (
+#: Stand for a sampled turn, and between messages, while rendering. Plain letters: no template
+#: escapes them. Others in every process: in no text that an agent sends, be it this file, may they
+#: be found.
+PLACEHOLDER, _MESSAGE_MARK = (
     "AGENTRL" + "".join(secrets.choice(string.ascii_uppercase) for _ in range(24)) for _ in range(2)
 )
 #: Under which a placeholder keeps the reply that it stands for.
@@ -136,14 +136,14 @@ class ChatTemplate:
         forms: TemplateForms,
         is_prompt: bool = True,
     ) -> Tail | None:
-        """The end of what :meth:`render` gives, without rendering the messages before it.
+        """The end of what :meth:`render` gives, made without the messages before it.
 
         None: of this template, or of these messages, only the whole tells the end.
         """
         tools = list(inputs.tools) or None
         source = self.tokenizer.get_chat_template(None, tools)
         if source not in self._tail_templates:
-            self._tail_templates[source] = TailTemplate.build(source, _LEFT_OUT)
+            self._tail_templates[source] = TailTemplate.build(source, _MESSAGE_MARK)
         template = self._tail_templates[source]
         if template is None:
             return None
@@ -151,7 +151,7 @@ class ChatTemplate:
         given = {**self.tokenizer.special_tokens_map, **dict(inputs.template_kwargs)}
         given |= {"tools": tools, "documents": None, "add_generation_prompt": is_prompt}
         tail = template.render(shown, min(num_last, len(shown)), **given)
-        return tail and Tail(make_encodable(tail.text), tail.state)
+        return tail and Tail(tuple(map(make_encodable, tail.texts)), tail.state)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of template text; special tokens in it become special ids."""
@@ -217,7 +217,7 @@ class ChatTemplate:
         an end token itself, and added when it did not (a turn that stopped for length or at a
         stop text).
         """
-        after_ids = self.encode(text_after.replace(_LEFT_OUT, ""))
+        after_ids = self.encode(text_after)
         last = completion_ids[-1] if completion_ids else None
         if last in after_ids[:1]:
             after_ids = after_ids[1:]

@@ -17,6 +17,7 @@ from itertools import takewhile
 from typing import Any
 
 from agentrl_cli.records import Interaction, Message, MismatchCause, SharedSequence
+from agentrl_cli.tracking.tail_rendering import Tail
 from agentrl_cli.tracking.template import (
     PLACEHOLDER,
     ChatTemplate,
@@ -37,6 +38,8 @@ _write_json = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 #: Keys whose meaning is compared otherwise, or that only number the pieces of a stream.
 _KNOWN_KEYS = frozenset({"role", "content", "tool_calls"})
 _KNOWN_REPLY_KEYS = _KNOWN_KEYS | {"reasoning_content", "reasoning"}
+#: Ends of prompts that a session keeps.
+_MAX_ENDS = 16
 _KNOWN_CALL_KEYS = frozenset({"id", "type", "function", "index"})
 
 
@@ -63,11 +66,12 @@ class History(SharedSequence[Message]):
         self.is_given = False
         """True: a request that matched had them."""
 
-    def follow(self, message: Message) -> History:
-        """These messages and one more."""
-        for history in self._next:
-            if is_same_json(history._own[0], message):
-                return history
+    def find_next(self, message: Any) -> History | None:
+        """These messages and one more, if a request had them."""
+        return next((h for h in self._next if is_same_json(h._own[0], message)), None)
+
+    def add_next(self, message: Message) -> History:
+        """These messages and one more, which no request had."""
         self._next.append(History(message, self))
         return self._next[-1]
 
@@ -96,7 +100,7 @@ class PromptPlan:
     skeleton: SharedSequence[Message]
     """The request's messages, a placeholder standing for every sampled turn of the path."""
     marked: SharedSequence[Message]
-    """The same with the turns themselves, a mark standing for every reasoning in ``prompt_ids``."""
+    """The same, a mark standing for every turn's reasoning that is in ``prompt_ids``."""
     without_reasoning: frozenset[str] = frozenset()
     """The sampled turns whose reasoning is not in ``prompt_ids``, by id."""
 
@@ -153,6 +157,8 @@ class ConversationTree:
         #: Requests that replay the reasoning of a turn, and of all that it continues.
         self._replays: set[tuple[History, str]] = set()
         self._last_text: tuple[object, str] = (None, "")
+        #: Of the last prompts, which are the likeliest to be continued; by their address.
+        self._last_ends: dict[int, tuple[SharedSequence[Message], Tail]] = {}
 
     def plan(self, messages: Sequence[Message], inputs: TemplateInputs) -> PromptPlan:
         """The prompt of a request, spliced to the turn that it continues, if it does.
@@ -160,9 +166,7 @@ class ConversationTree:
         Raises:
             TemplateError: the template refuses the messages.
         """
-        history = self._root
-        for message in messages:
-            history = history.follow(message)
+        history = self.follow(messages)
         beginnings = history.beginnings
         digests = [beginning.digest for beginning in beginnings]
         inputs = self._share(inputs)
@@ -181,6 +185,25 @@ class ConversationTree:
             skeleton=skeleton,
             marked=skeleton,
         )
+
+    def find_known(self, messages: Sequence[Any]) -> History:
+        """The longest beginning of ``messages`` that an earlier request had, to the letter."""
+        history = self._root
+        for message in messages:
+            following = history.find_next(message)
+            if following is None:
+                break
+            history = following
+        return history
+
+    def follow(self, messages: Sequence[Message]) -> History:
+        """The messages of a request, of which known ones are shared."""
+        if isinstance(messages, History):
+            return messages
+        history = self.find_known(messages)
+        for message in messages[len(history) :]:
+            history = history.add_next(message)
+        return history
 
     def add(self, plan: PromptPlan, interaction: Interaction) -> None:
         """Makes a completed interaction available as a parent."""
@@ -284,9 +307,8 @@ class ConversationTree:
         skeleton = SharedSequence(
             (make_placeholder(turn.reply), *new_messages), parent.plan.skeleton
         )
-        reply = write_reasoning(messages[num_known - 1], parent.reasoning and _mark(parent))
-        marked = SharedSequence((reply, *new_messages), parent.plan.marked)
-        after = self._find_text_after(parent, skeleton, marked, inputs)
+        marked = SharedSequence((_make_marked(parent), *new_messages), parent.plan.marked)
+        after = self._find_text_after(parent, marked, inputs)
         cause = shown = None
         if after is None:
             split = self._template.split_at_last_turn(skeleton, inputs)
@@ -331,11 +353,7 @@ class ConversationTree:
         )
 
     def _find_text_after(
-        self,
-        parent: _Node,
-        skeleton: SharedSequence[Message],
-        marked: SharedSequence[Message],
-        inputs: TemplateInputs,
+        self, parent: _Node, marked: SharedSequence[Message], inputs: TemplateInputs
     ) -> str | None:
         """The text after the parent's turn, where its ids can stand, by what is new alone.
 
@@ -345,27 +363,33 @@ class ConversationTree:
         past = parent.plan
         if inputs is not past.inputs:
             return None
+        known = self._render_last(past.marked, inputs)
         # One more than is new: the last message of a prompt may be shown in a way of its own.
-        num_last = len(skeleton) - len(past.skeleton) + 1
-        end = self._template.render_tail(skeleton, num_last, inputs, self._forms)
-        known = end and self._template.render_tail(past.skeleton, 1, inputs, self._forms)
-        if end is None or known is None or end.state != known.state:
+        num_last = len(marked) - len(past.marked) + 1
+        end = known and self._template.render_tail(marked, num_last, inputs, self._forms)
+        if known is None or end is None or end.state != known.state:
             return None
-        before, found, after = end.text.rpartition(PLACEHOLDER)
-        if not found:
+        self._last_ends[id(marked)] = (marked, Tail(end.texts[-1:], end.state))
+        if len(self._last_ends) > _MAX_ENDS:
+            del self._last_ends[next(iter(self._last_ends))]
+        before, found, after = "".join(end.texts).rpartition(PLACEHOLDER)
+        if not found or (parent.reasoning and _mark(parent) not in before):
             return None
-        if not (known.text.startswith(before) or before.startswith(known.text)):
-            closed = self._template.render_tail(past.skeleton, 1, inputs, self._forms, False)
-            if closed is None or not before.startswith(closed.text):
-                return None
-        if parent.shows_reasoning:
-            end = self._template.render_tail(marked, num_last, inputs, self._forms)
-            known = end and self._template.render_tail(past.marked, 1, inputs, self._forms)
-            if end is None or known is None or end.state != known.state:
-                return None
-            if parent.reasoning and _mark(parent) not in end.text:
+        [prompt_end] = known.texts
+        if not (prompt_end.startswith(before) or before.startswith(prompt_end)):
+            closed = self._template.render_tail(past.marked, 1, inputs, self._forms, False)
+            if closed is None or not before.startswith(closed.texts[0]):
                 return None
         return after
+
+    def _render_last(
+        self, marked: SharedSequence[Message], inputs: TemplateInputs
+    ) -> Tail | None:
+        """The end of a prompt that is likely the last one that was made."""
+        known = self._last_ends.get(id(marked))
+        if known is not None:
+            return known[1]
+        return self._template.render_tail(marked, 1, inputs, self._forms)
 
     def _find_shown_reasoning(
         self, parent: _Node, messages: Sequence[Message], inputs: TemplateInputs
@@ -416,6 +440,12 @@ class ConversationTree:
 def _mark(node: _Node) -> str:
     """Stands for the reasoning of a turn, which may be a word that occurs elsewhere too."""
     return f"{PLACEHOLDER}REASONING{node.interaction.id}X"
+
+
+def _make_marked(node: _Node) -> Message:
+    """The message that stands for a turn and for its reasoning while rendering."""
+    placeholder = make_placeholder(node.interaction.reply)
+    return write_reasoning(placeholder, _mark(node)) if node.reasoning else placeholder
 
 
 def _mark_reasoning(

@@ -128,6 +128,18 @@ def parse_conversation(body: Mapping[str, Any]) -> tuple[tuple[Message, ...], tu
     return tuple(body["messages"]), tuple(body.get("tools") or ())
 
 
+def _validate_new(body: dict[str, Any], session: Session) -> tuple[_Body, int]:
+    """The body, and how many messages are known from earlier requests, which were valid."""
+    messages = body.get("messages")
+    num_known = len(session.tree.find_known(messages)) if isinstance(messages, list) else 0
+    if num_known:
+        try:
+            return validate(_Body, {**body, "messages": body["messages"][num_known - 1 :]}), num_known
+        except RequestError:
+            pass  # Named by its place among all.
+    return validate(_Body, body), 0
+
+
 class ChatProtocol:
     """OpenAI's chat completions; see :class:`~agentrl_cli.tracking.gateway.WireProtocol`."""
 
@@ -136,13 +148,14 @@ class ChatProtocol:
 
     def parse(self, body: dict[str, Any], session: Session) -> ModelRequest:
         """The request; the session's sampling holds where the body says nothing."""
-        fields = validate(_Body, body)
-        messages, tools = tuple(body["messages"]), tuple(body.get("tools") or ())
-        for index, message in enumerate(messages):
+        fields, num_known = _validate_new(body, session)
+        tools = tuple(body.get("tools") or ())
+        for index, message in enumerate(body["messages"][num_known:], num_known):
             for key, remedy in _UNREAD_MESSAGE_KEYS.items():
                 if message.get(key):
                     where = f"messages[{index}].{key}"
                     raise RequestError(f"{where} is not supported here; {remedy}", where)
+        messages = session.tree.follow(body["messages"])
         if fields.top_logprobs and not fields.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         wanted = fields.response_format
