@@ -214,7 +214,7 @@ class Session:
             # As arrays: Python's own numbers take five times as much memory.
             completion_ids=pack_ids(generation.completion_ids),
             rollout_logprobs=SharedSequence(array("d", generation.rollout_logprobs)),
-            versions=SharedSequence(array("q", generation.versions)),
+            versions=SharedSequence(array("i", generation.versions)),
             num_reported_tokens=num_reported_tokens,
             finish_reason=finish_reason,
             ended=self._tick(),

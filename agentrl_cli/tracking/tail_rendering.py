@@ -72,28 +72,30 @@ class TailTemplate:
         None: the template complains, or does not write them one after the other.
         """
         state: list[object] = []
+        #: Of each loop, whether it is one over the messages; others run from their beginning.
+        starts: list[bool] = []
 
         def start_late(items: Any) -> Any:
-            last = items[-num_last:] if isinstance(items, list) else ()
-            if len(last) < num_last or any(
-                item is not message for item, message in zip(last, messages[-num_last:], strict=True)
-            ):
-                return items
-            return _LateList(items, len(items) - num_last)
+            last = items[-num_last:] if isinstance(items, list) else []
+            starts.append([*map(id, last)] == [*map(id, messages[-num_last:])])
+            return _LateList(items, len(items) - num_last) if starts[-1] else items
 
         def read(*values: Any) -> str:
             state.append(_digest(values))
             return ""
 
-        inputs |= {_STARTS_LATE: start_late, _READS: read, _BEGINS: lambda: self._mark}
+        def begin() -> str:
+            return self._mark if starts[-1] else ""
+
+        inputs |= {_STARTS_LATE: start_late, _READS: read, _BEGINS: begin}
         try:
             text = self._template.render(messages=messages, **inputs)
         except Exception:  # a template may raise anything; the whole rendering says what
             return None
         before, *texts = text.split(self._mark)
-        if len(state) != 1 or len(texts) != num_last:
+        if sum(starts) != 1 or len(texts) != num_last:
             return None
-        return Tail(tuple(texts), (before and _digest([before]), state[0]))
+        return Tail(tuple(texts), (_digest([before]), *state))
 
 
 class _LateList(list[Any]):

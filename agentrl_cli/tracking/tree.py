@@ -196,11 +196,11 @@ class ConversationTree:
             history = following
         return history
 
-    def follow(self, messages: Sequence[Message]) -> History:
-        """The messages of a request, of which known ones are shared."""
+    def follow(self, messages: Sequence[Message], known: History | None = None) -> History:
+        """The messages of a request, of which the known ones are shared."""
         if isinstance(messages, History):
             return messages
-        history = self.find_known(messages)
+        history = known or self.find_known(messages)
         for message in messages[len(history) :]:
             history = history.add_next(message)
         return history

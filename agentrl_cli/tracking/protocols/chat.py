@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -42,6 +43,7 @@ from agentrl_cli.tracking.protocols.model_request import (
     validate,
 )
 from agentrl_cli.tracking.session import Session
+from agentrl_cli.tracking.tree import History
 
 #: Keys of messages that no chat template reads, and what says the same.
 _UNREAD_MESSAGE_KEYS: Mapping[str, str] = {
@@ -128,16 +130,15 @@ def parse_conversation(body: Mapping[str, Any]) -> tuple[tuple[Message, ...], tu
     return tuple(body["messages"]), tuple(body.get("tools") or ())
 
 
-def _validate_new(body: dict[str, Any], session: Session) -> tuple[_Body, int]:
-    """The body, and how many messages are known from earlier requests, which were valid."""
+def _validate_new(body: dict[str, Any], session: Session) -> tuple[_Body, History]:
+    """The body, and its messages that are known from earlier requests, which were valid."""
     messages = body.get("messages")
-    num_known = len(session.tree.find_known(messages)) if isinstance(messages, list) else 0
-    if num_known:
-        try:
-            return validate(_Body, {**body, "messages": body["messages"][num_known - 1 :]}), num_known
-        except RequestError:
-            pass  # Named by its place among all.
-    return validate(_Body, body), 0
+    known = session.tree.find_known(messages if isinstance(messages, list) else ())
+    with suppress(RequestError):
+        if known:
+            return validate(_Body, {**body, "messages": body["messages"][len(known) - 1 :]}), known
+    # An error names the place among all messages.
+    return validate(_Body, body), known
 
 
 class ChatProtocol:
@@ -148,14 +149,14 @@ class ChatProtocol:
 
     def parse(self, body: dict[str, Any], session: Session) -> ModelRequest:
         """The request; the session's sampling holds where the body says nothing."""
-        fields, num_known = _validate_new(body, session)
+        fields, known = _validate_new(body, session)
         tools = tuple(body.get("tools") or ())
-        for index, message in enumerate(body["messages"][num_known:], num_known):
+        for index, message in enumerate(body["messages"][len(known) :], len(known)):
             for key, remedy in _UNREAD_MESSAGE_KEYS.items():
                 if message.get(key):
                     where = f"messages[{index}].{key}"
                     raise RequestError(f"{where} is not supported here; {remedy}", where)
-        messages = session.tree.follow(body["messages"])
+        messages = session.tree.follow(body["messages"], known)
         if fields.top_logprobs and not fields.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         wanted = fields.response_format
