@@ -31,7 +31,7 @@ from agentrl_cli.tracking.credit import (
     parse_reward,
 )
 from agentrl_cli.tracking.template import TemplateInputs
-from agentrl_cli.tracking.tree import ConversationTree, PromptPlan, pack_ids
+from agentrl_cli.tracking.tree import ConversationTree, PromptPlan, pack_ids, share_texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +210,7 @@ class Session:
         interaction = replace(
             call.asked,
             seconds=time.perf_counter() - call.clock,
-            reply=reply,
+            reply=share_texts(reply),
             # As arrays: Python's own numbers take five times as much memory.
             completion_ids=pack_ids(generation.completion_ids),
             rollout_logprobs=SharedSequence(array("d", generation.rollout_logprobs)),

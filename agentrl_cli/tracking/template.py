@@ -285,20 +285,20 @@ class TemplateForms:
     """Messages as templates expect them, each made once."""
 
     def __init__(self) -> None:
-        #: With the message itself: while it is held, no other has its address.
-        self._known: dict[tuple[int, bool], tuple[Message, Message]] = {}
+        #: By the message's address, which no other has while it is held beside its form.
+        self._known: dict[bool, dict[int, tuple[Message, Message]]] = {False: {}, True: {}}
 
     def list_forms(
         self, messages: Iterable[Message], reasoning_key: str | None, wants_text: bool
     ) -> list[Message]:
         """The forms of ``messages``; one that is its own form already is not copied."""
-        known, forms = self._known, []
+        known, forms = self._known[wants_text], []
         for message in messages:
-            found = known.get((id(message), wants_text))
+            found = known.get(id(message))
             if found is None:
                 form = _to_template_message(message, reasoning_key, wants_text)
                 found = (message, message if form == message else form)
-                known[id(message), wants_text] = found
+                known[id(message)] = found
             forms.append(found[1])
         return forms
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import marshal
+import sys
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class History(SharedSequence[Message]):
     def __init__(self, message: Message | None = None, before: History | None = None) -> None:
         super().__init__(() if message is None else (message,), before)
         self.before = before
-        self._next: list[History] = []
+        self._next: tuple[History, ...] = ()
         self.digest = b""
         """Of the meaning of all messages; empty: there are none."""
         if message is not None and before is not None:
@@ -72,7 +73,7 @@ class History(SharedSequence[Message]):
 
     def add_next(self, message: Message) -> History:
         """These messages and one more, which no request had."""
-        self._next.append(History(message, self))
+        self._next += (History(share_texts(message), self),)
         return self._next[-1]
 
     @property
@@ -304,10 +305,13 @@ class ConversationTree:
         turn = parent.interaction
         messages = tuple(history)
         new_messages = messages[num_known:]
-        skeleton = SharedSequence(
-            (make_placeholder(turn.reply), *new_messages), parent.plan.skeleton
-        )
-        marked = SharedSequence((_make_marked(parent), *new_messages), parent.plan.marked)
+        placeholder = make_placeholder(turn.reply)
+        skeleton = SharedSequence((placeholder, *new_messages), parent.plan.skeleton)
+        if parent.reasoning:
+            placeholder = write_reasoning(placeholder, _mark(parent))
+        marked = skeleton
+        if parent.shows_reasoning:
+            marked = SharedSequence((placeholder, *new_messages), parent.plan.marked)
         after = self._find_text_after(parent, marked, inputs)
         cause = shown = None
         if after is None:
@@ -442,12 +446,6 @@ def _mark(node: _Node) -> str:
     return f"{PLACEHOLDER}REASONING{node.interaction.id}X"
 
 
-def _make_marked(node: _Node) -> Message:
-    """The message that stands for a turn and for its reasoning while rendering."""
-    placeholder = make_placeholder(node.interaction.reply)
-    return write_reasoning(placeholder, _mark(node)) if node.reasoning else placeholder
-
-
 def _mark_reasoning(
     parent: _Node, messages: Sequence[Message], turns: frozenset[str]
 ) -> tuple[Message, ...]:
@@ -503,7 +501,16 @@ def _normalize(message: Message) -> list[Any]:
 def fingerprint(message: Message, previous: bytes = b"") -> bytes:
     """A digest of a message's meaning and of all that came before it."""
     meaning = _write_json(_normalize(message)).encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(meaning, key=previous).digest()
+    return hashlib.blake2b(meaning, key=previous, digest_size=16).digest()
+
+
+def share_texts(value: Any) -> Any:
+    """Equal JSON, whose texts and keys are held once however many messages have them."""
+    if isinstance(value, dict):
+        return {sys.intern(key): share_texts(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [share_texts(item) for item in value]
+    return sys.intern(value) if type(value) is str else value
 
 
 def is_same_json(one: Any, other: Any) -> bool:
