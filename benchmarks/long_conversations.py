@@ -1,4 +1,4 @@
-"""What a call costs as a conversation grows: CPU of call 200 beside call 2, and the session's memory.
+"""What a call costs as a conversation grows: CPU of calls 2 and 200, and the session's memory.
 
     python -m benchmarks.long_conversations --output docs/results/long-conversations.md
 
@@ -34,7 +34,7 @@ _NUM_TURNS = 200
 #: Calls around the ones that are compared; their median is shown.
 _NUM_AROUND = 3
 _MIB = 2**20
-_WORDS = "the sum of all numbers from one to ten is less than sixty and so the answer is known".split()
+_TEXT = "the sum of all numbers from one to ten is less than sixty and so the answer is known "
 _TOOL = {
     "type": "function",
     "function": {
@@ -162,7 +162,8 @@ class _ClockedGateway(Gateway):
 
 
 def _say(number: int, num_words: int) -> str:
-    return " ".join(_WORDS[(number * 7 + n * (1 + number % 3)) % len(_WORDS)] for n in range(num_words))
+    words = _TEXT.split() * (num_words + 3)
+    return " ".join(words[number * 7 % 19 :: 1 + number % 3][:num_words])
 
 
 async def talk(client: TrackingClient, case: Case, costs: list[tuple[float, float]]) -> None:
@@ -236,7 +237,11 @@ async def measure(case: Case, tokenizer: Any, *, num_rounds: int) -> Cost:
     # The first call of a round loads what the later ones find.
     early = [c for costs in rounds for c in costs[1 : 1 + _NUM_AROUND]]
     late = [c for costs in rounds for c in costs[-_NUM_AROUND:]]
-    figures = [1e3 * statistics.median(c[part] for c in calls) for part in (0, 1) for calls in (early, late)]
+    figures = [
+        1e3 * statistics.median(c[part] for c in calls)
+        for part in (0, 1)
+        for calls in (early, late)
+    ]
     return Cost(*figures, held / _MIB, distinct / _MIB)
 
 
@@ -244,7 +249,8 @@ async def run(num_rounds: int) -> str:
     """The table."""
     tokenizer = train_tokenizer([_say(n, 60) for n in range(40)], 500)
     lines = [
-        "| conversation | call 2, CPU ms | call 200, CPU ms | of it the gateway | held, MiB | tokens and text, MiB | times |",
+        "| conversation | call 2, CPU ms | call 200, CPU ms | of it the gateway | held, MiB "
+        "| tokens and text, MiB | times |",
         "|---|---|---|---|---|---|---|",
     ]
     for case in CASES:

@@ -114,7 +114,9 @@ def _send_as_given(resource: Any, key: str) -> None:
         def send(method: Any = method, **options: Any) -> Any:
             items = options.get(key)
             if isinstance(items, list):
-                items = [maybe_transform(m, object) if isinstance(m, BaseModel) else m for m in items]
+                items = [
+                    maybe_transform(m, object) if isinstance(m, BaseModel) else m for m in items
+                ]
                 if _is_plain(items):
                     extra = {key: items, **(options.get("extra_body") or {})}
                     options |= {key: (), "extra_body": extra}

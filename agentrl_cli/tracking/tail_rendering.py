@@ -61,7 +61,7 @@ class TailTemplate:
         tree = environment.parse(source)
         if _has_side_effects(tree) or not _rewrite_loops(tree):
             return None
-        template = environment.from_string(tree)
+        template = environment.from_string(tree.set_environment(environment).set_lineno(1))
         # Where the compiled code looks for it; of this template alone.
         template.root_render_func.__globals__["LoopContext"] = _LateLoop
         return cls(template, mark)
@@ -87,9 +87,9 @@ class TailTemplate:
         def begin() -> str:
             return self._mark if starts[-1] else ""
 
-        inputs |= {_STARTS_LATE: start_late, _READS: read, _BEGINS: begin}
+        functions = {_STARTS_LATE: start_late, _READS: read, _BEGINS: begin}
         try:
-            text = self._template.render(messages=messages, **inputs)
+            text = self._template.render(messages=messages, **inputs, **functions)
         except Exception:  # a template may raise anything; the whole rendering says what
             return None
         before, *texts = text.split(self._mark)
@@ -175,7 +175,6 @@ def _rewrite_loops(tree: nodes.Template) -> bool:
     for name in macro_names:
         stores[name] = 0
     tree.body = rewrite(tree.body)
-    tree.set_environment(tree.environment).set_lineno(1)
     return found
 
 
@@ -191,7 +190,7 @@ def _may_start_late(loop: nodes.For) -> bool:
     """Whether no round of the loop needs another, nor the number of them."""
     if loop.recursive or loop.test is not None or loop.else_ or not loop.find(nodes.Output):
         return False
-    if loop.find((nodes.NSRef, nodes.Break)):
+    if loop.find(nodes.NSRef) or loop.find(nodes.Break):
         return False
     return all(key in _LOOP_KEYS for part in loop.body for key in _list_loop_keys(part))
 

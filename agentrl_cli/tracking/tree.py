@@ -386,9 +386,7 @@ class ConversationTree:
                 return None
         return after
 
-    def _render_last(
-        self, marked: SharedSequence[Message], inputs: TemplateInputs
-    ) -> Tail | None:
+    def _render_last(self, marked: SharedSequence[Message], inputs: TemplateInputs) -> Tail | None:
         """The end of a prompt that is likely the last one that was made."""
         known = self._last_ends.get(id(marked))
         if known is not None:

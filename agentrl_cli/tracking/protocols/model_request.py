@@ -33,7 +33,7 @@ from agentrl_cli.errors import (
 )
 from agentrl_cli.log import get_logger
 from agentrl_cli.records import Message
-from agentrl_cli.tracking.session import BudgetExceededError, Session
+from agentrl_cli.tracking.session import BudgetExceededError
 from agentrl_cli.tracking.template import TemplateError, TemplateInputs, make_template_inputs
 
 _log = get_logger(__name__)
