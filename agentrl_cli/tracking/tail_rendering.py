@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import marshal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -87,7 +87,11 @@ class TailTemplate:
         def begin() -> str:
             return self._mark if starts[-1] else ""
 
-        functions = {_STARTS_LATE: start_late, _READS: read, _BEGINS: begin}
+        functions: dict[str, Callable[..., Any]] = {
+            _STARTS_LATE: start_late,
+            _READS: read,
+            _BEGINS: begin,
+        }
         try:
             text = self._template.render(messages=messages, **inputs, **functions)
         except Exception:  # a template may raise anything; the whole rendering says what

@@ -44,7 +44,7 @@ _MAX_ENDS = 16
 _KNOWN_CALL_KEYS = frozenset({"id", "type", "function", "index"})
 
 
-class History(SharedSequence[Message]):
+class MessageHistory(SharedSequence[Message]):
     """The messages of a request; requests that begin alike share them, and what is known of them.
 
     Args:
@@ -56,10 +56,12 @@ class History(SharedSequence[Message]):
     # By identity: each is made once.
     __hash__ = object.__hash__
 
-    def __init__(self, message: Message | None = None, before: History | None = None) -> None:
+    def __init__(
+        self, message: Message | None = None, before: MessageHistory | None = None
+    ) -> None:
         super().__init__(() if message is None else (message,), before)
         self.before = before
-        self._next: tuple[History, ...] = ()
+        self._next: tuple[MessageHistory, ...] = ()
         self.digest = b""
         """Of the meaning of all messages; empty: there are none."""
         if message is not None and before is not None:
@@ -67,20 +69,20 @@ class History(SharedSequence[Message]):
         self.is_given = False
         """True: a request that matched had them."""
 
-    def find_next(self, message: Any) -> History | None:
+    def find_next(self, message: Any) -> MessageHistory | None:
         """These messages and one more, if a request had them."""
         return next((h for h in self._next if is_same_json(h._own[0], message)), None)
 
-    def add_next(self, message: Message) -> History:
+    def add_next(self, message: Message) -> MessageHistory:
         """These messages and one more, which no request had."""
-        self._next += (History(share_texts(message), self),)
+        self._next += (MessageHistory(share_texts(message), self),)
         return self._next[-1]
 
     @property
-    def beginnings(self) -> list[History]:
+    def beginnings(self) -> list[MessageHistory]:
         """Entry i is the first i messages."""
-        found: list[History] = []
-        history: History | None = self
+        found: list[MessageHistory] = []
+        history: MessageHistory | None = self
         while history is not None:
             found.append(history)
             history = history.before
@@ -97,7 +99,7 @@ class PromptPlan:
     """True: ``prompt_ids`` begins with the parent's prompt and completion ids."""
     mismatch_cause: MismatchCause | None
     inputs: TemplateInputs
-    history: History
+    history: MessageHistory
     skeleton: SharedSequence[Message]
     """The request's messages, a placeholder standing for every sampled turn of the path."""
     marked: SharedSequence[Message]
@@ -120,6 +122,11 @@ class _Node:
     def position(self) -> int:
         """Where the reply stands among the messages of a request that continues it."""
         return len(self.plan.history)
+
+    @property
+    def ids(self) -> SharedSequence[int]:
+        """The tokens up to the end of the turn."""
+        return SharedSequence(self.interaction.completion_ids, self.plan.prompt_ids)
 
     @property
     def with_reasoning(self) -> frozenset[str]:
@@ -146,7 +153,7 @@ class ConversationTree:
     def __init__(self, template: ChatTemplate, *, keep_reasoning: bool = False) -> None:
         self._template = template
         self._keep_reasoning = keep_reasoning
-        self._root = History()
+        self._root = MessageHistory()
         self._forms = TemplateForms()
         self._known_inputs: list[TemplateInputs] = []
         self._by_conversation: dict[bytes, list[_Node]] = {}
@@ -156,7 +163,7 @@ class ConversationTree:
         #: Conversations up to an assistant's turn that an agent gave unasked: examples.
         self._given: set[bytes] = set()
         #: Requests that replay the reasoning of a turn, and of all that it continues.
-        self._replays: set[tuple[History, str]] = set()
+        self._replays: set[tuple[MessageHistory, str]] = set()
         self._last_text: tuple[object, str] = (None, "")
         #: Of the last prompts, which are the likeliest to be continued; by their address.
         self._last_ends: dict[int, tuple[SharedSequence[Message], Tail]] = {}
@@ -187,7 +194,7 @@ class ConversationTree:
             marked=skeleton,
         )
 
-    def find_known(self, messages: Sequence[Any]) -> History:
+    def find_known(self, messages: Sequence[Any]) -> MessageHistory:
         """The longest beginning of ``messages`` that an earlier request had, to the letter."""
         history = self._root
         for message in messages:
@@ -197,9 +204,11 @@ class ConversationTree:
             history = following
         return history
 
-    def follow(self, messages: Sequence[Message], known: History | None = None) -> History:
+    def follow(
+        self, messages: Sequence[Message], known: MessageHistory | None = None
+    ) -> MessageHistory:
         """The messages of a request, of which the known ones are shared."""
-        if isinstance(messages, History):
+        if isinstance(messages, MessageHistory):
             return messages
         history = known or self.find_known(messages)
         for message in messages[len(history) :]:
@@ -242,7 +251,7 @@ class ConversationTree:
         return inputs
 
     def _find_parent(
-        self, history: History, beginnings: Sequence[History]
+        self, history: MessageHistory, beginnings: Sequence[MessageHistory]
     ) -> tuple[_Node | None, int]:
         """The deepest sampled turn that the messages replay, and how many they replay.
 
@@ -261,9 +270,9 @@ class ConversationTree:
                     return (exact or nodes)[-1], len(beginning)
         return None, 0
 
-    def _is_replayed(self, node: _Node, beginnings: Sequence[History]) -> bool:
+    def _is_replayed(self, node: _Node, beginnings: Sequence[MessageHistory]) -> bool:
         """Whether no turn of the path came back with other reasoning than was sampled."""
-        found: list[tuple[History, str]] = []
+        found: list[tuple[MessageHistory, str]] = []
         for turn in node.path:
             history = beginnings[turn.position + 1]
             if (history, turn.interaction.id) in self._replays:
@@ -297,7 +306,7 @@ class ConversationTree:
     def _continue(
         self,
         parent: _Node,
-        history: History,
+        history: MessageHistory,
         num_known: int,
         inputs: TemplateInputs,
         edit: MismatchCause | None,
@@ -321,39 +330,48 @@ class ConversationTree:
             if split is not None and cause is None:
                 after = split.after
                 self._last_text = (skeleton, split.text)
-        known_ids = SharedSequence(turn.completion_ids, parent.plan.prompt_ids)
-        if after is not None:
-            new_ids = self._template.encode_after(turn.completion_ids, after, turn.finish_reason)
-            return PromptPlan(
-                prompt_ids=pack_ids(new_ids, known_ids),
-                parent_id=turn.id,
-                extends_parent=True,
-                mismatch_cause=edit,
-                inputs=inputs,
-                history=history,
-                skeleton=skeleton,
-                marked=marked,
-                without_reasoning=parent.plan.without_reasoning,
-            )
+        if after is None:
+            assert shown is not None
+            return self._retokenize(parent, history, inputs, shown, edit, cause)
+        new_ids = self._template.encode_after(turn.completion_ids, after, turn.finish_reason)
+        return PromptPlan(
+            prompt_ids=pack_ids(new_ids, parent.ids),
+            parent_id=turn.id,
+            extends_parent=True,
+            mismatch_cause=edit,
+            inputs=inputs,
+            history=history,
+            skeleton=skeleton,
+            marked=marked,
+            without_reasoning=parent.plan.without_reasoning,
+        )
 
-        # No splice: tokenize the whole prompt. Often the tokens agree all the same.
-        assert shown is not None
-        restored = SharedSequence(_restore_reasoning(parent, messages, shown))
+    def _retokenize(
+        self,
+        parent: _Node,
+        history: MessageHistory,
+        inputs: TemplateInputs,
+        shown: frozenset[str],
+        edit: MismatchCause | None,
+        cause: MismatchCause | None,
+    ) -> PromptPlan:
+        """The plan of a prompt that is tokenized whole; often the tokens agree all the same."""
+        restored = SharedSequence(_restore_reasoning(parent, tuple(history), shown))
         text = self._template.render(restored, inputs)
-        ids = self._template.encode(text)
+        ids, known_ids = self._template.encode(text), parent.ids
         extends = ids[: len(known_ids)] == known_ids
         self._last_text = (restored, text)
+        sampled = frozenset(n.interaction.id for n in parent.path if n.reasoning)
         return PromptPlan(
             prompt_ids=pack_ids(ids[len(known_ids) :], known_ids) if extends else pack_ids(ids),
-            parent_id=turn.id,
+            parent_id=parent.interaction.id,
             extends_parent=extends,
             mismatch_cause=edit if extends else cause,
             inputs=inputs,
             history=history,
             skeleton=restored,
             marked=SharedSequence(_mark_reasoning(parent, restored, shown)),
-            without_reasoning=frozenset(n.interaction.id for n in parent.path if n.reasoning)
-            - shown,
+            without_reasoning=sampled - shown,
         )
 
     def _find_text_after(

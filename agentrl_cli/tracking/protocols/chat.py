@@ -43,7 +43,7 @@ from agentrl_cli.tracking.protocols.model_request import (
     validate,
 )
 from agentrl_cli.tracking.session import Session
-from agentrl_cli.tracking.tree import History
+from agentrl_cli.tracking.tree import MessageHistory
 
 #: Keys of messages that no chat template reads, and what says the same.
 _UNREAD_MESSAGE_KEYS: Mapping[str, str] = {
@@ -130,7 +130,7 @@ def parse_conversation(body: Mapping[str, Any]) -> tuple[tuple[Message, ...], tu
     return tuple(body["messages"]), tuple(body.get("tools") or ())
 
 
-def _validate_new(body: dict[str, Any], session: Session) -> tuple[_Body, History]:
+def _validate_new(body: dict[str, Any], session: Session) -> tuple[_Body, MessageHistory]:
     """The body, and its messages that are known from earlier requests, which were valid."""
     messages = body.get("messages")
     known = session.tree.find_known(messages if isinstance(messages, list) else ())
