@@ -30,13 +30,13 @@ class SharedSequence(Sequence[ItemT]):
     tokens of 200 turns would take a hundred times the memory of the last one's.
     """
 
-    __slots__ = ("_length", "_own", "_parent")
+    __slots__ = ("_length", "_own", "parent")
 
     def __init__(
         self, own: Sequence[ItemT] = (), parent: SharedSequence[ItemT] | None = None
     ) -> None:
         self._own = own
-        self._parent = parent
+        self.parent = parent
         self._length = len(own) + (0 if parent is None else len(parent))
 
     def _read_from(self, start: int) -> Iterator[ItemT]:
@@ -45,7 +45,7 @@ class SharedSequence(Sequence[ItemT]):
         node: SharedSequence[ItemT] | None = self
         while node is not None and node._length > start:
             pieces.append(node._own)
-            node = node._parent
+            node = node.parent
         return chain.from_iterable(reversed(pieces))
 
     def __len__(self) -> int:

@@ -224,9 +224,9 @@ def _list_reads(node: nodes.Node) -> Iterator[str]:
 
 
 def _is_near(position: nodes.Node) -> bool:
-    """Whether a position is a fixed one from the front, or at most the loop's next."""
+    """Whether a position is the first one, or at most the loop's next."""
     if isinstance(position, nodes.Const):
-        return isinstance(position.value, int) and position.value >= 0
+        return position.value == 0
     offset = 0
     if isinstance(position, nodes.Add | nodes.Sub) and isinstance(position.right, nodes.Const):
         if not isinstance(position.right.value, int):

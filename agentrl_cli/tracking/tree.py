@@ -36,11 +36,13 @@ from agentrl_cli.tracking.template import (
 
 #: Made once: ``json.dumps`` with options makes an encoder for every call.
 _write_json = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
+#: Messages that are known; a session that never ends forgets them all when there are more.
+_MAX_HELD = 100_000
+#: Ends of prompts that a session keeps.
+_MAX_ENDS = 16
 #: Keys whose meaning is compared otherwise, or that only number the pieces of a stream.
 _KNOWN_KEYS = frozenset({"role", "content", "tool_calls"})
 _KNOWN_REPLY_KEYS = _KNOWN_KEYS | {"reasoning_content", "reasoning"}
-#: Ends of prompts that a session keeps.
-_MAX_ENDS = 16
 _KNOWN_CALL_KEYS = frozenset({"id", "type", "function", "index"})
 
 
@@ -154,6 +156,7 @@ class ConversationTree:
         self._template = template
         self._keep_reasoning = keep_reasoning
         self._root = MessageHistory()
+        self._num_held = 0
         self._forms = TemplateForms()
         self._known_inputs: list[TemplateInputs] = []
         self._by_conversation: dict[bytes, list[_Node]] = {}
@@ -174,7 +177,7 @@ class ConversationTree:
         Raises:
             TemplateError: the template refuses the messages.
         """
-        history = self.follow(messages)
+        history = self._follow(messages)
         beginnings = history.beginnings
         digests = [beginning.digest for beginning in beginnings]
         inputs = self._share(inputs)
@@ -204,13 +207,14 @@ class ConversationTree:
             history = following
         return history
 
-    def follow(
-        self, messages: Sequence[Message], known: MessageHistory | None = None
-    ) -> MessageHistory:
-        """The messages of a request, of which the known ones are shared."""
-        if isinstance(messages, MessageHistory):
-            return messages
-        history = known or self.find_known(messages)
+    def _follow(self, messages: Sequence[Message]) -> MessageHistory:
+        """The messages of a request; those that :meth:`find_known` found are not compared again."""
+        known = messages.parent if isinstance(messages, SharedSequence) else None
+        history = known if isinstance(known, MessageHistory) else self.find_known(messages)
+        self._num_held += len(messages) - len(history)
+        if self._num_held > _MAX_HELD:
+            self._root, self._num_held = MessageHistory(), 0
+            self._replays.clear()
         for message in messages[len(history) :]:
             history = history.add_next(message)
         return history

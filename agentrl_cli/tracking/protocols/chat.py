@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from agentrl_cli.engine.protocol import Generation
-from agentrl_cli.records import Message
+from agentrl_cli.records import Message, SharedSequence
 from agentrl_cli.tracking.formats.call_scanner import ParsedText
 from agentrl_cli.tracking.model_calls import (
     Choice,
@@ -151,12 +151,12 @@ class ChatProtocol:
         """The request; the session's sampling holds where the body says nothing."""
         fields, known = _validate_new(body, session)
         tools = tuple(body.get("tools") or ())
-        for index, message in enumerate(body["messages"][len(known) :], len(known)):
+        new = tuple(body["messages"][len(known) :])
+        for index, message in enumerate(new, len(known)):
             for key, remedy in _UNREAD_MESSAGE_KEYS.items():
                 if message.get(key):
                     where = f"messages[{index}].{key}"
                     raise RequestError(f"{where} is not supported here; {remedy}", where)
-        messages = session.tree.follow(body["messages"], known)
         if fields.top_logprobs and not fields.logprobs:
             raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
         wanted = fields.response_format
@@ -167,7 +167,7 @@ class ChatProtocol:
             response_format=parse_format(wanted, wanted.get("json_schema"), "response_format"),
         )
         return ModelRequest(
-            messages=messages,
+            messages=SharedSequence(new, known),
             inputs=fields.build_template_inputs(tools, fields.reasoning_effort),
             sampling=fields.build_sampling(
                 session.sampling,
