@@ -201,7 +201,7 @@ def _length(turn: Interaction) -> int:
 
 def _count_shared(interaction: Interaction, turn: Interaction) -> int:
     """How many tokens the request and the turn's sequence both begin with."""
-    ids, other = interaction.prompt_ids, turn.prompt_ids + turn.completion_ids
+    ids, other = tuple(interaction.prompt_ids), (*turn.prompt_ids, *turn.completion_ids)
     # By halves: comparing slices is a hundred times faster than a loop over tokens.
     lengths = range(1, min(len(ids), len(other)) + 1)
     return bisect_left(lengths, True, key=lambda length: ids[:length] != other[:length])

@@ -7,16 +7,88 @@ and shown by ``inspector``; none of those changes them in place.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal
+from itertools import chain
+from typing import Any, Literal, TypeVar, overload
 
 #: One chat message in OpenAI's form: ``{"role": ..., "content": ..., ...}``.
 Message = dict[str, Any]
 
 #: ``concat``: turns that extend each other are one sample; ``individual``: every turn is one.
 ExportStyle = Literal["concat", "individual"]
+
+
+ItemT = TypeVar("ItemT")
+
+
+class SharedSequence(Sequence[ItemT]):
+    """Items that begin as ``parent`` does, of which no copy is held; equal to a tuple of them.
+
+    Every call of a conversation repeats what came before it: held as tuples, the messages and
+    tokens of 200 turns would take a hundred times the memory of the last one's.
+    """
+
+    __slots__ = ("_length", "_own", "parent")
+
+    def __init__(
+        self, own: Sequence[ItemT] = (), parent: SharedSequence[ItemT] | None = None
+    ) -> None:
+        self._own = own
+        self.parent = parent
+        self._length = len(own) + (0 if parent is None else len(parent))
+
+    def _read_from(self, start: int) -> Iterator[ItemT]:
+        """The items from one that lies at ``start`` or before it."""
+        pieces = []
+        node: SharedSequence[ItemT] | None = self
+        while node is not None and node._length > start:
+            pieces.append(node._own)
+            node = node.parent
+        return chain.from_iterable(reversed(pieces))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[ItemT]:
+        return self._read_from(0)
+
+    @overload
+    def __getitem__(self, index: int) -> ItemT: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[ItemT, ...]: ...
+    def __getitem__(self, index: int | slice) -> ItemT | tuple[ItemT, ...]:
+        if isinstance(index, int):
+            end = index % self._length + 1 if -self._length <= index < self._length else 0
+            if not end:
+                raise IndexError(f"there are {self._length} items, none at {index}")
+            return self[end - 1 : end][0]
+        start = index.indices(self._length)[0] if (index.step or 1) > 0 else 0
+        items = tuple(self._read_from(start))
+        num_before = self._length - len(items)
+        positions = range(self._length)[index]
+        return tuple(items[position - num_before] for position in positions)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, tuple | SharedSequence):
+            return NotImplemented
+        return len(self) == len(other) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __add__(self, other: Sequence[ItemT]) -> tuple[ItemT, ...]:
+        return (*self, *other)
+
+    def __radd__(self, other: Sequence[ItemT]) -> tuple[ItemT, ...]:
+        return (*other, *self)
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tuple, (tuple(self),)
 
 
 class MismatchCause(StrEnum):
@@ -84,18 +156,18 @@ class Interaction:
     """True: ``prompt_ids`` begins with the parent's prompt and completion ids."""
     mismatch_cause: MismatchCause | None = None
     """Why an earlier turn could not be continued as it was; None: no prefix mismatch."""
-    messages: tuple[Message, ...] = ()
+    messages: Sequence[Message] = ()
     """The request's messages, as received."""
     tools: tuple[dict[str, Any], ...] = ()
     """The request's tool schemas, as received."""
     reply: Message | None = None
     """The assistant message that was returned."""
-    prompt_ids: tuple[int, ...] = ()
-    completion_ids: tuple[int, ...] = ()
+    prompt_ids: Sequence[int] = ()
+    completion_ids: Sequence[int] = ()
     """The sampled tokens, the end-of-turn token included."""
-    rollout_logprobs: tuple[float, ...] = ()
+    rollout_logprobs: Sequence[float] = ()
     """One per completion token, in nats, of the distribution that was sampled from."""
-    versions: tuple[int, ...] = ()
+    versions: Sequence[int] = ()
     """The policy version that sampled each completion token."""
     num_reported_tokens: int = 0
     """Sampled tokens as an endpoint counts them that gives no ids."""

@@ -13,7 +13,7 @@ from agentrl_cli.agents.agent_runner import (
     run_in_thread,
 )
 from agentrl_cli.errors import BuilderError, DatasetError
-from agentrl_cli.tracking.template import extract_text
+from agentrl_cli.tracking.message_meaning import extract_text
 
 if TYPE_CHECKING:
     from camel.agents import ChatAgent

@@ -19,7 +19,7 @@ from agentrl_cli.agents.agent_runner import (
 from agentrl_cli.errors import BuilderError, MissingExtraError
 from agentrl_cli.records import Boundary
 from agentrl_cli.tracking.client import build_client_pair
-from agentrl_cli.tracking.template import extract_text
+from agentrl_cli.tracking.message_meaning import extract_text
 
 if TYPE_CHECKING:
     from langchain_openai import ChatOpenAI

@@ -28,6 +28,7 @@ from agentrl_cli.records import (
     Interaction,
     InteractionStatus,
     MismatchCause,
+    SharedSequence,
     StopReason,
     Trajectory,
 )
@@ -258,6 +259,8 @@ def _to_columns(
         name = column.name
         value = computed[name] if name in computed else getattr(record, name.removesuffix(_JSON))
         if value is not None:
+            if isinstance(value, SharedSequence):
+                value = tuple(value)
             if name.endswith(_JSON):
                 value = _to_json(value)
             elif pa.types.is_string(column.type):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import marshal
 import ssl
 from collections.abc import Callable
 from typing import Any, Self
@@ -10,6 +12,8 @@ from typing import Any, Self
 import httpx2
 from openai import AsyncOpenAI, OpenAI
 from openai._base_client import get_platform
+from openai._utils import maybe_transform
+from pydantic import BaseModel
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.records import ExportStyle, Interaction
@@ -74,6 +78,20 @@ class SessionClient:
     def _change_record(self, change: Callable[[], None]) -> None:
         change()
 
+    @functools.cached_property
+    def chat(self) -> Any:
+        """Chat completions, as the SDK has them."""
+        chat = super().chat  # type: ignore[misc]
+        _send_as_given(chat.completions, "messages")
+        return chat
+
+    @functools.cached_property
+    def responses(self) -> Any:
+        """Responses, as the SDK has them."""
+        responses = super().responses  # type: ignore[misc]
+        _send_as_given(responses, "input")
+        return responses
+
     def copy(self, **options: Any) -> Self:
         """A client with other options on the same session."""
         own = {"gateway": self.gateway, "session": self.session}
@@ -81,6 +99,39 @@ class SessionClient:
         return super().copy(**options)  # type: ignore[misc]
 
     with_options = copy
+
+
+def _send_as_given(resource: Any, key: str) -> None:
+    """Lets the calls of an SDK's resource pass on a conversation that is JSON data already.
+
+    The SDK compares every key of every message with its types on every call: nearly all of its
+    time where the conversation is long. What a call adds to the body is not looked at.
+    """
+    for name in ("create", "parse"):
+        method = getattr(resource, name)
+
+        @functools.wraps(method)
+        def send(method: Any = method, **options: Any) -> Any:
+            items = options.get(key)
+            if isinstance(items, list):
+                items = [
+                    maybe_transform(m, object) if isinstance(m, BaseModel) else m for m in items
+                ]
+                if _is_plain(items):
+                    extra = {key: items, **(options.get("extra_body") or {})}
+                    options |= {key: (), "extra_body": extra}
+            return method(**options)
+
+        setattr(resource, name, send)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value holds nothing but Python's own plain types."""
+    try:
+        marshal.dumps(value)
+    except ValueError:
+        return False
+    return True
 
 
 class TrackingClient(SessionClient, AsyncOpenAI):

@@ -154,7 +154,7 @@ class TokenSequence:
     @property
     def input_ids(self) -> tuple[int, ...]:
         """The tokens."""
-        return self.interaction.prompt_ids + self.interaction.completion_ids
+        return (*self.interaction.prompt_ids, *self.interaction.completion_ids)
 
     @property
     def loss_mask(self) -> tuple[bool, ...]:

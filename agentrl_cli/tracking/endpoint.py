@@ -7,7 +7,7 @@ same agent on another model.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.errors import EngineError
 from agentrl_cli.records import Message
 from agentrl_cli.tracking.gateway import BaseGateway, WireProtocol
+from agentrl_cli.tracking.message_meaning import list_own_keys
 from agentrl_cli.tracking.protocols.chat import ChatProtocol, format_event, parse_conversation
 from agentrl_cli.tracking.replay import Reply
 from agentrl_cli.tracking.session import OpenCall, Session
@@ -44,6 +45,14 @@ class _NoTemplate(ChatTemplate):
 
     def encode(self, text: str) -> tuple[int, ...]:
         return ()
+
+    def find_unread(
+        self, messages: Sequence[Message], position: int, inputs: TemplateInputs
+    ) -> tuple[str, ...]:
+        return tuple(list_own_keys(messages[position]))
+
+    def render_tail(self, *_: Any) -> None:
+        return None
 
     def split_at_last_turn(self, skeleton: Any, inputs: TemplateInputs) -> None:
         return None

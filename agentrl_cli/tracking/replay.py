@@ -44,6 +44,11 @@ class Reply:
         has_ended: nothing is made: the body is set at once.
     """
 
+    __slots__ = (
+        "_news", "_work", "format_failure", "has_ended", "headers", "is_cancelled", "is_complete",
+        "key", "num_deliveries", "num_readers", "pieces", "status",
+    )  # fmt: skip
+
     def __init__(self, key: CallKey = ("", "", b""), *, has_ended: bool = False) -> None:
         self.key = key
         self.status = 200
@@ -61,7 +66,8 @@ class Reply:
         self.format_failure: Callable[[Problem], bytes] | None = None
         """The last events of a stream that breaks off; None: it is no stream."""
         self._work: asyncio.Task[None] | None = None
-        self._news = asyncio.Event()
+        #: Made for those who wait: a session keeps hundreds of replies that nobody waits for.
+        self._news: asyncio.Event | None = None
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         """Begins to make the reply."""
@@ -91,16 +97,19 @@ class Reply:
     def end(self, *, is_complete: bool) -> None:
         """Nothing comes after this."""
         self.has_ended, self.is_complete = True, is_complete
+        self._work = None
         self.wake_readers()
 
     def wake_readers(self) -> None:
         """Lets all who wait at this moment look again."""
-        self._news.set()
-        self._news.clear()
+        if self._news is not None:
+            self._news.set()
+            self._news = None
 
     async def wait_until(self, is_due: Callable[[], bool]) -> None:
         """Returns when ``is_due``, which only what wakes readers changes."""
         while not is_due():
+            self._news = self._news or asyncio.Event()
             await self._news.wait()
 
     @property
@@ -199,10 +208,18 @@ class ReplyBook:
     Args:
         max_kept: maximum number of replies kept after their end, over all sessions.
         max_kept_bytes: maximum number of their bytes; the oldest go first.
+        max_kept_of_session: maximum number kept of one session, whose next calls show that the
+            older replies arrived.
     """
 
-    def __init__(self, max_kept: int = 4096, max_kept_bytes: int = 64 * 2**20) -> None:
+    def __init__(
+        self,
+        max_kept: int = 4096,
+        max_kept_bytes: int = 64 * 2**20,
+        max_kept_of_session: int = 64,
+    ) -> None:
         self._max_kept = max_kept
+        self._max_kept_of_session = max_kept_of_session
         self._max_kept_bytes = max_kept_bytes
         self._kept: OrderedDict[Reply, None] = OrderedDict()
         self._num_kept_bytes = 0
@@ -249,6 +266,9 @@ class ReplyBook:
         elif reply.key[0] in self._by_session:
             self._kept[reply] = None
             self._num_kept_bytes += reply.num_bytes
+            kept = [r for r in self._by_session[reply.key[0]] if r.has_ended]
+            for oldest in kept[: -self._max_kept_of_session]:
+                self._forget(oldest)
         while len(self._kept) > self._max_kept or self._num_kept_bytes > self._max_kept_bytes:
             self._forget(next(iter(self._kept)))
 

@@ -8,7 +8,8 @@ import itertools
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -16,15 +17,23 @@ from typing import Any, get_args
 
 from agentrl_cli.engine.protocol import Generation, Sampling
 from agentrl_cli.errors import ContextLengthError, EngineError, UserInputError, format_nearest
-from agentrl_cli.records import ExportStyle, Interaction, InteractionStatus, Message, StopReason
+from agentrl_cli.records import (
+    ExportStyle,
+    Interaction,
+    InteractionStatus,
+    Message,
+    SharedSequence,
+    StopReason,
+)
 from agentrl_cli.tracking.credit import (
     TokenSequence,
     build_sequences,
     compute_turn_returns,
     parse_reward,
 )
+from agentrl_cli.tracking.message_meaning import share_texts
 from agentrl_cli.tracking.template import TemplateInputs
-from agentrl_cli.tracking.tree import ConversationTree, PromptPlan
+from agentrl_cli.tracking.tree import ConversationTree, PromptPlan, pack_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,6 +168,11 @@ class Session:
         """All recorded calls, failed ones too, in order of arrival."""
         return tuple(sorted(self._interactions.values(), key=lambda i: (i.started, i.id)))
 
+    def find_completed(self, interaction_id: str) -> Interaction | None:
+        """The completed interaction of that id."""
+        found = self._interactions.get(interaction_id)
+        return found if found and found.status is InteractionStatus.COMPLETED else None
+
     def _list_completed(self) -> list[Interaction]:
         return [i for i in self.interactions if i.status is InteractionStatus.COMPLETED]
 
@@ -183,7 +197,7 @@ class Session:
     def begin_calls(
         self,
         completion_id: str,
-        messages: tuple[Message, ...],
+        messages: Sequence[Message],
         inputs: TemplateInputs,
         sampling: Sampling,
         num_choices: int,
@@ -205,8 +219,8 @@ class Session:
                 parent_id=plan.parent_id,
                 extends_parent=plan.extends_parent,
                 mismatch_cause=plan.mismatch_cause,
-                messages=messages,
-                tools=inputs.tools,
+                messages=plan.history,
+                tools=plan.inputs.tools,
                 prompt_ids=plan.prompt_ids,
                 structural_tag=sampling.structural_tag,
                 temperature=sampling.temperature,
@@ -233,10 +247,11 @@ class Session:
         interaction = replace(
             call.asked,
             seconds=time.perf_counter() - call.clock,
-            reply=reply,
-            completion_ids=generation.completion_ids,
-            rollout_logprobs=generation.rollout_logprobs,
-            versions=generation.versions,
+            reply=share_texts(reply),
+            # As arrays: Python's own numbers take five times as much memory.
+            completion_ids=pack_ids(generation.completion_ids),
+            rollout_logprobs=SharedSequence(array("d", generation.rollout_logprobs)),
+            versions=SharedSequence(array("i", generation.versions)),
             num_reported_tokens=num_reported_tokens,
             finish_reason=finish_reason,
             ended=self._tick(),

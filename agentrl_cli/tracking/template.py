@@ -12,34 +12,44 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.models.chat_templates import REMEDY, MarkedConversation, mark_conversation
-from agentrl_cli.records import Message
+from agentrl_cli.records import Message, SharedSequence
 from agentrl_cli.tracking.formats.call_scanner import REASONING_MARKS, make_encodable
 from agentrl_cli.tracking.formats.format_choice import choose_formats, collect_template_text
 from agentrl_cli.tracking.formats.reply_formats import ReplyFormats
+from agentrl_cli.tracking.message_meaning import (
+    MessageHistory,
+    describe_turn,
+    extract_answer,
+    extract_reasoning,
+    extract_text,
+    holds_reasoning_in_content,
+    is_same_json,
+    list_own_keys,
+    parse_arguments,
+    write_json,
+    write_reasoning,
+)
+from agentrl_cli.tracking.tail_rendering import Tail, TailTemplate
 
-#: Stands for a sampled turn while rendering. Plain letters: no template escapes them. Another in
-#: every process: in no text that an agent sends, be it this file, may it be found.
-PLACEHOLDER = "AGENTRL" + "".join(secrets.choice(string.ascii_uppercase) for _ in range(24))
+#: Stand for a sampled turn, and between messages, while rendering. Plain letters: no template
+#: escapes them. Others in every process: in no text that an agent sends, be it this file, may they
+#: be found.
+PLACEHOLDER, _MESSAGE_MARK = (
+    "AGENTRL" + "".join(secrets.choice(string.ascii_uppercase) for _ in range(24)) for _ in range(2)
+)
 #: Under which a placeholder keeps the reply that it stands for.
 _SAMPLED_KEY = f"{PLACEHOLDER}REPLY"
 _PROMPT_END_TOKENS = 64
-#: Also where the opening tag was in the prompt.
-_REASONING = re.compile(r"<think>.*?</think>\s*|^.*?</think>\s*", re.DOTALL)
-#: Keys under which reasoning comes back; the first is the canonical one.
-_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
-#: What a message says in the terms of every chat protocol.
-_COMMON_KEYS = frozenset({"role", "content", "tool_calls"})
 #: How many answers to "does the template read this?" are kept: agents may send ever new values.
 _MAX_READ_KEYS = 1000
-_write_json = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 
 
 #: What every template must show.
@@ -76,6 +86,11 @@ class TemplateInputs:
     tools: tuple[dict[str, Any], ...] = ()
     template_kwargs: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def case(self) -> Hashable:
+        """Equal for inputs with which a template reads the same keys of messages."""
+        return bool(self.tools), str(self.template_kwargs)
+
 
 _NO_INPUTS = TemplateInputs()
 
@@ -111,6 +126,7 @@ class ChatTemplate:
         self._separators: dict[str, str] = {}
         self._part_roles: frozenset[str] = frozenset()
         self._shown_kinds: set[Hashable] = set()
+        self._tail_templates: dict[str, TailTemplate | None] = {}
 
     def render(
         self, messages: Sequence[Message], inputs: TemplateInputs, is_prompt: bool = True
@@ -192,37 +208,31 @@ class ChatTemplate:
         # A template that takes content for text may write the list itself.
         return found[1] if found and "type" not in found[1] else "\n"
 
-    def drop_unread(self, messages: Sequence[Message], inputs: TemplateInputs) -> list[Message]:
-        """The messages without the keys of a framework's own that this template does not read.
+    def find_unread(
+        self, messages: Sequence[Message], position: int, inputs: TemplateInputs
+    ) -> tuple[str, ...]:
+        """The keys of a framework's own in a message that this template does not read.
 
         A key is read if the prompt is another one without it.
+
+        Raises:
+            TemplateError: of messages that the template refuses this is not known.
         """
-        reduced = []
-        for position, message in enumerate(messages):
-            extras = find_extras(message)
-            unread = {key for key in extras if not self._reads(messages, position, key, inputs)}
-            kept = {k: v for k, v in message.items() if k not in unread} if unread else message
-            reduced.append(kept)
-        return reduced
+        keys = list_own_keys(messages[position])
+        return tuple(key for key in keys if not self._reads(messages, position, key, inputs))
 
     def _reads(
         self, messages: Sequence[Message], position: int, key: str, inputs: TemplateInputs
     ) -> bool:
-        if key == "tool_call_id":
-            return True  # Says what is answered, whatever the template shows.
         message = messages[position]
         # A key that the template does not name is read if it writes messages as a whole, which
         # depends neither on the key nor on its value.
-        value = _write_json([key, message[key]]) if key in self._text else ""
-        asked = (bool(inputs.tools), str(inputs.template_kwargs))
-        case = (message["role"], bool(message.get("tool_calls")), *asked, value)
+        value = write_json([key, message[key]]) if key in self._text else ""
+        case = (message["role"], bool(message.get("tool_calls")), inputs.case, value)
         if case not in self._read_keys:
             bare = {k: v for k, v in message.items() if k != key}
             without = [*messages[:position], bare, *messages[position + 1 :]]
-            try:
-                is_read = self.render(messages, inputs) != self.render(without, inputs)
-            except TemplateError:
-                return True  # Of messages that are refused nothing is known.
+            is_read = self.render(messages, inputs) != self.render(without, inputs)
             if len(self._read_keys) >= _MAX_READ_KEYS:
                 self._read_keys.clear()
             self._read_keys[case] = is_read
@@ -301,6 +311,33 @@ class ChatTemplate:
             raise refusal
         return missing
 
+    def render_tail(
+        self,
+        messages: Sequence[Message],
+        num_last: int,
+        inputs: TemplateInputs,
+        forms: TemplateForms,
+        is_prompt: bool = True,
+    ) -> Tail | None:
+        """The end of what :meth:`render` gives, made without the messages before it.
+
+        None: of this template, or of these messages, only the whole tells the end.
+        """
+        tools = list(inputs.tools) or None
+        source = self.tokenizer.get_chat_template(None, tools)
+        if source not in self._tail_templates:
+            self._tail_templates[source] = TailTemplate.build(source, _MESSAGE_MARK)
+        template = self._tail_templates[source]
+        if template is None:
+            return None
+        shape = (self._wants_text, self._part_roles)
+        make = partial(self._to_template_message, wants_text=self._wants_text)
+        shown = forms.list_forms(messages, shape, make)
+        given = {**self.tokenizer.special_tokens_map, **dict(inputs.template_kwargs)}
+        given |= {"tools": tools, "documents": None, "add_generation_prompt": is_prompt}
+        tail = template.render(shown, min(num_last, len(shown)), **given)
+        return tail and Tail(tuple(map(make_encodable, tail.texts)), (shape, tail.state))
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of template text; special tokens in it become special ids."""
         backend = self._backend
@@ -360,14 +397,10 @@ class ChatTemplate:
         end = max((at for at in ends if at >= len(before)), default=len(closed))
         return SplitPrompt(before, text[end:], text)
 
-    def join(
-        self,
-        prompt_ids: tuple[int, ...],
-        completion_ids: tuple[int, ...],
-        text_after: str,
-        finish_reason: str | None,
+    def encode_after(
+        self, completion_ids: Sequence[int], text_after: str, finish_reason: str | None
     ) -> tuple[int, ...]:
-        """A sampled turn's own ids, followed by the ids of the text after it.
+        """The ids that follow a sampled turn's own, of the text after it.
 
         The text begins with the template's end of turn: it is left out when the model sampled
         an end token itself, and added when it did not (a turn that stopped for length or at a
@@ -379,7 +412,7 @@ class ChatTemplate:
             after_ids = after_ids[1:]
         elif finish_reason != "length" and last in self._end_ids and self._closes_turns:
             after_ids = self._drop_end(after_ids)
-        return prompt_ids + completion_ids + after_ids
+        return after_ids
 
     def _drop_end(self, after_ids: tuple[int, ...]) -> tuple[int, ...]:
         """The ids without the first special token, and white space before it."""
@@ -441,17 +474,44 @@ def make_placeholder(reply: Message | None) -> Message:
     return {"role": "assistant", "content": PLACEHOLDER, _SAMPLED_KEY: bare}
 
 
+class TemplateForms:
+    """Messages as templates expect them, each made once."""
+
+    def __init__(self) -> None:
+        #: By the message's address, which no other has while it is held beside its form.
+        self._known: dict[Hashable, dict[int, tuple[Message, Message]]] = {}
+
+    def list_forms(
+        self, messages: Iterable[Message], shape: Hashable, make: Callable[[Message], Message]
+    ) -> list[Message]:
+        """The forms of ``messages``; one that is its own form already is not copied.
+
+        Args:
+            messages: of a request.
+            shape: equal where ``make`` makes the same of a message.
+            make: the form of a message.
+        """
+        known, forms = self._known.setdefault(shape, {}), []
+        for message in messages:
+            found = known.get(id(message))
+            if found is None:
+                form = make(message)
+                found = (message, message if is_same_json(form, message) else form)
+                known[id(message)] = found
+            forms.append(found[1])
+        return forms
+
+
 def _find_kind(messages: Sequence[Message], inputs: TemplateInputs) -> Hashable:
     """Equal for requests that a template treats alike: by who speaks after whom, and how."""
-    pairs: set[Hashable] = set()
-    before: Hashable = None
-    for message in messages:
-        num_calls = min(len(message.get("tool_calls") or ()), 2)
-        turn = (message["role"], num_calls, bool(extract_text(message.get("content")).strip()))
-        pairs.add((before, turn))
-        before = turn
+    known = messages.parent if isinstance(messages, SharedSequence) else None
+    history = known if isinstance(known, MessageHistory) else MessageHistory()
+    turns, turn = history.turns, history.turn
+    for message in messages[len(history) :]:
+        before, turn = turn, describe_turn(message)
+        turns |= {(before, turn)}
     keys = tuple(key for key, _ in inputs.template_kwargs)
-    return frozenset(pairs), before, min(len(inputs.tools), 2), keys
+    return turns, turn, min(len(inputs.tools), 2), keys
 
 
 def _find_reasoning_key(template: str) -> str | None:
@@ -493,90 +553,3 @@ def make_template_inputs(
 ) -> TemplateInputs:
     """Template inputs that can be compared with those of another request."""
     return TemplateInputs(tuple(tools), tuple(sorted(template_kwargs.items())))
-
-
-def find_extras(message: Message) -> dict[str, Any]:
-    """What a message says under keys of a framework's own; those that say nothing are left out."""
-    known = _COMMON_KEYS.union(_REASONING_KEYS if message["role"] == "assistant" else ())
-    extras = {key: _drop_nulls(value) for key, value in message.items() if key not in known}
-    return {key: value for key, value in extras.items() if value not in (None, "", [], {})}
-
-
-def _drop_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _drop_nulls(v) for k, v in value.items() if v is not None}
-    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def extract_text(content: Any, separator: str = "") -> str:
-    """The text of a message's ``content``: null, a string, or a list of text parts.
-
-    Parts of what a model said are pieces of one text; those of other messages are joined by
-    another ``separator``.
-    """
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    return separator.join(part.get("text") or "" for part in content)
-
-
-def extract_reasoning(message: Message) -> str:
-    """The reasoning of an assistant message, from a key of its own or inside the content.
-
-    Empty: it has none, or came back without it.
-    """
-    return _read_reasoning_key(message) or _read_reasoning_tags(message)
-
-
-def _read_reasoning_key(message: Message) -> str:
-    for key in _REASONING_KEYS:
-        reasoning = message.get(key)
-        if isinstance(reasoning, str) and reasoning.strip():
-            return reasoning.strip()
-    return ""
-
-
-def _read_reasoning_tags(message: Message) -> str:
-    head, found, _ = extract_text(message.get("content")).partition("</think>")
-    return head.strip().removeprefix("<think>").strip() if found else ""
-
-
-def holds_reasoning_in_content(message: Message) -> bool:
-    """Whether an assistant message has its reasoning between tags in its content alone."""
-    has_tags = "</think>" in extract_text(message.get("content"))
-    return has_tags and not _read_reasoning_key(message)
-
-
-def extract_answer(message: Message) -> str:
-    """The text of an assistant message without its reasoning.
-
-    Under a key of its own it may stand in the content as well; other text between the tags is
-    part of the answer then.
-    """
-    text = extract_text(message.get("content"))
-    own = _read_reasoning_key(message)
-    if "</think>" in text and own in ("", _read_reasoning_tags(message)):
-        return _REASONING.sub("", text).lstrip()
-    return text.lstrip()
-
-
-def write_reasoning(message: Message, reasoning: str) -> Message:
-    """The assistant message with ``reasoning``, in the canonical form."""
-    bare = {key: value for key, value in message.items() if key not in _REASONING_KEYS}
-    bare["content"] = extract_answer(message)
-    return {**bare, _REASONING_KEYS[0]: reasoning} if reasoning else bare
-
-
-def parse_arguments(arguments: Any, **options: Any) -> Any:
-    """Tool arguments as JSON data; text that is not JSON stays text.
-
-    ``options``: as ``json.loads`` has them.
-    """
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments, **options)
-    except (ValueError, RecursionError):
-        # Brackets nested without end are no arguments either.
-        return arguments

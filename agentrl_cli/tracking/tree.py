@@ -1,56 +1,62 @@
-"""The conversation tree of one trajectory, and the prompt of every new call in it.
-
-Turns are compared by meaning. Frameworks send an assistant's turn back in many spellings:
-``content`` null, missing or empty, arguments with other key order, keys added with null, its
-reasoning as a key of its own, inside the content, or left out. Those are the same turn.
-"""
+"""The conversation tree of one trajectory, and the prompt of every new call in it."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import islice, takewhile
 from typing import Any
 
-from agentrl_cli.records import Interaction, Message, MismatchCause
+from agentrl_cli.records import Interaction, Message, MismatchCause, SharedSequence
+from agentrl_cli.tracking.message_meaning import (
+    MessageHistory,
+    diagnose_edit,
+    extract_reasoning,
+    fingerprint,
+    fingerprint_reply,
+    holds_reasoning_in_content,
+    is_same_json,
+    list_own_keys,
+    replays_reasoning,
+    share_texts,
+    write_json,
+    write_reasoning,
+)
+from agentrl_cli.tracking.tail_rendering import Tail
 from agentrl_cli.tracking.template import (
     PLACEHOLDER,
     ChatTemplate,
     SplitPrompt,
+    TemplateError,
+    TemplateForms,
     TemplateInputs,
-    extract_answer,
-    extract_reasoning,
-    extract_text,
-    find_extras,
-    holds_reasoning_in_content,
     make_placeholder,
-    parse_arguments,
-    write_reasoning,
 )
 
-#: Made once: ``json.dumps`` with options makes an encoder for every call.
-_write_json = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
+#: Messages that are known; a session that never ends forgets them all when there are more.
+_MAX_HELD = 100_000
+#: Ends of prompts that a session keeps.
+_MAX_ENDS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPlan:
     """How a request becomes token ids, and where it hangs in the tree."""
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: SharedSequence[int]
     parent_id: str | None = None
     extends_parent: bool = False
     """True: ``prompt_ids`` begins with the parent's prompt and completion ids."""
     mismatch_cause: MismatchCause | None
     inputs: TemplateInputs
-    skeleton: tuple[Message, ...]
+    history: MessageHistory
+    skeleton: SharedSequence[Message]
     """The request's messages, a placeholder standing for every sampled turn of the path."""
-    skeleton_text: str
-    """``skeleton`` as the template renders it."""
-    prefix_digests: list[bytes]
-    with_reasoning: frozenset[str] = frozenset()
-    """The sampled turns whose reasoning is in ``prompt_ids``, by id."""
+    marked: SharedSequence[Message]
+    """The same, a mark standing for every turn's reasoning that is in ``prompt_ids``."""
+    without_reasoning: frozenset[str] = frozenset()
+    """The sampled turns whose reasoning is not in ``prompt_ids``, by id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +66,26 @@ class _Node:
     reasoning: str
     """The reasoning that was sampled; empty: none."""
     parent: _Node | None
+    shows_reasoning: bool
+    """Whether reasoning of any turn is in the tokens up to here."""
+    system: bytes
+    """The digest of the system prompt that it was sampled under."""
 
     @property
     def position(self) -> int:
         """Where the reply stands among the messages of a request that continues it."""
-        return len(self.plan.prefix_digests) - 1
+        return len(self.plan.history)
 
     @property
-    def system(self) -> bytes:
-        """The digest of the system prompt that it was sampled under."""
-        return _find_system_digest(self.interaction.messages, self.plan.prefix_digests)
+    def ids(self) -> SharedSequence[int]:
+        """The tokens up to the end of the turn."""
+        return SharedSequence(self.interaction.completion_ids, self.plan.prompt_ids)
 
     @property
     def with_reasoning(self) -> frozenset[str]:
         """The turns whose reasoning is in the tokens up to here."""
-        own = {self.interaction.id} if self.reasoning else set()
-        return self.plan.with_reasoning | own
+        turns = {n.interaction.id for n in self.path if n.reasoning}
+        return frozenset(turns - self.plan.without_reasoning)
 
     @property
     def path(self) -> Iterator[_Node]:
@@ -84,10 +94,6 @@ class _Node:
         while node is not None:
             yield node
             node = node.parent
-
-    def is_replayed_in(self, messages: Sequence[Message]) -> bool:
-        """Whether no turn of the path came back with other reasoning than was sampled."""
-        return all(replays_reasoning(messages[n.position], n.reasoning) for n in self.path)
 
 
 class ConversationTree:
@@ -100,12 +106,23 @@ class ConversationTree:
     def __init__(self, template: ChatTemplate, *, keep_reasoning: bool = False) -> None:
         self._template = template
         self._keep_reasoning = keep_reasoning
+        self._root = MessageHistory()
+        self._num_held = 0
+        self._forms = TemplateForms()
+        self._known_inputs: list[TemplateInputs] = []
         self._by_conversation: dict[bytes, list[_Node]] = {}
         self._by_request: dict[bytes, list[_Node]] = {}
         self._by_id: dict[str, _Node] = {}
         self._by_reply: dict[bytes, list[_Node]] = {}
+        #: By turn: its reply, and those among the messages that it was sampled after.
+        self._replies: dict[str, tuple[bytes, frozenset[bytes]]] = {}
         #: Conversations up to an assistant's turn that an agent gave unasked: examples.
         self._given: set[bytes] = set()
+        #: Requests that replay the reasoning of a turn, and of all that it continues.
+        self._replays: set[tuple[MessageHistory, str]] = set()
+        self._last_text: tuple[object, str] = (None, "")
+        #: Of the last prompts, which are the likeliest to be continued; by their address.
+        self._last_ends: dict[int, tuple[SharedSequence[Message], Tail]] = {}
 
     def plan(self, messages: Sequence[Message], inputs: TemplateInputs) -> PromptPlan:
         """The prompt of a request, spliced to the turn that it continues, if it does.
@@ -113,159 +130,318 @@ class ConversationTree:
         Raises:
             TemplateError: the template refuses the messages.
         """
-        read = self._template.drop_unread(messages, inputs)
-        digests = fingerprint_prefixes(read)
-        parent, num_known = self._find_parent(read, digests)
-        edit = self._find_edit(read, digests, num_known)
+        inputs = self._share(inputs)
+        history = self._follow(messages, inputs)
+        beginnings = history.beginnings
+        parent, num_known = self._find_parent(beginnings)
+        edit = self._find_edit(beginnings, num_known)
         if parent is not None:
-            return self._continue(parent, messages, num_known, inputs, edit, digests)
+            return self._continue(parent, history, num_known, inputs, edit)
         text = self._template.render(messages, inputs)
+        skeleton = SharedSequence(tuple(history))
+        self._last_text = (skeleton, text)
         return PromptPlan(
-            prompt_ids=self._template.encode(text),
+            prompt_ids=pack_ids(self._template.encode(text)),
             mismatch_cause=edit,
             inputs=inputs,
-            skeleton=tuple(messages),
-            skeleton_text=text,
-            prefix_digests=digests,
+            history=history,
+            skeleton=skeleton,
+            marked=skeleton,
         )
+
+    def find_known(
+        self,
+        messages: Sequence[Any],
+        case: Hashable = None,
+        known: MessageHistory | None = None,
+    ) -> MessageHistory:
+        """The longest beginning of ``messages`` that an earlier request had, to the letter.
+
+        Args:
+            messages: of a request.
+            case: of its inputs; None: those of the earlier request may be any.
+            known: a beginning that is not compared again.
+        """
+        history = known or self._root
+        for message in messages[len(history) :]:
+            following = history.find_next(message, case)
+            if following is None:
+                break
+            history = following
+        return history
+
+    def _follow(self, messages: Sequence[Message], inputs: TemplateInputs) -> MessageHistory:
+        """The messages of a request, which may begin with those that :meth:`find_known` found."""
+        case = inputs.case
+        found = messages.parent if isinstance(messages, SharedSequence) else None
+        known = found if isinstance(found, MessageHistory) and found.fits(case) else None
+        history = self.find_known(messages, case, known)
+        self._num_held += len(messages) - len(history)
+        if self._num_held > _MAX_HELD:
+            self._root, self._num_held = MessageHistory(), 0
+            self._replays.clear()
+        for position in range(len(history), len(messages)):
+            history = self._extend(history, messages, position, inputs)
+        return history
+
+    def _extend(
+        self,
+        history: MessageHistory,
+        messages: Sequence[Message],
+        position: int,
+        inputs: TemplateInputs,
+    ) -> MessageHistory:
+        """The history with the message at a position of a request."""
+        message = share_texts(messages[position])
+        case = history.case or (inputs.case if list_own_keys(message) else None)
+        try:
+            unread = self._template.find_unread(messages, position, inputs)
+        except TemplateError:
+            # All keys count this time; later requests find out for themselves.
+            return MessageHistory(message, history, case=case)
+        following = MessageHistory(message, history, unread, case)
+        history.add_next(following)
+        return following
 
     def add(self, plan: PromptPlan, interaction: Interaction) -> None:
         """Makes a completed interaction available as a parent."""
         reply = interaction.reply or {"role": "assistant", "content": ""}
         parent = self._by_id.get(plan.parent_id or "")
-        node = _Node(interaction, plan, extract_reasoning(reply), parent)
+        reasoning = extract_reasoning(reply)
+        shows_reasoning = bool(reasoning)
+        if parent is not None and not shows_reasoning:
+            turns = parent.with_reasoning if plan.without_reasoning else parent.shows_reasoning
+            shows_reasoning = bool(turns and (turns is True or turns - plan.without_reasoning))
+        beginnings = plan.history.beginnings
+        system = _find_system_digest(beginnings)
+        node = _Node(interaction, plan, reasoning, parent, shows_reasoning, system)
         self._by_id[interaction.id] = node
-        request = plan.prefix_digests[-1]
+        request = plan.history.digest
         self._by_conversation.setdefault(fingerprint(reply, request), []).append(node)
         self._by_request.setdefault(request, []).append(node)
         self._by_reply.setdefault(fingerprint(reply), []).append(node)
         if plan.mismatch_cause is None:
-            turns = zip(interaction.messages, plan.prefix_digests[1:], strict=True)
-            self._given.update(digest for m, digest in turns if m["role"] == "assistant")
+            for history in reversed(beginnings[1:]):
+                if history.is_given:
+                    break
+                history.is_given = True
+                if history.message["role"] == "assistant":
+                    self._given.add(history.digest)
 
-    def _find_parent(
-        self, messages: Sequence[Message], digests: list[bytes]
-    ) -> tuple[_Node | None, int]:
+    def _share(self, inputs: TemplateInputs) -> TemplateInputs:
+        """Equal inputs, held once."""
+        for known in self._known_inputs:
+            if is_same_json(
+                (known.tools, known.template_kwargs), (inputs.tools, inputs.template_kwargs)
+            ):
+                return known
+        self._known_inputs.append(inputs)
+        return inputs
+
+    def _find_parent(self, beginnings: Sequence[MessageHistory]) -> tuple[_Node | None, int]:
         """The deepest sampled turn that the messages replay, and how many they replay.
 
         Of equal replies to an equal prompt, the latest: replies that differ in a tool
         call's id are not equal. Of equal replies after different reasoning, the one whose
         reasoning came back, if any did.
         """
-        for length in range(len(messages), 0, -1):
-            if messages[length - 1]["role"] == "assistant":
-                known = self._by_conversation.get(digests[length], ())
-                nodes = [node for node in known if node.is_replayed_in(messages)]
+        for beginning in reversed(beginnings[1:]):
+            message = beginning.message
+            if message["role"] == "assistant":
+                known = self._by_conversation.get(beginning.digest, ())
+                nodes = [node for node in known if self._is_replayed(node, beginnings)]
                 if nodes:
-                    reasoning = extract_reasoning(messages[length - 1])
+                    reasoning = extract_reasoning(message)
                     exact = [node for node in nodes if node.reasoning == reasoning]
-                    return (exact or nodes)[-1], length
+                    return (exact or nodes)[-1], len(beginning)
         return None, 0
 
+    def _is_replayed(self, node: _Node, beginnings: Sequence[MessageHistory]) -> bool:
+        """Whether no turn of the path came back with other reasoning than was sampled."""
+        found: list[tuple[MessageHistory, str]] = []
+        for turn in node.path:
+            history = beginnings[turn.position + 1]
+            if (history, turn.interaction.id) in self._replays:
+                break
+            if not replays_reasoning(history.message, turn.reasoning):
+                return False
+            found.append((history, turn.interaction.id))
+        self._replays.update(found)
+        return True
+
     def _find_edit(
-        self, messages: Sequence[Message], digests: list[bytes], num_known: int
+        self, beginnings: Sequence[MessageHistory], num_known: int
     ) -> MismatchCause | None:
         """Why the messages after the known ones do not replay a turn that they resemble."""
-        system = _find_system_digest(messages, digests)
-        for position in range(num_known, len(messages)):
-            message = messages[position]
-            if message["role"] != "assistant" or self._is_gathered(message, messages):
+        if all(h.message["role"] != "assistant" for h in beginnings[num_known + 1 :]):
+            return None
+        system = _find_system_digest(beginnings)
+        replies = {
+            position: self._by_reply.get(fingerprint(history.read), [])
+            for position, history in enumerate(beginnings)
+            if position and history.message["role"] == "assistant"
+        }
+        for position, nodes in replies.items():
+            if position <= num_known or self._is_gathered(nodes, replies.values()):
                 continue
-            siblings = self._by_request.get(digests[position])
+            history = beginnings[position]
+            siblings = self._by_request.get(beginnings[position - 1].digest)
             if siblings:
-                causes = [diagnose_edit(n.interaction.reply or {}, message) for n in siblings]
+                causes = [diagnose_edit(n.interaction.reply or {}, history.read) for n in siblings]
                 named = [c for c in causes if c is not MismatchCause.HISTORY_EDITED]
                 return named[-1] if named else MismatchCause.HISTORY_EDITED
             # What stood in a matching request before is given, though a reply may equal it.
-            is_given = digests[position + 1] in self._given
-            nodes = () if is_given else self._by_reply.get(fingerprint(message), ())
-            if any(node.system == system for node in nodes):
+            is_given = history.digest in self._given
+            if not is_given and any(node.system == system for node in nodes):
                 return MismatchCause.HISTORY_EDITED
         return None
 
-    def _is_gathered(self, message: Message, messages: Sequence[Message]) -> bool:
+    def _is_gathered(self, nodes: Sequence[_Node], replies: Iterable[Sequence[_Node]]) -> bool:
         """Whether a reply stands beside one of another branch: neither was sampled after the other.
 
         Whoever edits a history leaves replies that were sampled one after the other.
         """
-        nodes = self._by_reply.get(fingerprint(message), ())
-        if not nodes:
-            return False
-        replies = (m for m in messages if m["role"] == "assistant")
-        others = (self._by_reply.get(fingerprint(reply), ()) for reply in replies)
-        return any(
-            other and not any(_are_successive(n, o) for n in nodes for o in other)
-            for other in others
+        return bool(nodes) and any(
+            other and not any(self._are_successive(n, o) for n in nodes for o in other)
+            for other in replies
         )
+
+    def _are_successive(self, node: _Node, other: _Node) -> bool:
+        """Whether one of two replies was sampled after the other, or is it."""
+        if node is other:
+            return True
+        (reply, before), (other_reply, other_before) = map(self._list_replies, (node, other))
+        return other_reply in before or reply in other_before
+
+    def _list_replies(self, node: _Node) -> tuple[bytes, frozenset[bytes]]:
+        """Digests of a turn's reply, and of those among the messages that it was sampled after."""
+        turn = node.interaction
+        if turn.id not in self._replies:
+            replies = (m for m in turn.messages if m["role"] == "assistant")
+            own = fingerprint_reply(turn.reply or {"role": "assistant"})
+            self._replies[turn.id] = own, frozenset(map(fingerprint_reply, replies))
+        return self._replies[turn.id]
 
     def _continue(
         self,
         parent: _Node,
-        messages: Sequence[Message],
+        history: MessageHistory,
         num_known: int,
         inputs: TemplateInputs,
         edit: MismatchCause | None,
-        digests: list[bytes],
     ) -> PromptPlan:
         turn = parent.interaction
-        if inputs == parent.plan.inputs:
+        messages = tuple(history)
+        if inputs is not parent.plan.inputs and _say_same(inputs, parent.plan.inputs):
             inputs = parent.plan.inputs  # Its order of keys is the one that was rendered.
         new_messages = messages[num_known:]
-        skeleton = (*parent.plan.skeleton, make_placeholder(turn.reply), *new_messages)
-        split = self._template.split_at_last_turn(skeleton, inputs)
-        shown = self._find_shown_reasoning(parent, messages, inputs)
-        cause = self._find_obstacle(parent, inputs, split, shown)
-        if split is not None and cause is None:
-            return PromptPlan(
-                prompt_ids=self._template.join(
-                    turn.prompt_ids, turn.completion_ids, split.after, turn.finish_reason
-                ),
-                parent_id=turn.id,
-                extends_parent=True,
-                mismatch_cause=edit,
-                inputs=inputs,
-                skeleton=skeleton,
-                skeleton_text=split.text,
-                prefix_digests=digests,
-                with_reasoning=parent.with_reasoning,
-            )
-
-        # No splice: tokenize the whole prompt. Often the tokens agree all the same.
-        restored = _restore_reasoning(parent, messages, shown)
-        text = self._template.render(restored, inputs)
-        ids = self._template.encode(text)
-        known_ids = turn.prompt_ids + turn.completion_ids
-        extends = ids[: len(known_ids)] == known_ids
+        placeholder = make_placeholder(turn.reply)
+        skeleton = SharedSequence((placeholder, *new_messages), parent.plan.skeleton)
+        if parent.reasoning:
+            placeholder = write_reasoning(placeholder, _mark(parent))
+        marked = skeleton
+        if parent.shows_reasoning:
+            marked = SharedSequence((placeholder, *new_messages), parent.plan.marked)
+        after = self._find_text_after(parent, marked, inputs)
+        cause = shown = None
+        if after is None:
+            split = self._template.split_at_last_turn(skeleton, inputs)
+            shown = self._find_shown_reasoning(parent, messages, inputs)
+            cause = self._find_obstacle(parent, inputs, split, shown)
+            if split is not None and cause is None:
+                after = split.after
+                self._last_text = (skeleton, split.text)
+        if after is None:
+            assert shown is not None
+            return self._retokenize(parent, history, inputs, shown, edit, cause)
+        new_ids = self._template.encode_after(turn.completion_ids, after, turn.finish_reason)
         return PromptPlan(
-            prompt_ids=ids,
+            prompt_ids=pack_ids(new_ids, parent.ids),
             parent_id=turn.id,
+            extends_parent=True,
+            mismatch_cause=edit,
+            inputs=inputs,
+            history=history,
+            skeleton=skeleton,
+            marked=marked,
+            without_reasoning=parent.plan.without_reasoning,
+        )
+
+    def _retokenize(
+        self,
+        parent: _Node,
+        history: MessageHistory,
+        inputs: TemplateInputs,
+        shown: frozenset[str],
+        edit: MismatchCause | None,
+        cause: MismatchCause | None,
+    ) -> PromptPlan:
+        """The plan of a prompt that is tokenized whole; often the tokens agree all the same."""
+        restored = SharedSequence(_restore_reasoning(parent, tuple(history), shown))
+        text = self._template.render(restored, inputs)
+        ids, known_ids = self._template.encode(text), parent.ids
+        extends = ids[: len(known_ids)] == known_ids
+        self._last_text = (restored, text)
+        sampled = frozenset(n.interaction.id for n in parent.path if n.reasoning)
+        return PromptPlan(
+            prompt_ids=pack_ids(ids[len(known_ids) :], known_ids) if extends else pack_ids(ids),
+            parent_id=parent.interaction.id,
             extends_parent=extends,
             mismatch_cause=edit if extends else cause,
             inputs=inputs,
+            history=history,
             skeleton=restored,
-            skeleton_text=text,
-            prefix_digests=digests,
-            with_reasoning=shown,
+            marked=SharedSequence(_mark_reasoning(parent, restored, shown)),
+            without_reasoning=sampled - shown,
         )
+
+    def _find_text_after(
+        self, parent: _Node, marked: SharedSequence[Message], inputs: TemplateInputs
+    ) -> str | None:
+        """The text after the parent's turn, where its ids can stand, by what is new alone.
+
+        None: something else than the end of the conversation may have changed, so that only the
+        whole of it tells.
+        """
+        past = parent.plan
+        if inputs is not past.inputs:
+            return None
+        known = self._render_last(past.marked, inputs)
+        # One more than is new: the last message of a prompt may be shown in a way of its own.
+        num_last = len(marked) - len(past.marked) + 1
+        end = known and self._template.render_tail(marked, num_last, inputs, self._forms)
+        if known is None or end is None or end.state != known.state:
+            return None
+        self._last_ends[id(marked)] = (marked, Tail(end.texts[-1:], end.state))
+        if len(self._last_ends) > _MAX_ENDS:
+            del self._last_ends[next(iter(self._last_ends))]
+        before, found, after = "".join(end.texts).rpartition(PLACEHOLDER)
+        if not found or (parent.reasoning and _mark(parent) not in before):
+            return None
+        [prompt_end] = known.texts
+        if not (prompt_end.startswith(before) or before.startswith(prompt_end)):
+            closed = self._template.render_tail(past.marked, 1, inputs, self._forms, False)
+            if closed is None or not before.startswith(closed.texts[0]):
+                return None
+        return after
+
+    def _render_last(self, marked: SharedSequence[Message], inputs: TemplateInputs) -> Tail | None:
+        """The end of a prompt that is likely the last one that was made."""
+        known = self._last_ends.get(id(marked))
+        if known is not None:
+            return known[1]
+        return self._template.render_tail(marked, 1, inputs, self._forms)
 
     def _find_shown_reasoning(
         self, parent: _Node, messages: Sequence[Message], inputs: TemplateInputs
     ) -> frozenset[str]:
-        """The turns whose reasoning the template shows in this prompt.
-
-        Marks stand in for the reasoning, which may be a word that occurs elsewhere too.
-        """
+        """The turns whose reasoning the template shows in this prompt."""
         turns = parent.with_reasoning
-        nodes = {n.interaction.id: n for n in parent.path if n.interaction.id in turns}
-        if not nodes:
+        if not turns:
             return frozenset()
-        marked = list(messages)
-        marks = {}
-        for number, node in enumerate(nodes.values()):
-            marks[node.interaction.id] = mark = f"{PLACEHOLDER}REASONING{number}X"
-            marked[node.position] = write_reasoning(messages[node.position], mark)
-        text = self._template.render(marked, inputs)
-        return frozenset(turn for turn, mark in marks.items() if mark in text)
+        text = self._template.render(_mark_reasoning(parent, messages, turns), inputs)
+        nodes = (node for node in parent.path if node.interaction.id in turns)
+        return frozenset(node.interaction.id for node in nodes if _mark(node) in text)
 
     def _find_obstacle(
         self,
@@ -295,10 +471,28 @@ class ConversationTree:
         It may lack what only a generation prompt has, or have more: what the model wrote
         itself, such as empty reasoning; or it may begin the turn in another way.
         """
-        past = plan.skeleton_text
+        skeleton, past = self._last_text
+        if skeleton is not plan.skeleton:
+            past = self._template.render(plan.skeleton, plan.inputs)
         if past.startswith(before) or before.startswith(past):
             return True
         return before.startswith(self._template.render(plan.skeleton, plan.inputs, is_prompt=False))
+
+
+def _mark(node: _Node) -> str:
+    """Stands for the reasoning of a turn, which may be a word that occurs elsewhere too."""
+    return f"{PLACEHOLDER}REASONING{node.interaction.id}X"
+
+
+def _mark_reasoning(
+    parent: _Node, messages: Sequence[Message], turns: frozenset[str]
+) -> tuple[Message, ...]:
+    """The messages with marks in place of the reasoning of the turns."""
+    marked = list(messages)
+    for node in parent.path:
+        if node.interaction.id in turns:
+            marked[node.position] = write_reasoning(messages[node.position], _mark(node))
+    return tuple(marked)
 
 
 def _restore_reasoning(
@@ -317,74 +511,19 @@ def _restore_reasoning(
     return tuple(restored)
 
 
-def _are_successive(node: _Node, other: _Node) -> bool:
-    """Whether one of two replies was sampled after the other, or is it."""
-    return node is other or _was_sampled_after(node, other) or _was_sampled_after(other, node)
+def _say_same(one: TemplateInputs, other: TemplateInputs) -> bool:
+    """Whether two inputs are the same JSON, but for the order of keys."""
+    texts = (write_json([inputs.tools, inputs.template_kwargs]) for inputs in (one, other))
+    return next(texts) == next(texts)
 
 
-def _was_sampled_after(node: _Node, earlier: _Node) -> bool:
-    meaning = _normalize(earlier.interaction.reply or {"role": "assistant"})[:3]
-    return any(_normalize(m)[:3] == meaning for m in node.interaction.messages)
-
-
-def _find_system_digest(messages: Sequence[Message], digests: Sequence[bytes]) -> bytes:
+def _find_system_digest(beginnings: Sequence[MessageHistory]) -> bytes:
     """The digest of the leading system messages: another system prompt, another conversation."""
-    leading = takewhile(lambda m: m["role"] in ("system", "developer"), messages)
-    return digests[len(list(leading))]
+    following = islice(beginnings, 1, None)
+    leading = takewhile(lambda h: h.message["role"] in ("system", "developer"), following)
+    return beginnings[len(list(leading))].digest
 
 
-def replays_reasoning(message: Message, reasoning: str) -> bool:
-    """Whether a message has the reasoning that was sampled; frameworks may leave it out."""
-    return extract_reasoning(message) in ("", reasoning)
-
-
-def _normalize(message: Message) -> list[Any]:
-    """The meaning of a message as plain JSON data; equal meaning gives equal data.
-
-    Reasoning is no part of it: whether it came back is another question.
-    """
-    role = "system" if message["role"] == "developer" else message["role"]
-    is_reply = role == "assistant"
-    text = extract_answer(message) if is_reply else extract_text(message.get("content"), "\n")
-    calls = [_normalize_call(call) for call in message.get("tool_calls") or ()]
-    return [role, text, calls, find_extras(message)]
-
-
-def fingerprint(message: Message, previous: bytes = b"") -> bytes:
-    """A digest of a message's meaning and of all that came before it."""
-    meaning = _write_json(_normalize(message)).encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(meaning, key=previous).digest()
-
-
-def fingerprint_prefixes(messages: Iterable[Message]) -> list[bytes]:
-    """Entry i is the digest of the first i messages; entry 0 stands for none."""
-    return list(accumulate(messages, lambda past, m: fingerprint(m, past), initial=b""))
-
-
-def diagnose_edit(sampled: Message, replayed: Message) -> MismatchCause:
-    """Why ``replayed`` is not the turn that was ``sampled`` at its place."""
-    _, text, calls, extras = _normalize(sampled)
-    _, other_text, other_calls, other_extras = _normalize(replayed)
-    # All of a call but its arguments.
-    rests, other_rests = ([call[:2] for call in side] for side in (calls, other_calls))
-    same_reasoning = replays_reasoning(replayed, extract_reasoning(sampled))
-    same_rest = text == other_text and extras == other_extras and same_reasoning
-    if same_rest and calls != other_calls and rests == other_rests:
-        return MismatchCause.TOOL_ARGUMENTS_CHANGED
-    # Whoever removes the reasoning removes white space with it.
-    has_lost_reasoning = extract_reasoning(sampled) and not extract_reasoning(replayed)
-    if has_lost_reasoning and calls == other_calls and text.strip() == other_text.strip():
-        return MismatchCause.THINKING_STRIPPED
-    return MismatchCause.HISTORY_EDITED
-
-
-def _normalize_call(call: dict[str, Any]) -> list[Any]:
-    function = call.get("function") or {}
-    arguments = parse_arguments(function.get("arguments"), parse_float=_parse_number)
-    return [call.get("id"), function.get("name"), arguments]
-
-
-def _parse_number(text: str) -> float:
-    """A number with a fraction or an exponent; 1.0 is 1, as programs in JavaScript send it back."""
-    number = float(text)
-    return int(number) if number.is_integer() and abs(number) < 2**53 else number
+def pack_ids(ids: Sequence[int], parent: SharedSequence[int] | None = None) -> SharedSequence[int]:
+    """Token ids after those of ``parent``, in 4 bytes each."""
+    return SharedSequence(array("i", ids), parent)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from agentrl_cli.engine.protocol import Generation
-from agentrl_cli.records import Message
+from agentrl_cli.records import Message, SharedSequence
 from agentrl_cli.tracking.formats.call_scanner import ParsedText
+from agentrl_cli.tracking.message_meaning import MessageHistory
 from agentrl_cli.tracking.model_calls import (
     Choice,
     ModelCalls,
@@ -134,6 +136,17 @@ def parse_conversation(body: Mapping[str, Any]) -> tuple[tuple[Message, ...], tu
     return tuple(body["messages"]), tuple(body.get("tools") or ())
 
 
+def _validate_new(body: dict[str, Any], session: Session) -> tuple[_Body, MessageHistory]:
+    """The body, and its messages that are known from earlier requests, which were valid."""
+    messages = body.get("messages")
+    known = session.tree.find_known(messages if isinstance(messages, list) else ())
+    with suppress(RequestError):
+        if known:
+            return validate(_Body, {**body, "messages": body["messages"][len(known) - 1 :]}), known
+    # An error names the place among all messages.
+    return validate(_Body, body), known
+
+
 class ChatProtocol:
     """OpenAI's chat completions; see :class:`~agentrl_cli.tracking.gateway.WireProtocol`."""
 
@@ -142,9 +155,10 @@ class ChatProtocol:
 
     def parse(self, body: dict[str, Any], session: Session) -> ModelRequest:
         """The request; the session's sampling holds where the body says nothing."""
-        fields = validate(_Body, body)
-        messages, tools = tuple(body["messages"]), tuple(body.get("tools") or ())
-        for index, message in enumerate(messages):
+        fields, known = _validate_new(body, session)
+        tools = tuple(body.get("tools") or ())
+        new = tuple(body["messages"][len(known) :])
+        for index, message in enumerate(new, len(known)):
             for key, remedy in _UNREAD_MESSAGE_KEYS.items():
                 if message.get(key):
                     where = f"messages[{index}].{key}"
@@ -159,7 +173,7 @@ class ChatProtocol:
             response_format=parse_format(wanted, wanted.get("json_schema"), "response_format"),
         )
         return ModelRequest(
-            messages=messages,
+            messages=SharedSequence(new, known),
             inputs=fields.build_template_inputs(tools, fields.reasoning_effort),
             sampling=fields.build_sampling(
                 session.sampling,

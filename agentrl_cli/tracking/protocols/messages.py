@@ -38,7 +38,6 @@ from agentrl_cli.tracking.protocols.model_request import (
     Tool,
     build_assistant_message,
     build_rules,
-    find_completed,
     texts_of,
     validate,
 )
@@ -252,7 +251,7 @@ def _find_continued(fields: _Body, session: Session) -> Interaction | None:
                 "whole conversation with thread: {'type': 'create'}",
                 key,
             )
-    previous = find_completed(session, previous_id)
+    previous = session.find_completed(previous_id)
     if previous is not None:
         return previous
     raise NotFoundError(

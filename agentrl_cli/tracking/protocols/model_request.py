@@ -32,8 +32,8 @@ from agentrl_cli.errors import (
     format_nearest,
 )
 from agentrl_cli.log import get_logger
-from agentrl_cli.records import Interaction, InteractionStatus, Message
-from agentrl_cli.tracking.session import BudgetExceededError, Session
+from agentrl_cli.records import Message
+from agentrl_cli.tracking.session import BudgetExceededError
 from agentrl_cli.tracking.template import TemplateError, TemplateInputs, make_template_inputs
 
 _log = get_logger(__name__)
@@ -138,7 +138,7 @@ class ModelRequest:
     meaning whatever it was sent back as.
     """
 
-    messages: tuple[Message, ...]
+    messages: Sequence[Message]
     inputs: TemplateInputs
     sampling: Sampling
     rules: ReplyRules = field(default_factory=ReplyRules)
@@ -499,14 +499,6 @@ def _parse_number(text: str) -> float:
         # Written again it would be Infinity, which JSON does not know.
         raise ValueError(f"the number {text:.20} is too large")
     return number
-
-
-def find_completed(session: Session, interaction_id: str) -> Interaction | None:
-    """The session's completed interaction of that id."""
-    for interaction in session.interactions:
-        if interaction.id == interaction_id:
-            return interaction if interaction.status is InteractionStatus.COMPLETED else None
-    return None
 
 
 #: Exceptions of other layers: the HTTP status, OpenAI's type, the key that is wrong, the code.

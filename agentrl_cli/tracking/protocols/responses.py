@@ -46,7 +46,6 @@ from agentrl_cli.tracking.protocols.model_request import (
     Verbosity,
     build_assistant_message,
     build_rules,
-    find_completed,
     parse_format,
     parse_tool_choice,
     texts_of,
@@ -232,7 +231,7 @@ def _build_messages(fields: _Body, session: Session) -> tuple[Message, ...]:
 
 
 def _find_response(session: Session, response_id: str) -> Interaction | None:
-    return find_completed(session, response_id) if response_id.startswith(_ID_PREFIX) else None
+    return session.find_completed(response_id) if response_id.startswith(_ID_PREFIX) else None
 
 
 def _read_items(items: Sequence[_InputItem], session: Session) -> list[Message]:

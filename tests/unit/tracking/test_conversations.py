@@ -13,7 +13,7 @@ from agentrl_cli.errors import EngineError
 from agentrl_cli.records import Interaction, InteractionStatus, Trajectory
 from agentrl_cli.tracking import template as template_module
 from agentrl_cli.tracking.client import TrackingClient
-from agentrl_cli.tracking.tree import fingerprint
+from agentrl_cli.tracking.message_meaning import fingerprint
 from agentrl_cli.train.monitor.batch_metrics import summarize_trajectories
 
 Open = Callable[..., TrackingClient]

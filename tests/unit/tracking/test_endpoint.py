@@ -74,7 +74,8 @@ async def test_conversation_is_recorded_without_tokens(connect: Any, stream: boo
     assert one.reply is not None
     [call] = one.reply["tool_calls"]
     result = {"role": "tool", "tool_call_id": call["id"], "content": "rain"}
-    reply = await create(client, messages=[USER, one.reply, result], tools=[TOOL])
+    replayed = {**one.reply, "name": "agent"}
+    reply = await create(client, messages=[USER, replayed, result], tools=[TOOL])
     assert reply.choices[0].message.content == "It rains"
     one, two = client.interactions
     assert two.parent_id == one.id

@@ -370,7 +370,7 @@ def check_record(session: Session) -> None:
     assert len(interactions) == len(session.interactions)
     for one in interactions.values():
         # What cannot be written as UTF-8 could not be stored.
-        for data in (one.messages, one.tools, one.reply, one.error):
+        for data in (tuple(one.messages), one.tools, one.reply, one.error):
             json.dumps(data, ensure_ascii=False, allow_nan=False).encode()
         assert one.ended is not None
         assert one.started < one.ended
