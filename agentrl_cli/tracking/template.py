@@ -379,12 +379,21 @@ class ChatTemplate:
         before, found, after = text.rpartition(PLACEHOLDER)
         return SplitPrompt(before, after, text) if found else None
 
+    def render_skeleton(
+        self, skeleton: Sequence[Message], inputs: TemplateInputs, is_prompt: bool = True
+    ) -> str:
+        """The text of a skeleton that :meth:`split_at_last_turn` could split."""
+        try:
+            return self.render(skeleton, inputs, is_prompt)
+        except TemplateError:
+            return self.render(_show_replies(skeleton), inputs, is_prompt)
+
     def _split_at_last_reply(
         self, skeleton: Sequence[Message], inputs: TemplateInputs
     ) -> SplitPrompt | None:
         """As :meth:`split_at_last_turn`, with the replies in the placeholders' places."""
         last = max(i for i, message in enumerate(skeleton) if _SAMPLED_KEY in message)
-        messages = [message.get(_SAMPLED_KEY, message) for message in skeleton]
+        messages = _show_replies(skeleton)
         try:
             before = self.render(messages[:last], inputs)
             closed = self.render(messages[: last + 1], inputs, is_prompt=False)
@@ -500,6 +509,11 @@ class TemplateForms:
                 known[id(message)] = found
             forms.append(found[1])
         return forms
+
+
+def _show_replies(skeleton: Sequence[Message]) -> list[Message]:
+    """The messages with the replies in the placeholders' places."""
+    return [message.get(_SAMPLED_KEY, message) for message in skeleton]
 
 
 def _find_kind(messages: Sequence[Message], inputs: TemplateInputs) -> Hashable:

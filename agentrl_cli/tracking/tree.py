@@ -473,10 +473,11 @@ class ConversationTree:
         """
         skeleton, past = self._last_text
         if skeleton is not plan.skeleton:
-            past = self._template.render(plan.skeleton, plan.inputs)
+            past = self._template.render_skeleton(plan.skeleton, plan.inputs)
         if past.startswith(before) or before.startswith(past):
             return True
-        return before.startswith(self._template.render(plan.skeleton, plan.inputs, is_prompt=False))
+        closed = self._template.render_skeleton(plan.skeleton, plan.inputs, is_prompt=False)
+        return before.startswith(closed)
 
 
 def _mark(node: _Node) -> str:

@@ -415,8 +415,7 @@ async def test_gpt_oss_wants_to_see_the_call_and_ends_turns_of_the_past_otherwis
     thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
     script: list[Any] = [
         (thought + call, "length"),
-        "<|channel|>final<|message|>sunny",
-        "<|channel|>final<|message|>bye",
+        *(f"<|channel|>final<|message|>{text}" for text in ("sunny", "elsewhere", "bye")),
     ]
     client = open_client(*script, tokenizer=tokenizer, reading={"keep_reasoning": True})
     first = await ask(client, [USER], tools=[TOOL])
@@ -427,8 +426,10 @@ async def test_gpt_oss_wants_to_see_the_call_and_ends_turns_of_the_past_otherwis
     result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "20"}
     second = await ask(client, [USER, first, result], tools=[TOOL])
     assert second["content"] == "sunny"
+    # Another conversation in between.
+    await ask(client, [AGAIN], tools=[TOOL])
     await ask(client, [USER, first, result, second, AGAIN], tools=[TOOL])
-    one, two, three = client.interactions
+    one, two, _, three = client.interactions
     assert_spliced(
         client, two, one,
         '<|start|>functions.f to=assistant<|channel|>commentary<|message|>"20"<|end|>'
