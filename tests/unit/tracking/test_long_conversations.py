@@ -24,7 +24,8 @@ from .test_templates import CALL, KEEPS, STRIPS, TOOL, USER
 
 Open = Callable[..., TrackingClient]
 _LOOP = (
-    "{% for m in messages %}BODY{{ m.tool_calls | tojson if m.tool_calls }};{% endfor %}"
+    "{% for m in messages %}BODY"
+    "{{ m.tool_calls[0].function | tojson if m.tool_calls }};{% endfor %}"
     "{% if add_generation_prompt %}>{% endif %}"
 )
 #: What only the whole conversation tells: the second loop must not begin late, or not unnoticed.
