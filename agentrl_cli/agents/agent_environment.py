@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -260,29 +260,47 @@ def _install() -> None:
     """Once in a process; without an agent nothing of it has an effect."""
     os.environ.__class__ = _AgentEnviron
     sys.addaudithook(_check_lookup)
+    _change_requests(_lead)
+
+
+def keep_no_connections() -> None:
+    """For a process that gives each agent an event loop of its own, and its address in the
+    environment: frameworks keep clients from one agent to the next (LangChain does), and a
+    connection cannot be used in another event loop than the one that opened it."""
+
+    def close(request: Any) -> None:
+        # Of these variables it is the one without a path.
+        if str(request.url).startswith(os.environ.get(_ANTHROPIC_URLS[0], _URL)):
+            request.headers["connection"] = "close"
+
+    _change_requests(close)
+
+
+def _change_requests(change: Callable[[Any], None]) -> None:
+    """Has ``change`` called with every request that an HTTP client of this process sends."""
     for name in ("httpx2", "httpx"):
         if importlib.util.find_spec(name) is not None:
-            _lead_requests(importlib.import_module(name))
+            _change_requests_of(importlib.import_module(name), change)
 
 
-def _lead_requests(library: Any) -> None:
-    """Has every request of an HTTP library that is on its way to agents' common address led."""
+def _change_requests_of(library: Any, change: Callable[[Any], None]) -> None:
     send, send_async = library.Client.send, library.AsyncClient.send
 
     @functools.wraps(send)
-    def lead(client: Any, request: Any, **options: Any) -> Any:
-        _lead(request)
+    def changed(client: Any, request: Any, **options: Any) -> Any:
+        change(request)
         return send(client, request, **options)
 
     @functools.wraps(send_async)
-    async def lead_async(client: Any, request: Any, **options: Any) -> Any:
-        _lead(request)
+    async def changed_async(client: Any, request: Any, **options: Any) -> Any:
+        change(request)
         return await send_async(client, request, **options)
 
-    library.Client.send, library.AsyncClient.send = lead, lead_async
+    library.Client.send, library.AsyncClient.send = changed, changed_async
 
 
 def _lead(request: Any) -> None:
+    """Sends a request that is on its way to agents' common address to its trajectory's own."""
     if request.url.host != _HOST:
         return
     route = _find_route()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,6 +21,7 @@ from agentrl_cli.train.model.critic import Critic
 from agentrl_cli.train.model.optimizer import compute_learning_rate
 from agentrl_cli.train.model.policy import Policy
 from agentrl_cli.train.monitor.update_metrics import UpdateMetrics
+from agentrl_cli.train.publish import visibly_changed
 from agentrl_cli.train.ranks import SINGLE, Ranks
 from agentrl_cli.train.step_updates import StepUpdates, build_step_batch
 
@@ -204,6 +206,10 @@ class Learner:
             [[scored[id(s)].tolist() for s in of_replica] for of_replica in samples],
             [wide[id(s)].tolist() for s in (samples[0] if samples else ())],
         )
+
+    def visibly_changed(self) -> AbstractContextManager[None]:
+        """A block in which every trained weight is another one; see :func:`visibly_changed`."""
+        return visibly_changed(self._policy.model)
 
     def weights(self) -> dict[str, Tensor]:
         """The published tensors by name, in the dtype the model computes in, mostly not copied.

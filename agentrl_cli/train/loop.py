@@ -50,6 +50,8 @@ class TrainingLoop:
         main, first_step = self.coordinator, self.learner.step + 1
         if main is not None:
             main.begin(first_step)
+        with self.learner.visibly_changed():
+            self._publish(first_step - 1)
         self._publish(first_step - 1)
         if main is not None:
             main.evaluate_if_due(first_step - 1)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from agentrl_cli.engine.probes import (
@@ -21,6 +22,7 @@ from agentrl_cli.engine.protocol import Generation, InferenceEngine, Probe, Repl
 from agentrl_cli.errors import EngineError, ServerDownError, WeightMismatchError
 from agentrl_cli.log import get_logger
 from agentrl_cli.models.lora import ADAPTER_NAME, to_saved_name
+from agentrl_cli.train.model.sharding import own_part
 
 if TYPE_CHECKING:
     from agentrl_cli.train.learner import Learner
@@ -32,6 +34,14 @@ _MIN_TOLERANCE = 1e-3
 #: An engine and the trainer both round, each in its own order. With few prompts the two means vary
 #: by a third.
 _ROUNDING_FACTOR = 5.0
+
+#: A power of two, so that it can be undone exactly. A smaller model of the same shape rounds as well
+#: as the trained one; under random changes 30 layers amplify rounding until it hides a stale layer.
+_SHRINKING = 0.25
+#: Standard deviation of the half of an adapter that starts at zero.
+_ADAPTER_CHANGE = 0.2
+#: A gap above so many times what is allowed is no rounding.
+_MAX_ROUNDING_RATIO = 10.0
 
 #: The beginnings of replies that may go on in many ways: where one token is certain, no weights
 #: show.
@@ -89,6 +99,32 @@ def collect_published(
             merged = base.float() + module.get_delta_weight(ADAPTER_NAME).float()
             tensors[f"{layer}.weight"] = merged.to(base.dtype)
     return tensors
+
+
+@contextmanager
+def visibly_changed(model: nn.Module) -> Iterator[None]:
+    """A block in which every trained weight is another one, by more than any rounding hides.
+
+    A learning rate of 1e-6 moves logprobs by less than bfloat16 rounds them: an engine that never
+    loads one of the layers would be noticed only when training has long been spoilt. These
+    weights, published and verified once, show it before the first step. Whole weights are not
+    copied for that but made smaller, and then as they were.
+    """
+    trained = {n: own_part(p.detach()) for n, p in model.named_parameters() if p.requires_grad}
+    adapter = {tensor: tensor.clone() for name, tensor in trained.items() if ".lora_B." in name}
+    for tensor in adapter:
+        source = torch.Generator(tensor.device).manual_seed(0)
+        tensor.normal_(std=_ADAPTER_CHANGE, generator=source)
+    shrunk = [] if adapter else list(trained.values())
+    for tensor in shrunk:
+        tensor.mul_(_SHRINKING)
+    try:
+        yield
+    finally:
+        for tensor in shrunk:
+            tensor.div_(_SHRINKING)
+        for tensor, own in adapter.items():
+            tensor.copy_(own)
 
 
 async def publish_and_verify(
@@ -233,10 +269,13 @@ async def _ask(
 def _check(name: str, version: int, gap: ProbeGap, tolerance: float) -> None:
     # Not "gap > tolerance": a NaN must not pass.
     if not gap.mean <= tolerance:
+        reason = "It"
+        if gap.mean <= _MAX_ROUNDING_RATIO * tolerance:
+            key = f"train.probe_tolerance={2 * gap.mean:.1g}"
+            reason = f"If they only round differently, type {key}. Otherwise it"
         raise WeightMismatchError(
             f"policy version {version}: {name} does not hold the trainer's weights. "
-            f"{gap.describe(tolerance)}. If they only round differently, type "
-            f"train.probe_tolerance={2 * gap.mean:.1g}. Otherwise it did not "
+            f"{gap.describe(tolerance)}. {reason} did not "
             "load what was published: look into its log, then type the same command again to "
             "resume from the last checkpoint"
         )

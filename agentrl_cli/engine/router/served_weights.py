@@ -103,7 +103,8 @@ class ServedWeights:
             self._pool.check_alive()
             update = await self._transfer.prepare(version, weights)
             # No await until the servers are chosen: one that recovers later sees the update.
-            self._update, self._version = update, version
+            # Probes of other weights say nothing of these, whose version may be the same.
+            self._update, self._version, self._probes = update, version, None
             results = await asyncio.gather(
                 *map(self._update_serving, self._pool.healthy), return_exceptions=True
             )

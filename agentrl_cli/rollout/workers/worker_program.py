@@ -31,7 +31,7 @@ from openai import AsyncOpenAI, OpenAI
 
 import agentrl_cli
 from agentrl_cli.agents.agent_building import AgentSource, AgentSpec
-from agentrl_cli.agents.agent_environment import list_changes
+from agentrl_cli.agents.agent_environment import keep_no_connections, list_changes
 from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome
 from agentrl_cli.errors import BuilderError, RewardError, UserInputError
 from agentrl_cli.log import get_logger
@@ -185,6 +185,7 @@ class WorkerProgram:
         """Works until the trainer closes the connection, or is gone."""
         # Of one thread, so that the last lines are those of the crash.
         faulthandler.enable(all_threads=False)
+        keep_no_connections()
         with suppress(EOFError, OSError):
             while True:
                 is_reusable = not _has_left_process()

@@ -31,7 +31,7 @@ def check_sampled(check_tensors: Callable[..., None]) -> Callable[[TrackingClien
 
     def check(client: TrackingClient, engine: Any) -> None:
         recorded = [
-            (i.prompt_ids, i.completion_ids, i.rollout_logprobs)
+            (tuple(i.prompt_ids), tuple(i.completion_ids), tuple(i.rollout_logprobs))
             for i in client.interactions
             if i.status is InteractionStatus.COMPLETED
         ]

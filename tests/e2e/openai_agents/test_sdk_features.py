@@ -133,7 +133,8 @@ async def test_an_input_guardrail_ends_the_call_that_runs_beside_it(play_agent):
     trajectory = played.trajectory
     assert (trajectory.failure, trajectory.final_answer, trajectory.num_turns) == (None, "", 0)
     assert [i.status for i in trajectory.interactions] == [InteractionStatus.CANCELLED]
-    assert trajectory.reward == 0.0
+    # No call was completed that a score could be credited to.
+    assert trajectory.reward is None
 
 
 async def test_a_guardrail_with_an_agent_of_its_own_is_recorded(play_agent):

@@ -45,7 +45,7 @@ def test_a_critic_starts_from_a_folder_or_a_built_in_model(
     build_qwen2(chat_tokenizer, hidden_size=96).save_pretrained(wide)
     monkeypatch.setattr(builtin_models, "_make_calculator_model", lambda *_: wide)
     for path in (str(wide), "builtin:calculator"):
-        assert load(path)._critic.value_model.head.in_features == 96
+        assert load(path)._critic.value_model.head.weight.shape == (1, 96)
 
 
 def test_what_a_critic_cannot_start_from_is_named_by_its_own_key(

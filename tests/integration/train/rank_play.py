@@ -161,7 +161,7 @@ class FakeCoordinator:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(self._learner.weights).result(60.0)
             found, _ = pool.submit(self._learner.score_probes, [[1, 2]], [[[3]]]).result(60.0)
-        self.seen.append(found)
+        self.seen.append(found[0][0])
         return {"version": version}
 
     def finish_step(self, step: int, batch: Any, metrics: dict[str, float]) -> bool:

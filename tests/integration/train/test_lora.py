@@ -250,3 +250,20 @@ def test_an_adapter_whose_base_is_gone_says_so(make_learner, tmp_path, base):
     base.rename(tmp_path / "moved")
     with pytest.raises(ModelError, match=r"trained on '.*base'.*base_model_name_or_path"):
         load_model(str(tmp_path / "c"), "float32", "cpu")
+
+
+@pytest.mark.parametrize("published", ["adapter", "whole"])
+def test_an_adapter_that_changes_nothing_yet_is_visible_before_the_first_step(
+    make_learner, published
+):
+    learner = make_learner(published=published)
+    prompt = [5, 6, 7, 8, 9]
+    own = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    (before,) = learner.compute_logprobs([prompt])
+    with learner.visibly_changed():
+        (meanwhile,) = learner.compute_logprobs([prompt])
+        changed = {n for n, t in learner.weights().items() if not torch.equal(t, own[n])}
+    assert meanwhile != pytest.approx(before, abs=1e-2)
+    assert len(changed) == sum(".lora_B." in n for n, _ in learner.model.named_parameters())
+    assert all(torch.equal(tensor, own[name]) for name, tensor in learner.weights().items())
+    assert learner.compute_logprobs([prompt]) == [before]

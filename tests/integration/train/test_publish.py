@@ -63,13 +63,39 @@ async def test_a_real_model_in_bfloat16_is_verified(real_model, build_config):
         more = tokenizer.encode(text, add_special_tokens=False)
         metrics = await publish_and_verify(engine, learner, version, [p + more for p in prompts])
         assert metrics["probe_gap_mean"] < metrics["probe_tolerance"] < 0.2
-    published, name = learner.weights, "model.layers.7.mlp.down_proj.weight"
-    old = published()[name].clone()
-    with torch.no_grad():
-        learner.model.get_parameter(name).mul_(-1.0)
-    learner.weights = lambda: published() | {name: old}
-    with pytest.raises(WeightMismatchError, match="weighted by probability"):
+    published = learner.weights
+    old = {n: t.clone() for n, t in published().items() if n.startswith("model.layers.7.")}
+    learner.weights = lambda: published() | old
+    with (
+        learner.visibly_changed(),
+        pytest.raises(WeightMismatchError, match="weighted by probability"),
+    ):
         await publish_and_verify(engine, learner, 3, prompts)
+    await engine.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kept", ["model.layers.1.", "lm_head.", "model.embed_tokens."])
+async def test_what_never_loads_is_found_before_the_first_step(
+    build_tiny_model, tiny_tokenizer, build_config, dtype, kept
+):
+    learner = Learner(build_tiny_model(tied=False), build_config(dtype=dtype))
+    config = EngineConfig(max_model_len=128, num_threads=1)
+    loaded = build_tiny_model(tied=False).to(getattr(torch, dtype))
+    engine = EmbeddedEngine(loaded, tiny_tokenizer, config, model_name="tiny")
+    own = {name: tensor.clone() for name, tensor in learner.weights().items()}
+    stale = {name: tensor for name, tensor in own.items() if name.startswith(kept)}
+    published = learner.weights
+    with learner.visibly_changed():
+        await publish_and_verify(engine, learner, 0, PROBES)
+        learner.weights = lambda: published() | stale
+        with pytest.raises(WeightMismatchError, match="does not hold") as caught:
+            await publish_and_verify(engine, learner, 0, PROBES)
+    # It is more than rounding: there is nothing to allow.
+    assert "train.probe_tolerance" not in str(caught.value)
+    learner.weights = published
+    assert all(torch.equal(tensor, own[name]) for name, tensor in learner.weights().items())
+    await publish_and_verify(engine, learner, 0, PROBES)
     await engine.close()
 
 

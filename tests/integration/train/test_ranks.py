@@ -284,6 +284,8 @@ def test_all_ranks_run_one_loop(
     assert others == [[[is_complete, 2, None]]] * 2
     assert first[:2] == [is_complete, 2]
     assert first[2][0] == expected[0] == 1
+    # What is published before the first step, and then the model's own weights.
+    assert abs(expected[1][0] - expected[2][0]) > 0.1
     for mine, theirs in zip(first[2][1:], expected[1:], strict=True):
         if isinstance(mine, dict):
             assert_same_metrics(mine, theirs)

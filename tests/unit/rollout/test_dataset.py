@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.errors import DatasetError, RunFolderError
+from agentrl_cli.records import Interaction
 from agentrl_cli.rollout.dataset import (
     GroupOutcome,
     TaskStream,
@@ -356,7 +357,8 @@ def make_batch(stream, step, flat):
     def make(task, index):
         reward = 1.0 if int(task.task_id) in flat else float(index)
         attempt = Attempt(task=task, sample_index=index, step=step)
-        return attempt.begin_trajectory(reward=reward)
+        call = Interaction(id="call", completion_ids=(1,), rollout_logprobs=(-1.0,), versions=(0,))
+        return attempt.begin_trajectory(reward=reward, interactions=(call,))
 
     return [make(task, index) for task in stream.batch(step) for index in range(2)]
 

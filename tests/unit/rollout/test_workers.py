@@ -116,7 +116,7 @@ def tell_environment(data, base_url, api_key):
     assert os.environ["ANTHROPIC_BASE_URL"] == base_url.removesuffix("/v1")
     assert os.environ["OPENAI_API_KEY"] == os.environ["ANTHROPIC_API_KEY"] == api_key
     assert "ANTHROPIC_AUTH_TOKEN" not in os.environ
-    assert os.environ["NO_PROXY"] == "example.org,127.0.0.1,localhost"
+    assert os.environ["NO_PROXY"] == "example.org,127.0.0.1,localhost,model.agentrl.invalid"
     assert os.environ["HTTP_PROXY"] == "http://proxy"
     # The Agents SDK sends no traces, and no settings of another model.
     assert os.environ["OPENAI_AGENTS_DISABLE_TRACING"] == "1"

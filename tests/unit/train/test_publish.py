@@ -153,13 +153,13 @@ async def test_a_replica_that_does_not_prove_its_weights_stops_the_run(fault, er
 
 
 async def test_one_replica_with_other_logprobs_stops_the_run_with_both_numbers():
-    faulty = FaultyReplica("vllm-1", logprobs=(-1.002, -3.0))
+    faulty = FaultyReplica("vllm-1", logprobs=(-1.002, -2.02))
     engine = FaultyEngine(FaultyReplica(), faulty)
     with pytest.raises(WeightMismatchError) as caught:
         await publish(engine=engine)
     message = str(caught.value)
     assert "vllm-1 does not hold" in message
-    assert "token 41: engine logprob -3.000000, trainer -2.000000" in message
+    assert "token 41: engine logprob -2.020000, trainer -2.000000" in message
     assert "type train.probe_tolerance=0." in message
     assert "type the same command again" in message
     assert engine.expected == []

@@ -83,16 +83,16 @@ def test_never_more_minibatches_than_groups():
         ({"aggregation": "token_mean"}, {0: 1 / 10, 1: 1 / 10, 2: 1 / 10, 4: 1 / 10}),
         # Four samples.
         ({"aggregation": "sequence_mean"}, {0: 1 / 4, 1: 1 / 8, 2: 1 / 12, 4: 1 / 16}),
-        # Five scored trajectories, the one without a call among them.
+        # Four scored trajectories: the one without a call has no score.
         (
             {"aggregation": "trajectory_mean"},
-            {0: 1 / 5, 1: 1 / 10, 2: 1 / 15, 4: 1 / 20},
+            {0: 1 / 4, 1: 1 / 8, 2: 1 / 12, 4: 1 / 16},
         ),
-        # Five trajectories x gconfig.max_tokens, or x the given constant.
-        ({"aggregation": "constant"}, dict.fromkeys((0, 1, 2, 4), 1 / 50)),
+        # Four trajectories x gconfig.max_tokens, or x the given constant.
+        ({"aggregation": "constant"}, dict.fromkeys((0, 1, 2, 4), 1 / 40)),
         (
             {"aggregation": "constant", "constant_denominator": 2.0},
-            dict.fromkeys((0, 1, 2, 4), 1 / 10),
+            dict.fromkeys((0, 1, 2, 4), 1 / 8),
         ),
     ],
 )
