@@ -193,8 +193,11 @@ class PPOTrainer:
         folder, eval_workflow = self._entered(), eval_workflow or workflow
         if self.report_if_complete(folder):
             return True
-        for one in (workflow, eval_workflow):
-            one.use(self.config.rollout)
+        for one, gconfig in (
+            (eval_workflow, self.config.resolve_eval_gconfig()),
+            (workflow, self.config.gconfig),
+        ):
+            one.use(self.config.rollout, gconfig)
             one.log_to(folder.log_dir())
         self.check_rows(workflow, eval_workflow)
         # Here and not when a checkpoint is loaded: critics and adapters begin with random weights.

@@ -14,7 +14,6 @@ from agentrl_cli.agents.agent_environment import running_environment
 from agentrl_cli.agents.agent_runner import (
     AgentCall,
     AgentOutcome,
-    find_prompt_text,
     run_in_thread,
 )
 from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
@@ -36,7 +35,12 @@ from agentrl_cli.records import (
     StopReason,
     Trajectory,
 )
-from agentrl_cli.rollout.rewards import AsyncRewardWrapper, Score, parse_reward_result
+from agentrl_cli.rollout.rewards import (
+    AsyncRewardWrapper,
+    Score,
+    collect_arguments,
+    parse_reward_result,
+)
 from agentrl_cli.rollout.rollout_failures import describe_failure, run_with_deadline
 from agentrl_cli.rollout.workers.worker_pool import RemoteAgent, WorkerAgents
 from agentrl_cli.rollout.workers.worker_process import AgentWorker
@@ -88,12 +92,11 @@ class AgentRolloutWorkflow(RolloutWorkflow):
     ) -> None:
         self._sources = {**agents}
         self._workers = workers
-        self._reward = reward
         self._gconfig = gconfig
         self._rollout = rollout
         self._open_client = open_client
         self._seed = seed
-        self.use(rollout)
+        self.use(rollout, reward=reward)
 
     def check_rows(self, rows: list[dict[str, Any]], where: str) -> None:
         """Refuses rows without an agent, without anything to ask it, or without a reward's field.
@@ -113,8 +116,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
                     f"{place} has nothing to ask the agent: its fields are "
                     f"{', '.join(map(repr, row))}; one of {', '.join(fields)} is needed"
                 )
-        if self._reward is not None:
-            self._reward.check_rows(rows, where)
+        super().check_rows(rows, where)
 
     async def arun_episode(
         self, engine: InferenceEngine, data: Mapping[str, Any]
@@ -207,11 +209,6 @@ class AgentRolloutWorkflow(RolloutWorkflow):
         """Says where what agents in other processes print is kept."""
         if self._workers is not None:
             self._workers.log_to(folder)
-
-    def close(self) -> None:
-        """Ends the reward processes; the agents' workers belong to whoever started them."""
-        if self._reward is not None:
-            self._reward.close()
 
     def _open(self, engine: InferenceEngine, seed: str | None) -> TrackingClient:
         sampling = Sampling(
@@ -337,7 +334,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
             # The agent has rewarded its last call through the client: nothing is left to judge.
             return Score(reward=last.reward)
         elif self._reward is not None:
-            supplied = _collect_arguments(row, last, answer)
+            supplied = collect_arguments(row, last, answer)
             score = await self._reward.score(**supplied)
         elif any(i.reward is not None for i in client.interactions):
             return Score(reward=find_last_reward(client.interactions))
@@ -384,21 +381,6 @@ def _set_rewards(client: TrackingClient, rewards: Mapping[Any, Any]) -> None:
         parse_reward_result(reward)
     for interaction_id, reward in rewards.items():
         client.set_reward(interaction_id, reward)
-
-
-def _collect_arguments(
-    row: Mapping[str, Any], last: Interaction | None, answer: str | None
-) -> dict[str, Any]:
-    """What a reward function may name, and the row's other fields."""
-    messages = [] if last is None else [*last.messages, *([last.reply] if last.reply else [])]
-    return {
-        **{str(name): value for name, value in row.items()},
-        "prompt": row.get("prompt") or find_prompt_text(row),
-        "completions": answer or "",
-        "messages": messages,
-        "prompt_ids": [] if last is None else list(last.prompt_ids),
-        "completion_ids": [] if last is None else list(last.completion_ids),
-    }
 
 
 def _derive_seed(text: str) -> int:

@@ -20,11 +20,12 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from agentrl_cli.agents.agent_environment import reward_environment
-from agentrl_cli.agents.agent_runner import run_in_thread
+from agentrl_cli.agents.agent_runner import find_prompt_text, run_in_thread
 from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.errors import DatasetError, ImportPathError, RewardError, RewardSignatureError
 from agentrl_cli.log import get_logger
 from agentrl_cli.process_reaper import end_with_parent
+from agentrl_cli.records import Interaction
 from agentrl_cli.rollout.background_loop import LoopSemaphore
 from agentrl_cli.tracking.credit import parse_reward
 
@@ -40,6 +41,21 @@ SUPPLIED = {
     "prompt_ids": "token ids of the last model call's prompt",
     "completion_ids": "token ids of the last model call's completion",
 }
+
+
+def collect_arguments(
+    row: Mapping[str, Any], last: Interaction | None, answer: str | None
+) -> dict[str, Any]:
+    """What a reward function may name, after the last call, and the row's other fields."""
+    messages = [] if last is None else [*last.messages, *([last.reply] if last.reply else [])]
+    return {
+        **{str(name): value for name, value in row.items()},
+        "prompt": row.get("prompt") or find_prompt_text(row),
+        "completions": answer or "",
+        "messages": messages,
+        "prompt_ids": [] if last is None else list(last.prompt_ids),
+        "completion_ids": [] if last is None else list(last.completion_ids),
+    }
 
 
 _ALLOWED = (

@@ -13,6 +13,7 @@ from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.records import (
+    Boundary,
     ExportStyle,
     Failure,
     FailureCause,
@@ -21,6 +22,7 @@ from agentrl_cli.records import (
     Trajectory,
 )
 from agentrl_cli.rollout.dataset import Task
+from agentrl_cli.rollout.rewards import AsyncRewardWrapper, Score, collect_arguments
 from agentrl_cli.rollout.rollout_failures import describe_failure, run_with_deadline
 from agentrl_cli.tracking.credit import TokenSequence, compute_turn_returns
 from agentrl_cli.tracking.session import (
@@ -75,10 +77,18 @@ class RolloutWorkflow(ABC):
 
     _sampling: Sampling | None = None
     _budget: Budget | None = None
+    _reward: AsyncRewardWrapper | None = None
 
-    def use(self, rollout: RolloutConfig, gconfig: GenerationConfig | None = None) -> None:
-        """Takes deadline, turn discount and the reward of failures from a configuration, and what
-        holds for a ``TrackingClient`` that is made without ``sampling`` or ``budget``."""
+    def use(
+        self,
+        rollout: RolloutConfig,
+        gconfig: GenerationConfig | None = None,
+        reward: AsyncRewardWrapper | None = None,
+    ) -> None:
+        """Takes deadline, turn discount and the reward of failures from a configuration, what
+        holds for a ``TrackingClient`` that is made without ``sampling`` or ``budget``, and what
+        judges an episode that sets no reward (None: what did so before)."""
+        self._reward = reward or self._reward
         self.timeout_seconds = rollout.timeout_seconds
         self.turn_discount = rollout.turn_discount
         self.policy_failure_reward = rollout.policy_failure_reward
@@ -108,7 +118,8 @@ class RolloutWorkflow(ABC):
         """
         started = time.perf_counter()
         with collect_sessions(self._sampling, self._budget) as sessions:
-            failure = style = None
+            failure = style = boundary = None
+            score = Score(reward=None)
             try:
                 exported = await run_with_deadline(
                     self.arun_episode(engine, dict(attempt.task.row)),
@@ -118,12 +129,15 @@ class RolloutWorkflow(ABC):
                 # A client that was exported early knows nothing of later rewards.
                 latest = {i.id: i for i in list_interactions(sessions)}
                 found = collect_interactions(exported)
-                interactions = self._with_returns(tuple(latest.get(i.id, i) for i in found))
-                style = find_style(exported.values())
+                interactions = tuple(latest.get(i.id, i) for i in found)
+                style, boundary = find_style(exported.values()), Boundary.REWARD
+                if self._reward is not None and all(i.reward is None for i in interactions):
+                    interactions, score = await self._judge(attempt.task.row, interactions)
+                interactions = self._with_returns(interactions)
             except UserInputError:
                 raise
             except Exception as error:
-                failure = describe_failure(error, sessions=sessions)
+                failure = describe_failure(error, boundary=boundary, sessions=sessions)
                 interactions = list_interactions(sessions)
                 if failure.cause is FailureCause.POLICY:
                     scored = reward_failure(interactions, self.policy_failure_reward)
@@ -132,10 +146,29 @@ class RolloutWorkflow(ABC):
         return attempt.begin_trajectory(
             interactions=interactions,
             reward=find_outcome(interactions, failure, find_last_reward(interactions)),
+            reward_parts=score.parts,
+            reward_seconds=score.seconds,
             export_style=style,
             final_answer=find_last_answer(interactions) if failure is None else None,
             failure=failure,
             seconds=time.perf_counter() - started,
+        )
+
+    async def _judge(
+        self, row: Mapping[str, Any], interactions: tuple[Interaction, ...]
+    ) -> tuple[tuple[Interaction, ...], Score]:
+        """The interactions with the reward function's reward on the call that ended last."""
+        completed = [i for i in interactions if i.status is InteractionStatus.COMPLETED]
+        if self._reward is None or not completed:
+            return interactions, Score(reward=None)
+        last = max(completed, key=_ended_at)
+        arguments = collect_arguments(row, last, find_last_answer(interactions))
+        score = await self._reward.score(**arguments)
+        # Credit that the episode handed out was of no reward.
+        judged = replace(last, reward=score.reward)
+        return (
+            tuple(replace(judged if i is last else i, turn_return=None) for i in interactions),
+            score,
         )
 
     def _with_returns(self, interactions: tuple[Interaction, ...]) -> tuple[Interaction, ...]:
@@ -145,18 +178,22 @@ class RolloutWorkflow(ABC):
         returns = compute_turn_returns(interactions, self.turn_discount)
         return tuple(replace(i, turn_return=returns.get(i.id)) for i in interactions)
 
-    def check_rows(self, rows: list[dict[str, Any]], where: str) -> None:  # noqa: B027 - optional
+    def check_rows(self, rows: list[dict[str, Any]], where: str) -> None:
         """Refuses a dataset (``where``: its config key) that this workflow cannot run on.
 
         Raises:
             UserInputError: naming the row and the field.
         """
+        if self._reward is not None:
+            self._reward.check_rows(rows, where)
 
     def log_to(self, folder: Path) -> None:  # noqa: B027 - optional
         """Tells where processes that this workflow starts may write their logs."""
 
-    def close(self) -> None:  # noqa: B027 - optional
+    def close(self) -> None:
         """Ends what the workflow started; called once after the last trajectory."""
+        if self._reward is not None:
+            self._reward.close()
 
 
 def reward_failure(

@@ -21,6 +21,9 @@ from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.session import Budget
 
+#: What a workflow of the user's may name in its signature, besides its ``workflow_kwargs``.
+SUPPLIED = ("tokenizer", "gconfig", "config", "reward")
+
 
 def build_workflow(
     config: ExperimentConfig,
@@ -142,22 +145,21 @@ def _build_own_workflow(
     if not callable(factory):
         raise ImportPathError(f"{where} is {type(factory).__name__}; name a RolloutWorkflow class")
     named = inspect.signature(factory).parameters
-    supplied: dict[str, Any] = {"tokenizer": tokenizer, "gconfig": gconfig, "config": config}
-    if "reward" in named:
-        supplied["reward"] = _build_reward(config)
+    reward = _build_reward(config)
+    supplied = dict(zip(SUPPLIED, (tokenizer, gconfig, config, reward), strict=True))
     chosen = {k: v for k, v in supplied.items() if k in named and k not in config.workflow_kwargs}
     try:
         workflow = factory(**config.workflow_kwargs, **chosen)
     except Exception as error:
         raise ImportPathError(
             f"{where} raised {type(error).__name__}: {error}. It is called with workflow_kwargs "
-            f"({', '.join(config.workflow_kwargs) or 'empty'}) and, if it names them, tokenizer, "
-            "gconfig, config and reward"
+            f"({', '.join(config.workflow_kwargs) or 'empty'}) and, of {', '.join(SUPPLIED)}, what "
+            "its signature names"
         ) from error
     if not isinstance(workflow, RolloutWorkflow):
         raise ImportPathError(
             f"{where} gave {type(workflow).__name__}. Allowed: a class derived from "
             "agentrl_cli.RolloutWorkflow, or a function that returns an object of one"
         )
-    workflow.use(config.rollout, gconfig)
+    workflow.use(config.rollout, gconfig, reward)
     return workflow

@@ -35,8 +35,8 @@ _MIN_TOLERANCE = 1e-3
 #: by a third.
 _ROUNDING_FACTOR = 5.0
 
-#: A power of two, so that it can be undone exactly. A smaller model of the same shape rounds as well
-#: as the trained one; under random changes 30 layers amplify rounding until it hides a stale layer.
+#: A power of two, so that it can be undone exactly. Made smaller, a model rounds no worse than
+#: before; random changes make 30 layers amplify rounding until it hides a stale one.
 _SHRINKING = 0.25
 #: Standard deviation of the half of an adapter that starts at zero.
 _ADAPTER_CHANGE = 0.2

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
+from agentrl_cli.agents import plain_python
 from agentrl_cli.config.config_file import load_config, load_config_as
 from agentrl_cli.config.sft_config import SftConfig
+from agentrl_cli.rollout import rewards, workflow_building
 from agentrl_cli.tracking.formats.format_table import (
     REASONING_ALIASES,
     REASONING_BY_TOOL_CALLS,
@@ -44,6 +47,21 @@ def test_parsers_page_names_every_format_once() -> None:
         assert len(re.findall(rf"[|,] `{re.escape(name)}`", calls)) == 1, name
     for name in (*REASONING_FORMATS, *REASONING_ALIASES, *REASONING_BY_TOOL_CALLS):
         assert len(re.findall(rf"[|,] `{re.escape(name)}`", reasoning)) == 1, name
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("rewards.md", rewards.SUPPLIED),
+        ("workflows.md", workflow_building.SUPPLIED),
+        ("agents.md", (*plain_python.SUPPLIED, "anthropic_client")),
+    ],
+)
+def test_every_name_that_a_signature_may_use_is_documented(
+    page: str, names: Collection[str]
+) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert [name for name in names if f"`{name}`" not in text] == []
 
 
 def test_readme_begins_with_its_two_commands() -> None:

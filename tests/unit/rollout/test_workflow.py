@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
-from agentrl_cli.errors import DatasetError
+from agentrl_cli.errors import DatasetError, RewardSignatureError
 from agentrl_cli.records import Boundary
 from agentrl_cli.rollout.dataset import Task
+from agentrl_cli.rollout.rewards import AsyncRewardWrapper
 from agentrl_cli.rollout.workflow import AgentWorkflow, Attempt, RolloutWorkflow, find_style
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.credit import TokenSequence
@@ -92,6 +94,65 @@ async def test_credit_flows_by_time_across_clients(scripted_engine, chat_tokeniz
     trajectory = await workflow.arun_trajectory(scripted_engine(["1", "2", "3", "4"]), ATTEMPT)
     assert trajectory.failure is None, trajectory.failure
     assert [i.turn_return for i in trajectory.interactions] == [0.125, 0.25, 0.5, 1.0]
+
+
+@pytest.mark.parametrize("sets_reward", [False, True])
+async def test_an_episode_without_a_reward_is_judged_by_the_reward_function(
+    scripted_engine, chat_tokenizer, sets_reward
+):
+    class AskTwice(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            client = TrackingClient(engine=engine, tokenizer=chat_tokenizer)
+            messages = [{"role": "user", "content": data["question"]}]
+            first = await client.chat.completions.create(model="m", messages=messages)
+            messages.append(first.choices[0].message.model_dump(exclude_none=True))
+            messages.append({"role": "user", "content": "again"})
+            await client.chat.completions.create(model="m", messages=messages)
+            if sets_reward:
+                client.set_reward(first.id, 0.25)
+            # Before there is a reward it hands out nothing.
+            client.apply_reward_discount(0.1)
+            return client.export_interactions()
+
+    async def judge(completions, messages, answer):
+        assert len(messages) == 4
+        return {"reward": float(completions == answer), "turns": 2}
+
+    workflow = AskTwice()
+    workflow.use(RolloutConfig(turn_discount=0.5), reward=AsyncRewardWrapper(judge))
+    rows = [{"question": "q", "answer": "good"}]
+    workflow.check_rows(rows, "train_dataset")
+    with pytest.raises(RewardSignatureError, match="answer"):
+        workflow.check_rows([{"question": "q"}], "train_dataset")
+    attempt = replace(ATTEMPT, task=replace(ATTEMPT.task, row=rows[0]))
+    trajectory = await workflow.arun_trajectory(scripted_engine(["bad", "good"]), attempt)
+    assert trajectory.failure is None, trajectory.failure
+    found = [(i.reward, i.turn_return) for i in trajectory.interactions]
+    if sets_reward:
+        assert (trajectory.reward, found) == (0.25, [(0.25, 0.25), (None, 0.0)])
+    else:
+        assert (trajectory.reward, found) == (1.0, [(None, 0.5), (1.0, 1.0)])
+        assert trajectory.reward_parts == {"turns": 2.0}
+
+
+async def test_a_reward_function_that_raises_after_an_episode_is_the_rewards_failure(
+    scripted_engine, chat_tokenizer
+):
+    class Ask(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            client = TrackingClient(engine=engine, tokenizer=chat_tokenizer)
+            message = {"role": "user", "content": "q"}
+            await client.chat.completions.create(model="m", messages=[message])
+            return client.export_interactions()
+
+    async def judge(completions):
+        raise KeyError("gold")
+
+    workflow = Ask()
+    workflow.use(RolloutConfig(), reward=AsyncRewardWrapper(judge))
+    trajectory = await workflow.arun_trajectory(scripted_engine(["1"]), ATTEMPT)
+    assert trajectory.failure.boundary is Boundary.REWARD
+    assert (trajectory.reward, len(trajectory.interactions)) == (None, 1)
 
 
 async def test_an_unknown_style_names_the_nearest(scripted_engine, open_client):

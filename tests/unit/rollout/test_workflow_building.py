@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
@@ -119,6 +122,32 @@ def test_own_workflows_get_what_they_name(configure):
     workflow = build_workflow(config, "the tokenizer")
     assert isinstance(workflow, RolloutWorkflow)
     assert (workflow.tokenizer, workflow.size, workflow.timeout_seconds) == ("the tokenizer", 3, 7)
+
+
+async def test_the_documented_workflow_runs(tmp_path, chat_tokenizer, scripted_engine):
+    page = (Path(__file__).parents[3] / "docs" / "workflows.md").read_text()
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "my_workflows.py").write_text(code)
+    config = ExperimentConfig(
+        experiment_name="x",
+        model={"path": "builtin:calculator"},
+        train_dataset={"path": "x.jsonl"},
+        workflow_path=f"{tmp_path}/my_workflows.py:PlanAndWrite",
+        workflow_kwargs={"style": "detailed"},
+        reward_fn_path="rewards.gsm8k.gsm8k_reward_fn",
+        rollout={"turn_discount": 0.5},
+    )
+    workflow = build_workflow(config, chat_tokenizer)
+    rows = [{"question": "What is 2 + 2?", "answer": "#### 4"}]
+    workflow.check_rows(rows, "train_dataset")
+    engine = scripted_engine(["Add them.", "#### 4"])
+    [trajectory] = await run_tasks(
+        workflow, engine, build_eval_tasks(rows), n_samples=1, max_concurrent=1
+    )
+    workflow.close()
+    assert trajectory.failure is None, trajectory.failure
+    assert [i.turn_return for i in trajectory.interactions] == [0.5, 1.0]
+    assert "detailed plan" in trajectory.interactions[0].messages[0]["content"]
 
 
 def test_a_shipped_agent_is_checked_against_reward_and_rows(configure):
