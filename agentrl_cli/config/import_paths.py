@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Collection
+from functools import cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -28,10 +29,6 @@ _EXTRAS = {
 }
 #: What the names of modules begin with that were loaded from a file.
 _FILE_MODULE = "_agentrl_file_"
-#: Where code lies that is not the user's: a line of it explains nothing.
-_LIBRARIES = tuple(
-    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
 
 
 def add_current_folder() -> None:
@@ -126,7 +123,7 @@ def find_own_line(error: BaseException, *, besides: Collection[str]) -> str | No
     """
     frames = traceback.extract_tb(error.__traceback__)
     outside = [f for f in frames if "importlib" not in f.filename and f.filename not in besides]
-    own = [f for f in outside if not f.filename.startswith(_LIBRARIES)] or outside
+    own = [f for f in outside if not is_of_library(f.filename)] or outside
     return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else None
 
 
@@ -135,3 +132,17 @@ def advise_extra(error: BaseException) -> str:
     missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     extra = _EXTRAS.get(missing.partition(".")[0])
     return f". Type uv pip install 'agentrl-cli[{extra}]'" if extra else ""
+
+
+def is_of_library(file: str) -> bool:
+    """Whether a file of code was installed, and is not the user's own."""
+    return file.startswith(_list_library_folders(tuple(sys.path)))
+
+
+@cache
+def _list_library_folders(search_path: tuple[str, ...]) -> tuple[str, ...]:
+    """Wherever something was installed: beside this environment's own, those of the system and
+    of ``pip install --target``."""
+    own = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    installed = (folder for folder in search_path if any(Path(folder).glob("*.dist-info")))
+    return tuple(folder.rstrip(os.sep) + os.sep for folder in {*own, *installed})

@@ -14,7 +14,6 @@ import os
 import resource
 import ssl
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
@@ -33,6 +32,7 @@ import agentrl_cli
 from agentrl_cli.agents.agent_building import AgentSource, AgentSpec
 from agentrl_cli.agents.agent_environment import keep_no_connections, list_changes
 from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome
+from agentrl_cli.config.import_paths import is_of_library
 from agentrl_cli.errors import BuilderError, RewardError, UserInputError
 from agentrl_cli.log import get_logger
 from agentrl_cli.records import Boundary
@@ -54,9 +54,6 @@ REWARD_CALLS = ("set_reward", "set_final_reward", "apply_reward_discount")
 _NO_BASE_URL, _NO_KEY = "http://agentrl.invalid/v1", "opens-nothing"
 #: When memory is short, the kernel ends the process with the highest score first.
 _OOM_SCORE = 800
-_LIBRARIES = tuple(
-    sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
 _OWN_FOLDER = str(Path(agentrl_cli.__file__).parent) + os.sep
 _ERRORS: dict[str, type[Exception]] = {"KeyError": KeyError, "ValueError": ValueError}
 
@@ -331,7 +328,7 @@ def _forget_modules() -> None:
     """Has the user's own modules imported again when they are next asked for."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if file and not file.startswith((*_LIBRARIES, _OWN_FOLDER)):
+        if file and not file.startswith(_OWN_FOLDER) and not is_of_library(file):
             del sys.modules[name]
 
 

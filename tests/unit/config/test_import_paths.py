@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl_cli.config.import_paths import import_object
+from agentrl_cli.config.import_paths import import_object, is_of_library
 from agentrl_cli.errors import ImportPathError
 
 
@@ -111,3 +111,15 @@ def test_a_module_that_fails_shows_its_own_error_and_line(
     assert "does not import" in text
     assert error in text
     assert place in text
+
+
+def test_what_was_installed_is_no_code_of_the_users(tmp_path, monkeypatch):
+    """Also in a folder of its own, as ``pip install --target`` does it."""
+    target, project = tmp_path / "target", tmp_path / "project"
+    (target / "litellm-1.0.dist-info").mkdir(parents=True)
+    project.mkdir()
+    monkeypatch.setattr(sys, "path", [str(project), str(target), *sys.path])
+    assert is_of_library(str(target / "litellm" / "main.py"))
+    assert is_of_library(pytest.__file__)
+    assert not is_of_library(str(project / "agent.py"))
+    assert not is_of_library(str(tmp_path / "elsewhere.py"))
