@@ -302,18 +302,23 @@ def _build_messages(fields: _Body, session: Session) -> list[Message]:
 def _build_user(blocks: Sequence[_UserBlock]) -> list[Message]:
     """Results of tools become messages of their own, the texts between them the user's."""
     messages: list[Message] = []
+    texts: list[dict[str, Any]] = []
     for block in blocks:
         if isinstance(block, _ResultBlock):
+            texts = []
             text = "\n".join(block.content)
             # Templates cannot express a failed tool, and the model must not mistake this for a
             # result.
             if block.is_error and not text.lower().startswith("error"):
                 text = f"Error: {text}"
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-        elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += f"\n{block.text}"
-        else:
+            continue
+        texts.append({"type": "text", "text": block.text})
+        if len(texts) == 1:
             messages.append({"role": "user", "content": block.text})
+        else:
+            # How parts are joined is the template's.
+            messages[-1]["content"] = texts
     return messages or [{"role": "user", "content": ""}]
 
 

@@ -362,7 +362,8 @@ async def test_blocks_and_neighbours_of_one_role_become_chat_messages(
     conversation = open_conversation("a")
     await conversation.create(stream=False, messages=messages)
     question, answer, *shown, last, system = conversation.interactions[0].messages
-    assert question == {"role": "user", "content": "a\nb"}
+    texts = [{"type": "text", "text": text} for text in "ab"]
+    assert question == {"role": "user", "content": texts}
     function = {"name": "f", "arguments": '{"x": 1}'}
     assert answer == {
         "role": "assistant",

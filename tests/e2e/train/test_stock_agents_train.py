@@ -1,0 +1,89 @@
+"""Agents as their frameworks' documentation writes them, five in one run of ``agentrl train``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.tracking.credit import build_sequences
+from tests.e2e.test_stock_agents import AGENTS, NUM_TURNS
+
+
+@pytest.fixture
+def brief_model(tmp_path: Path, chat_tokenizer: Any, build_qwen2: Callable[..., Any]) -> Path:
+    """A random model that speaks a few letters a turn: the Agents SDK takes no reply that is cut
+    off, and CAMEL forgets one that is empty."""
+    model = build_qwen2(chat_tokenizer, tied=False, initializer_range=0.05)
+    letters = [chat_tokenizer.convert_tokens_to_ids(letter) for letter in ascii_lowercase]
+    end, begin = chat_tokenizer.eos_token_id, chat_tokenizer.encode("\n")[-1]
+    with torch.no_grad():
+        # Two places of the state say that there is a token, and whether a turn begins with it.
+        embeddings, head = model.get_input_embeddings().weight, model.lm_head.weight
+        embeddings[:, :2] = torch.tensor([5.0, 0.0])
+        embeddings[begin, 1] = 5.0
+        head[:, :2] = torch.tensor([-5.0, 0.0])
+        head[[*letters, end], 0] = 0.0
+        head[end] = 0.0
+        head[end, :2] = torch.tensor([0.3, -5.0])
+    folder = tmp_path / "brief"
+    model.save_pretrained(folder)
+    chat_tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("agent_mode", ["inline", "subprocess"])
+def test_five_stock_agents_train_side_by_side_without_a_key(
+    agentrl: Callable[..., subprocess.Popen[str]],
+    finish: Callable[..., str],
+    project: Path,
+    brief_model: Path,
+    agent_mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("agents", "anthropic", "camel", "langchain_openai", "langgraph"):
+        pytest.importorskip(name)
+    for name in ("OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, source in AGENTS.items():
+        assert "agentrl" not in source
+        (project / f"stock_{name}.py").write_text(f"{source}\ndef build():\n    return solve\n")
+    (project / "letters.py").write_text(
+        "def judge(completions):\n    return ord(completions[-1])\n"
+    )
+    rows = [{"question": f"task {name}", "agent_name": name} for name in AGENTS]
+    (project / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    paths = {name: {"agent_builder_path": f"stock_{name}.build"} for name in AGENTS}
+    output = finish(
+        agentrl(
+            *("train", "--config", "experiment.yaml", "agent_builder_path=null"),
+            "reward_fn_path=letters.judge",
+            *(f"agents={json.dumps(paths)}", f"rollout.agent_mode={agent_mode}"),
+            *("train_dataset.batch_size=5", "gconfig.n_samples=2", "gconfig.max_tokens=200"),
+            f"model.path={brief_model}",
+            *("train.total_steps=1", "rollout.timeout_seconds=200", "engine.max_model_len=2048"),
+        )
+    )
+    assert "cannot run inline" not in output
+    run = RunFolder.open(project / "runs" / "small" / "t0")
+    trajectories = run.read_trajectories(1)
+    assert sorted(t.agent_name or "" for t in trajectories) == sorted([*AGENTS, *AGENTS])
+    for trajectory in trajectories:
+        assert trajectory.failure is None, trajectory.failure
+        assert trajectory.num_turns == NUM_TURNS
+        assert len(build_sequences(trajectory.interactions, "concat")) == 1, trajectory.agent_name
+        asked = json.dumps(list(trajectory.interactions[-1].messages))
+        own = trajectory.task["question"]
+        assert [q for q in (row["question"] for row in rows) if q in asked] == [own]
+    [line] = run.read_metrics()
+    # Groups in which both ended with the same letter teach nothing.
+    assert 0 < line["num_samples"] <= len(trajectories)
