@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 
 class AgentrlError(Exception):
@@ -130,13 +130,20 @@ class ContextLengthError(EngineError):
     """A prompt (plus what it asks to generate) does not fit ``engine.max_model_len``.
 
     Attributes:
-        num_prompt_tokens: length of the refused prompt, in tokens.
+        num_prompt_tokens: length of the refused prompt, in tokens, or the least that it can be.
         max_model_len: the limit of the engine, in tokens.
     """
 
-    def __init__(self, num_prompt_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        num_prompt_tokens: int,
+        max_model_len: int,
+        *,
+        counted: Literal["exactly", "at least"] = "exactly",
+    ) -> None:
+        number = f"at least {num_prompt_tokens}" if counted == "at least" else num_prompt_tokens
         super().__init__(
-            f"the prompt has {num_prompt_tokens} tokens and engine.max_model_len is "
+            f"the prompt has {number} tokens and engine.max_model_len is "
             f"{max_model_len}: at least one token must be left for the answer. "
             "Shorten the messages or raise engine.max_model_len."
         )

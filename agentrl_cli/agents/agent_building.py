@@ -75,7 +75,7 @@ class AgentSource:
             stand_in = AsyncOpenAI(base_url="http://agentrl.invalid/v1", api_key="opens-nothing")
         try:
             built = self._build(stand_in, "model")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise BuilderError(self._describe_raised(error)) from error
         return adapt_agent(built, self._key)
 
@@ -142,7 +142,7 @@ class AgentSource:
             ) from None
         return supplied
 
-    def _describe_raised(self, error: Exception) -> str:
+    def _describe_raised(self, error: BaseException) -> str:
         line = find_own_line(error, besides=(__file__,))
         return (
             f"{self._key}: the builder raised {type(error).__name__}: {error}{advise_extra(error)}"

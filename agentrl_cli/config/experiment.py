@@ -262,8 +262,9 @@ class RolloutConfig(StrictConfig):
     null: unscored."""
     reward_timeout_seconds: ResumeSafe[float] = Field(60.0, gt=0.0)
     """Deadline of one call of the reward function."""
-    reward_workers: ResumeSafe[int] = Field(1, ge=1)
-    """Processes that run blocking reward functions."""
+    reward_workers: ResumeSafe[int | None] = Field(None, ge=1)
+    """Processes that run blocking reward functions, each one call at a time; null: one for each
+    CPU core."""
     num_workers: ResumeSafe[int | None] = Field(None, ge=1)
     """Processes that run agents with ``agent_mode: subprocess``, each one trajectory at a time;
     null: ``max_concurrent``, but at most 4 for each CPU core: agents wait most of the time."""
@@ -300,7 +301,9 @@ class RolloutConfig(StrictConfig):
             seconds = (
                 seconds + self.external.max_wait_seconds
             ) * self.external.max_sessions_per_attempt
-        return 60.0 + num_waves * seconds
+        # Calls of the reward function wait for each other too.
+        num_calls = math.ceil(num_trajectories / (self.reward_workers or count_usable_cores()))
+        return 60.0 + num_waves * seconds + num_calls * self.reward_timeout_seconds
 
 
 class LauncherConfig(StrictConfig):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
-from agentrl_cli.engine.weights.weight_folders import remove_folders_of_dead_runs
 from agentrl_cli.errors import StoppedError
 from agentrl_cli.evaluate.eval_report import EvalReport
 from agentrl_cli.launch.completion_sources import CompletionSource
@@ -23,6 +23,7 @@ from agentrl_cli.launch.trainer import (
 )
 from agentrl_cli.log import Observer, file_log
 from agentrl_cli.rollout.background_loop import BackgroundLoop
+from agentrl_cli.scratch_folders import remove_leftovers
 from agentrl_cli.store.resume_check import find_secrets
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.train.loop import StopFlag
@@ -71,7 +72,8 @@ def _supervise(checked: PPOTrainer, *, overwrite: bool, stop: StopFlag) -> bool:
         )
         stack.enter_context(file_log(folder.log_path("command")))
         # A trainer that was killed could not delete its weights, which may lie in RAM.
-        stack.callback(remove_folders_of_dead_runs, config.engine.weight_transfer.dir)
+        given = config.engine.weight_transfer.dir
+        stack.callback(remove_leftovers, [] if given is None else [Path(given).expanduser()])
         if checked.report_if_complete(folder):
             return True
         start = partial(

@@ -13,6 +13,7 @@ from agentrl_cli.config.resolved_run import Machine, Purpose, ResolvedRun, resol
 from agentrl_cli.errors import ModelError, UserInputError
 from agentrl_cli.launch.servers.server_package import find_server_package
 from agentrl_cli.models.chat_templates import read_chat_template
+from agentrl_cli.scratch_folders import remove_leftovers
 from agentrl_cli.tracking.formats.format_choice import (
     FALLBACK,
     describe_fallback,
@@ -20,6 +21,7 @@ from agentrl_cli.tracking.formats.format_choice import (
     find_unknown_parsers,
     recognize_tool_calls,
 )
+from agentrl_cli.tracking.gateway_socket import raise_file_limit
 
 #: Flags that must not differ from what agentrl knows of its servers, and what sets them.
 _OWN_FLAGS = {
@@ -35,11 +37,16 @@ _OWN_FLAGS = {
 def resolve_run_here(config: ExperimentConfig, purpose: Purpose) -> ResolvedRun:
     """What the configuration comes to on this machine, without its packages and its model.
 
+    The process may open as many files from now on as the system grants; what killed runs have left
+    behind on this machine is removed.
+
     Raises:
         UserInputError: this version, or this machine, cannot start it.
     """
     run = resolve_run(config, Machine.detect(), purpose=purpose)
     check_supported(config, run)
+    raise_file_limit(config.rollout.count_parallel())
+    remove_leftovers()
     return run
 
 

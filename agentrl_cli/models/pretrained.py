@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import warnings
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from agentrl_cli.errors import ModelError, format_nearest
 from agentrl_cli.models.chat_templates import REMEDY, read_chat_template
 from agentrl_cli.models.lora import ADAPTER_CONFIG_NAME, import_peft, is_adapter_folder
+from agentrl_cli.scratch_folders import ScratchFolder
 
 _LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
 #: Of tensors in a message.
@@ -220,10 +220,10 @@ def open_whole_model(folder: str, dtype: str) -> Iterator[str]:
     if not is_adapter_folder(folder):
         yield folder
         return
-    with tempfile.TemporaryDirectory(prefix="agentrl-merged-") as merged:
-        load_merged_model(folder, getattr(torch, dtype)).save_pretrained(merged)
-        AutoTokenizer.from_pretrained(folder).save_pretrained(merged)
-        yield merged
+    with ScratchFolder("merged") as merged:
+        load_merged_model(folder, getattr(torch, dtype)).save_pretrained(merged.path)
+        AutoTokenizer.from_pretrained(folder).save_pretrained(merged.path)
+        yield str(merged.path)
 
 
 @contextmanager

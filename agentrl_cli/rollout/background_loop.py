@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, Self, TypeVar
 
@@ -17,6 +18,37 @@ _log = get_logger(__name__)
 #: Frameworks run tools and nodes that block in the loop's pool of threads. Python's default, 4 more
 #: than there are cores, would let a handful of trajectories hold up hundreds.
 _MAX_BLOCKING_THREADS = 256
+#: The clock is read this often at least, so that a much longer gap was none of this process's time.
+_TICK_SECONDS = 1.0
+_STOPPED_SECONDS = 10.0
+
+
+class RunningClockLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock stands still while the process is stopped (Ctrl-Z, a sleeping
+    machine), so that this counts against no deadline in it."""
+
+    def __init__(self) -> None:
+        self._clock_lock = threading.Lock()
+        self._last_read = _read_clock()
+        self._stopped_seconds = 0.0
+        super().__init__()
+        self._tick()
+
+    def time(self) -> float:
+        """Seconds that the process was running; any thread may ask."""
+        with self._clock_lock:
+            now = _read_clock()
+            gap, self._last_read = now - self._last_read, now
+            if gap > _STOPPED_SECONDS:
+                self._stopped_seconds += gap
+            return now - self._stopped_seconds
+
+    def _tick(self) -> None:
+        self.call_later(_TICK_SECONDS, self._tick)
+
+
+def _read_clock() -> float:
+    return time.monotonic()
 
 
 class BackgroundLoop:
@@ -26,7 +58,7 @@ class BackgroundLoop:
     """
 
     def __init__(self, name: str = "agentrl-rollout") -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = RunningClockLoop()
         self._loop.set_default_executor(
             concurrent.futures.ThreadPoolExecutor(_MAX_BLOCKING_THREADS, "agentrl-blocking")
         )
@@ -37,8 +69,15 @@ class BackgroundLoop:
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
+        is_running = True
         try:
-            self._loop.run_forever()
+            while is_running:
+                try:
+                    self._loop.run_forever()
+                    is_running = False
+                except SystemExit as error:
+                    # asyncio ends its loop for one; who awaits the task gets it all the same.
+                    _log.warning("a task called exit(%r): that ends nothing else", error.code)
         finally:
             self._loop.run_until_complete(_cancel_all(self._grace_seconds))
             self._loop.close()
@@ -60,17 +99,18 @@ class BackgroundLoop:
             coroutine.close()
             raise RuntimeError("run() would wait for its own thread: await the coroutine instead")
         future = self.submit(coroutine)
+        deadline = self._loop.time() + timeout_seconds
         try:
-            return future.result(timeout_seconds)
-        except concurrent.futures.TimeoutError:
-            if future.done():  # The coroutine's own TimeoutError, not our deadline.
-                raise
-            future.cancel()
-            name = getattr(coroutine, "__qualname__", "the coroutine")
-            raise TimeoutError(f"{name} did not finish in {timeout_seconds:g} seconds") from None
+            while not future.done() and (left := deadline - self._loop.time()) > 0:
+                concurrent.futures.wait([future], timeout=min(left, _TICK_SECONDS))
+            if future.done():
+                return future.result()
         except BaseException:
             future.cancel()
             raise
+        future.cancel()
+        name = getattr(coroutine, "__qualname__", "the coroutine")
+        raise TimeoutError(f"{name} did not finish in {timeout_seconds:g} seconds")
 
     def close(self, timeout_seconds: float = 10.0) -> None:
         """Cancels what still runs and ends the thread; may be called twice."""

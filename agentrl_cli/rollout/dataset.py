@@ -427,8 +427,10 @@ def _call_function(config: DatasetConfig, key: str) -> Any:
         raise DatasetError(f"{where} is {type(function).__name__}, not a function. {_ALLOWED}")
     named = inspect.signature(function).parameters
     try:
-        return function(split=config.split) if "split" in named else function()
-    except Exception as error:
+        rows = function(split=config.split) if "split" in named else function()
+        # A generator runs only now.
+        return list(islice(rows, config.limit)) if inspect.isgenerator(rows) else rows
+    except (Exception, SystemExit) as error:
         raise DatasetError(
             f"{where} raised {type(error).__name__}: {error}. It is called with split= if it "
             "names it, and with nothing else"

@@ -21,12 +21,14 @@ from pebble import ProcessExpired, ProcessPool
 
 from agentrl_cli.agents.agent_environment import reward_environment
 from agentrl_cli.agents.agent_runner import find_prompt_text, run_in_thread
+from agentrl_cli.config.experiment import count_usable_cores
 from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.errors import DatasetError, ImportPathError, RewardError, RewardSignatureError
 from agentrl_cli.log import get_logger
 from agentrl_cli.process_reaper import end_with_parent
 from agentrl_cli.records import Interaction
 from agentrl_cli.rollout.background_loop import LoopSemaphore
+from agentrl_cli.scratch_folders import name_semaphores
 from agentrl_cli.tracking.credit import parse_reward
 
 Parsed = tuple[float | None, dict[str, float]]
@@ -91,7 +93,7 @@ class AsyncRewardWrapper:
     Args:
         fn: the reward function.
         timeout_seconds: deadline of one call.
-        num_workers: processes (or threads) for blocking calls.
+        num_workers: processes (or threads) for blocking calls; None: one for each CPU core.
         import_path: where workers find ``fn``; None: derived from ``fn`` itself.
 
     Raises:
@@ -103,7 +105,7 @@ class AsyncRewardWrapper:
         fn: Callable[..., Any],
         *,
         timeout_seconds: float = 60.0,
-        num_workers: int = 1,
+        num_workers: int | None = None,
         import_path: str | None = None,
     ) -> None:
         self._fn = fn
@@ -117,7 +119,10 @@ class AsyncRewardWrapper:
         self._workers: RewardWorkers | None = None
         if not self._is_async:
             self._workers = RewardWorkers(
-                fn, import_path or find_import_path(fn), num_workers, timeout_seconds
+                fn,
+                import_path or find_import_path(fn),
+                num_workers or count_usable_cores(),
+                timeout_seconds,
             )
 
     @property
@@ -186,6 +191,8 @@ class AsyncRewardWrapper:
                 async with asyncio.timeout(self._timeout_seconds) as deadline:
                     with reward_environment():
                         reward, parts = parse_reward_result(await self._fn(**arguments))
+            except SystemExit as error:
+                raise _contain_exit(error) from error
             except TimeoutError:
                 if not deadline.expired():
                     raise
@@ -288,6 +295,7 @@ class RewardWorkers:
     ) -> Parsed:
         pool = self._pool
         if pool is None or not pool.active:
+            name_semaphores()
             self._pool = pool = ProcessPool(
                 max_workers=self._num_workers,
                 context=multiprocessing.get_context("spawn"),
@@ -295,6 +303,8 @@ class RewardWorkers:
                 initargs=(import_path, os.getpid()),
             )
             self._finalizer = weakref.finalize(self, _stop_pool, pool)
+        loop = asyncio.get_running_loop()
+        started = loop.time()
         try:
             calling = asyncio.wrap_future(
                 pool.schedule(
@@ -305,6 +315,9 @@ class RewardWorkers:
             # only ends the wait for workers that cannot start at all.
             parsed, error = await asyncio.wait_for(calling, self._timeout_seconds + STARTUP_SECONDS)
         except TimeoutError:
+            # The pool's clock goes on while this process is stopped.
+            if loop.time() - started < self._timeout_seconds and not is_retried:
+                return await self._call_in_process(import_path, arguments, is_retried=True)
             raise _build_late(self._timeout_seconds) from None
         except ProcessExpired as expired:
             raise RewardError(
@@ -331,8 +344,11 @@ class RewardWorkers:
             )
 
         def work() -> Parsed:
-            with reward_environment():
-                return parse_reward_result(self._fn(**arguments))
+            try:
+                with reward_environment():
+                    return parse_reward_result(self._fn(**arguments))
+            except SystemExit as error:
+                raise _contain_exit(error) from error
 
         calling = asyncio.ensure_future(run_in_thread(work, "reward"))
         done, _ = await asyncio.wait({calling}, timeout=self._timeout_seconds)
@@ -390,14 +406,22 @@ def _call_imported(import_path: str, arguments: dict[str, Any]) -> tuple[Parsed,
             fn = import_object(import_path, "reward_fn_path")
             # Parsed here, so that no array or tensor has to cross between processes.
             return parse_reward_result(fn(**arguments)), None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = "".join(traceback.format_exception(error))
+        raised = _contain_exit(error)
         try:
-            pickle.loads(pickle.dumps(error))
+            pickle.loads(pickle.dumps(raised))
         except Exception:
-            error = RewardError(f"{type(error).__name__}: {error}")
-        error.add_note(f"In the reward process:\n{text}")
-        return (None, {}), error
+            raised = RewardError(f"{type(error).__name__}: {error}")
+        raised.add_note(f"In the reward process:\n{text}")
+        return (None, {}), raised
+
+
+def _contain_exit(error: Exception | SystemExit) -> Exception:
+    """What a reward function raised, as something that ends no more than its trajectory."""
+    if isinstance(error, SystemExit):
+        return RewardError(f"the reward function called exit({error.code!r})")
+    return error
 
 
 def parse_reward_result(result: Any) -> tuple[float | None, dict[str, float]]:

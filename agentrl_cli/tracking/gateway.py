@@ -20,6 +20,7 @@ from starlette.routing import BaseRoute, Router
 from starlette.types import Receive, Scope, Send
 
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
+from agentrl_cli.errors import ContextLengthError
 from agentrl_cli.log import get_logger
 from agentrl_cli.tracking.formats.format_choice import choose_formats
 from agentrl_cli.tracking.gateway_socket import GatewaySocket
@@ -122,7 +123,7 @@ class BaseGateway(GatewaySocket, ABC):
     def __init__(
         self, model_name: str, protocols: Sequence[WireProtocol], limits: Limits | None = None
     ) -> None:
-        super().__init__(self._serve)
+        super().__init__(self._serve, self._knows)
         self.model_name = model_name
         self.limits = limits or Limits()
         self.http_client = SharedClient(self.respond)
@@ -131,6 +132,7 @@ class BaseGateway(GatewaySocket, ABC):
         self._sessions: dict[bytes, Session] = {}
         self._further_routes: Router | None = None
         self._on_close: list[Callable[[], None]] = []
+        self._opens_routes: Callable[[Mapping[str, str]], bool] = lambda _: False
 
     @abstractmethod
     def build_tree(self) -> ConversationTree:
@@ -167,10 +169,20 @@ class BaseGateway(GatewaySocket, ABC):
         """Sessions whose key still opens the gateway."""
         return len(self._sessions)
 
-    def add_routes(self, routes: Iterable[BaseRoute], *on_close: Callable[[], None]) -> None:
-        """Serves further paths on the socket; ``on_close`` runs before the socket is closed."""
+    def add_routes(
+        self,
+        routes: Iterable[BaseRoute],
+        opens: Callable[[Mapping[str, str]], bool],
+        *on_close: Callable[[], None],
+    ) -> None:
+        """Serves further paths on the socket; ``opens`` tells whether a request's headers show
+        their key, and ``on_close`` runs before the socket is closed."""
         self._further_routes = Router([*routes], default=self._serve_call)
+        self._opens_routes = opens
         self._on_close += on_close
+
+    def _knows(self, headers: Mapping[str, str]) -> bool:
+        return self._find_session(headers) is not None or self._opens_routes(headers)
 
     async def close(self) -> None:
         """Ends all sessions, the socket and the in-process client."""
@@ -213,7 +225,7 @@ class BaseGateway(GatewaySocket, ABC):
         if session is None:
             return refuse(protocol, unknown_key_problem())
         try:
-            data = await read_body(body, self.limits)
+            data = await read_body(body, headers, self.limits)
             if session.is_closed:
                 return refuse(protocol, unknown_key_problem())
             key = (session.id, path, hashlib.sha256(data).digest())
@@ -322,7 +334,7 @@ class Gateway(BaseGateway):
         self.engine = engine
         formats = choose_formats(tokenizer, tool_call_parser, reasoning_parser)
         _log.info(formats.describe())
-        self.template = ChatTemplate(tokenizer, formats)
+        self.template = ChatTemplate(tokenizer, formats, engine.max_model_len)
         self._keep_reasoning = keep_reasoning
 
     def build_tree(self) -> ConversationTree:
@@ -337,19 +349,23 @@ class Gateway(BaseGateway):
         _check_size(request, self.limits)
         try:
             self.template.check_shown(request.messages, request.inputs)
+            if isinstance(protocol, CountTokensProtocol):
+                num_tokens = len(await self._find_prompt(request, session))
+                reply.set_body(protocol.format_count(num_tokens))
+                return
+            sampling = await self._hold_to_rules(request, session)
+            call_id = f"{protocol.id_prefix}{uuid.uuid4().hex}"
+            asked = (request.messages, request.inputs, sampling, request.num_choices)
+            begun = await self.template.plan_beside(
+                lambda: session.begin_calls(call_id, *asked),
+                wait=lambda: session.wait_for_tokens(sampling, request.num_choices),
+            )
         except UnshownInputError as error:
             session.user_error = error
             raise
-        if isinstance(protocol, CountTokensProtocol):
-            plan = session.tree.plan(request.messages, request.inputs)
-            reply.set_body(protocol.format_count(len(plan.prompt_ids)))
-            return
-        sampling = await self._hold_to_rules(request, session)
-        await session.wait_for_tokens(sampling, request.num_choices)
-        call_id = f"{protocol.id_prefix}{uuid.uuid4().hex}"
-        begun = session.begin_calls(
-            call_id, request.messages, request.inputs, sampling, request.num_choices
-        )
+        except ContextLengthError as error:
+            session.note_error(error)
+            raise
         calls = ModelCalls(self.engine, self.template, session, request, begun)
         if request.stream:
             writer = protocol.open_writer(calls)
@@ -363,9 +379,15 @@ class Gateway(BaseGateway):
         if request.rules == ReplyRules():
             return request.sampling
         # Whether the prompt ends inside its reasoning decides what may come first.
-        prompt_ids = session.tree.plan(request.messages, request.inputs).prompt_ids
-        prompt_end = self.template.decode_prompt_end(prompt_ids)
+        prompt_end = self.template.decode_prompt_end(await self._find_prompt(request, session))
         return await constrain(request, self.template.formats, prompt_end)
+
+    async def _find_prompt(self, request: ModelRequest, session: Session) -> Sequence[int]:
+        """The token ids of a request's prompt, as a call would have them now."""
+        plan = await self.template.plan_beside(
+            lambda: session.tree.plan(request.messages, request.inputs)
+        )
+        return plan.prompt_ids
 
 
 _GATEWAYS: weakref.WeakValueDictionary[tuple[Any, ...], Gateway] = weakref.WeakValueDictionary()
@@ -383,17 +405,23 @@ def get_gateway(engine: InferenceEngine, tokenizer: Any, **reading: Any) -> Gate
     return gateway
 
 
-async def read_body(body: AsyncIterable[bytes], limits: Limits) -> bytes:
-    """A request's body.
+async def read_body(
+    body: AsyncIterable[bytes], headers: Mapping[str, str], limits: Limits
+) -> bytes:
+    """A request's body; nothing is read of one that says that it is too large.
 
     Raises:
-        TooLargeError: it is larger.
+        TooLargeError: it is.
     """
+    error = TooLargeError(f"the body is larger than {limits.max_body_bytes} bytes")
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limits.max_body_bytes:
+        raise error
     data = bytearray()
     async for piece in body:
         data += piece
         if len(data) > limits.max_body_bytes:
-            raise TooLargeError(f"the body is larger than {limits.max_body_bytes} bytes")
+            raise error
     return bytes(data)
 
 

@@ -1,5 +1,8 @@
 """The gateway on a socket, for agents that open connections of their own.
 
+Whoever reaches the socket without a key is a stranger, and may cost next to nothing: connections,
+their headers, their time and what they send are bounded before anything is kept in memory.
+
 A client that blocks, used in async code, stops the very event loop that has to answer it, and
 with it every deadline: such connections are refused at once.
 """
@@ -9,18 +12,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import errno
 import ipaddress
 import os
+import resource
 import socket
 import sys
 import threading
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
 from typing import Any
 
 import uvicorn
+from starlette.datastructures import Headers
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentrl_cli.errors import InlineLimitError, RunError, UserInputError
+from agentrl_cli.log import get_logger
+
+_log = get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
 #: Environment variable with the key that opens a gateway to other machines.
@@ -30,6 +40,25 @@ _START_SECONDS = 20.0
 _STOP_SECONDS = 5.0
 _KEEP_ALIVE_SECONDS = 3600
 _BACKLOG = 2048
+#: Of the header of a request: as many bytes as Node's and h11's servers take, and as many lines as
+#: Apache's.
+_MAX_HEADER_BYTES = 16 * 2**10
+_MAX_HEADER_LINES = 100
+#: How much of a request without a key is read and thrown away, so that its sender, whose key may
+#: be mistyped, gets to read the refusal.
+_MAX_STRANGER_BYTES = 2**20
+_STRANGER_SECONDS = 10.0
+#: Strangers at once. When there are more, the oldest make room; but a client on a busy machine has
+#: this long to send what it connected for.
+_MAX_STRANGERS = 512
+_GRACE_SECONDS = 1.0
+#: What a process needs open at least, besides four files for each agent: its connections to the
+#: gateway and to the engine, and what its tools open.
+_BASE_FILES = 256
+_FILES_PER_AGENT = 4
+#: More would slow down programs that close every possible file at their start.
+_ENOUGH_FILES = 65_536
+_OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 #: (process, port) of each socket, and the thread whose event loop answers there.
 _loop_threads: dict[tuple[int, int], int] = {}
@@ -46,10 +75,193 @@ class _Server(uvicorn.Server):
         yield
 
 
-class GatewaySocket:
-    """Serves an ASGI app in the running event loop, on 127.0.0.1 unless told otherwise."""
+class _Strangers:
+    """The connections on which no key was shown yet, the oldest first."""
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self) -> None:
+        self._since: dict[_Connection, float] = {}
+        self._trimming: asyncio.TimerHandle | None = None
+
+    def add(self, connection: _Connection) -> None:
+        """Counts a new connection; makes room for it in a moment."""
+        self._since[connection] = connection.loop.time()
+        if len(self._since) > _MAX_STRANGERS and self._trimming is None:
+            self._trimming = connection.loop.call_later(_GRACE_SECONDS, self._trim, connection.loop)
+
+    def remove(self, connection: _Connection) -> None:
+        """Forgets one that has shown a key, or has ended."""
+        self._since.pop(connection, None)
+
+    def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._trimming = None
+        latest = loop.time() - _GRACE_SECONDS
+        surplus = list(self._since.items())[: max(0, len(self._since) - _MAX_STRANGERS)]
+        for connection, since in surplus:
+            if since <= latest:
+                connection.transport.abort()
+        if any(since > latest for _, since in surplus):
+            self._trimming = loop.call_later(_GRACE_SECONDS / 4, self._trim, loop)
+
+
+class _Connection(HttpToolsProtocol):
+    """A connection, which is a stranger's until a request on it shows a key.
+
+    A stranger gets one answer, which is a refusal.
+    """
+
+    def __init__(self, *args: Any, gateway: GatewaySocket, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._gateway = gateway
+        self._deadline: asyncio.TimerHandle | None = None
+        self._is_known = self._was_refused = False
+        self._num_bytes = 0
+        """Since the header of a request began; of a stranger, since the connection did."""
+        self._in_header = True
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(_STRANGER_SECONDS, transport.abort)
+        self._gateway.strangers.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_strangeness()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        if not self._is_known and self._num_bytes > _MAX_STRANGER_BYTES:
+            self.transport.abort()
+            return
+        super().data_received(data)
+        is_long = self._num_bytes > _MAX_HEADER_BYTES or len(self.headers or ()) > _MAX_HEADER_LINES
+        if self._in_header and is_long and not self.transport.is_closing():
+            self.transport.write(_HEADER_REFUSAL)
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_header = True
+        self._num_bytes = self._num_bytes if not self._is_known else 0
+
+    def on_headers_complete(self) -> None:
+        self._in_header = False
+        if not self._is_known:
+            if self._was_refused:
+                raise PermissionError("a stranger's second request")
+            self._is_known = self._gateway.knows(Headers(raw=self.headers))
+            self._was_refused = not self._is_known
+            if self._is_known:
+                self._end_strangeness()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self._was_refused and not self._is_known:
+            # Only now: a close before all was read would take the refusal back.
+            self.cycle.keep_alive = False
+            if self.cycle.response_complete:
+                self.transport.close()
+
+    def _end_strangeness(self) -> None:
+        self._gateway.strangers.remove(self)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+_HEADER_PROBLEM = (
+    f"the header of a request may have {_MAX_HEADER_BYTES} bytes in {_MAX_HEADER_LINES} lines"
+)
+_HEADER_REFUSAL = (
+    "HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\n"
+    f"content-length: {len(_HEADER_PROBLEM)}\r\nconnection: close\r\n\r\n{_HEADER_PROBLEM}"
+).encode()
+
+
+class _Listener(socket.socket):
+    """A listening socket that turns a connection away when no further file can be opened.
+
+    asyncio tries again for every connection that waits, thousands of times a second, and logs
+    each attempt. A spare file makes room for taking the connection and closing it: SDKs try again.
+    """
+
+    __slots__ = ("_has_warned", "_spare")
+
+    def listen(self, backlog: int = _BACKLOG) -> None:  # type: ignore[override]
+        self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
+        self._has_warned = False
+        super().listen(backlog)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        try:
+            accepted = super().accept()
+        except OSError as error:
+            if error.errno not in _OUT_OF_FILES:
+                raise
+            self._turn_away(error)
+            # To asyncio: nothing waits any more; it asks again when the socket is ready.
+            raise BlockingIOError from None
+        if self._spare is None:
+            with contextlib.suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY)
+        return accepted
+
+    def _turn_away(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "a connection to the gateway was turned away: %s (this process may open %d). "
+                "Type ulimit -n %d before the command, or run fewer agents at a time "
+                "(rollout.max_concurrent). This is said once",
+                error.strerror, resource.getrlimit(resource.RLIMIT_NOFILE)[0], _ENOUGH_FILES,
+            )  # fmt: skip
+        if self._spare is None:
+            return
+        os.close(self._spare)
+        self._spare = None
+        with contextlib.suppress(OSError):
+            super().accept()[0].close()
+        with contextlib.suppress(OSError):
+            self._spare = os.open(os.devnull, os.O_RDONLY)
+
+    def close(self) -> None:
+        spare, self._spare = getattr(self, "_spare", None), None
+        if spare is not None:
+            os.close(spare)
+        super().close()
+
+
+def raise_file_limit(num_agents: int) -> None:
+    """Lets this process, and those that it starts, open as many files as the system grants.
+
+    Says so where these are too few for ``num_agents`` at a time.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH_FILES if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    needed = _BASE_FILES + _FILES_PER_AGENT * num_agents
+    if wanted < needed:
+        _log.warning(
+            "this process may open %d files, and %d agents at a time may need %d: connections may "
+            "be turned away. Type ulimit -n %d (as root: ulimit -Hn %d) before the command, or "
+            "rollout.max_concurrent=%d",
+            wanted, num_agents, needed, needed, needed,
+            max(1, (wanted - _BASE_FILES) // _FILES_PER_AGENT),
+        )  # fmt: skip
+
+
+class GatewaySocket:
+    """Serves an ASGI app in the running event loop, on 127.0.0.1 unless told otherwise.
+
+    Args:
+        app: the ASGI app.
+        knows: whether the headers of a request show a key that opens anything there.
+    """
+
+    def __init__(self, app: Any, knows: Callable[[Mapping[str, str]], bool]) -> None:
+        self.knows = knows
+        self.strangers = _Strangers()
         self._app = app
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -78,8 +290,10 @@ class GatewaySocket:
         config = uvicorn.Config(
             self._app,
             interface="asgi3",
+            http=partial(_Connection, gateway=self),  # type: ignore[arg-type]
             backlog=_BACKLOG,
-            log_level="warning",
+            # Its warnings are of what strangers send, as often as they like.
+            log_level="error",
             access_log=False,
             lifespan="off",
             # Nobody forwards requests to a loopback socket, and no route is a websocket.
@@ -157,7 +371,7 @@ def open_listener(port: int, host: str = LOOPBACK) -> socket.socket:
     # With the protocol named, asyncio turns off Nagle's algorithm for its connections;
     # left to the system (0), every answer waits 40 ms for the client's acknowledgement.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener = _Listener(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     # Without it, connections of a server that has just ended hold its port for a minute.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -158,7 +158,7 @@ class Session:
         self._interactions: dict[str, Interaction] = {}
         self._num_calls = 0
         self._num_tokens = 0
-        self._opened = self._last_active = time.monotonic()
+        self._opened = self._last_active = _read_clock()
         self._max_kept = max_kept
         self._open_calls: dict[int, OpenCall] = {}
         self._call_ended = asyncio.Event()
@@ -269,11 +269,7 @@ class Session:
         if id(call) not in self._open_calls:
             return
         cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
-        if isinstance(error, EngineError):
-            self.engine_error = error
-        if isinstance(error, ContextLengthError) and self._list_completed():
-            # Before any reply it is the task that is too long.
-            self.stop_reason = self.stop_reason or StopReason.MAX_MODEL_LEN
+        self.note_error(error)
         failed = replace(
             call.asked,
             seconds=time.perf_counter() - call.clock,
@@ -282,6 +278,14 @@ class Session:
             ended=self._tick(),
         )
         self._keep(call, failed)
+
+    def note_error(self, error: BaseException) -> None:
+        """Keeps what an error that ended a call tells of the trajectory."""
+        if isinstance(error, EngineError):
+            self.engine_error = error
+        if isinstance(error, ContextLengthError) and self._list_completed():
+            # Before any reply it is the task that is too long.
+            self.stop_reason = self.stop_reason or StopReason.MAX_MODEL_LEN
 
     def set_reward(self, interaction_id: str, reward: Any) -> None:
         """Gives one interaction its own reward; None or NaN: unscored."""
@@ -347,7 +351,7 @@ class Session:
         """Seconds until the budget is used up, 0 or more; None: it has no end."""
         if self.budget.max_seconds is None:
             return None
-        return max(0.0, self._opened + self.budget.max_seconds - time.monotonic())
+        return max(0.0, self._opened + self.budget.max_seconds - _read_clock())
 
     def end_for_time(self) -> BudgetExceededError:
         """The error of a call that came, or was in flight, when the time was over."""
@@ -376,12 +380,12 @@ class Session:
 
     def touch(self) -> None:
         """Records that the session's client is active."""
-        self._last_active = time.monotonic()
+        self._last_active = _read_clock()
 
     @property
     def idle_seconds(self) -> float:
         """Seconds since the last activity; 0 while a call is in flight."""
-        return 0.0 if self._open_calls else time.monotonic() - self._last_active
+        return 0.0 if self._open_calls else _read_clock() - self._last_active
 
     def _keep(self, call: OpenCall, interaction: Interaction) -> None:
         self.touch()
@@ -410,3 +414,11 @@ class Session:
 
     def _tick(self) -> int:
         return next(self._trajectory.clock)
+
+
+def _read_clock() -> float:
+    """The event loop's clock, which may stand still while the process is stopped."""
+    try:
+        return asyncio.get_running_loop().time()
+    except RuntimeError:
+        return time.monotonic()

@@ -12,13 +12,16 @@ from __future__ import annotations
 import hashlib
 import marshal
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from jinja2 import nodes
 from jinja2.runtime import LoopContext, Undefined
 from jinja2.utils import Namespace
+
+from agentrl_cli.records import Message
+from agentrl_cli.tracking.message_meaning import is_same_json
 
 #: What a round may read of its own loop: nothing of it depends on what comes later, but for the
 #: last message.
@@ -240,3 +243,31 @@ def _is_near(position: nodes.Node) -> bool:
 
 def _is_loop(node: nodes.Node) -> bool:
     return isinstance(node, nodes.Name) and node.name == "loop"
+
+
+class TemplateForms:
+    """Messages as templates expect them, each made once."""
+
+    def __init__(self) -> None:
+        #: By the message's address, which no other has while it is held beside its form.
+        self._known: dict[Hashable, dict[int, tuple[Message, Message]]] = {}
+
+    def list_forms(
+        self, messages: Iterable[Message], shape: Hashable, make: Callable[[Message], Message]
+    ) -> list[Message]:
+        """The forms of ``messages``; one that is its own form already is not copied.
+
+        Args:
+            messages: of a request.
+            shape: equal where ``make`` makes the same of a message.
+            make: the form of a message.
+        """
+        known, forms = self._known.setdefault(shape, {}), []
+        for message in messages:
+            found = known.get(id(message))
+            if found is None:
+                form = make(message)
+                found = (message, message if is_same_json(form, message) else form)
+                known[id(message)] = found
+            forms.append(found[1])
+        return forms

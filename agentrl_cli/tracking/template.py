@@ -8,17 +8,18 @@ placeholder in the sampled turn's place: what follows the placeholder is what is
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeVar
 
-from agentrl_cli.errors import UserInputError
+from agentrl_cli.errors import ContextLengthError, UserInputError
 from agentrl_cli.models.chat_templates import REMEDY, MarkedConversation, mark_conversation
 from agentrl_cli.records import Message, SharedSequence
 from agentrl_cli.tracking.formats.call_scanner import REASONING_MARKS, make_encodable
@@ -31,13 +32,14 @@ from agentrl_cli.tracking.message_meaning import (
     extract_reasoning,
     extract_text,
     holds_reasoning_in_content,
-    is_same_json,
     list_own_keys,
     parse_arguments,
     write_json,
     write_reasoning,
 )
-from agentrl_cli.tracking.tail_rendering import Tail, TailTemplate
+from agentrl_cli.tracking.tail_rendering import Tail, TailTemplate, TemplateForms
+
+ResultT = TypeVar("ResultT")
 
 #: Stand for a sampled turn, and between messages, while rendering. Plain letters: no template
 #: escapes them. Others in every process: in no text that an agent sends, be it this file, may they
@@ -50,6 +52,8 @@ _SAMPLED_KEY = f"{PLACEHOLDER}REPLY"
 _PROMPT_END_TOKENS = 64
 #: How many answers to "does the template read this?" are kept: agents may send ever new values.
 _MAX_READ_KEYS = 1000
+#: A text that takes a core some ms to tokenize; longer ones are not for the event loop.
+_MAX_CHARS_AT_ONCE = 16 * 2**10
 
 
 #: What every template must show.
@@ -62,6 +66,10 @@ _REPLIED_CONVERSATION = (
 
 class TemplateError(UserInputError):
     """The model's chat template refuses these messages."""
+
+
+class LongTextError(Exception):
+    """The text, its one argument, is to be tokenized elsewhere than on the event loop."""
 
 
 class UnshownInputError(TemplateError):
@@ -101,9 +109,12 @@ class ChatTemplate:
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
         formats: how the model writes calls and reasoning; None: chosen by the template.
+        max_model_len: of the engine: what cannot fit is not tokenized. None: no limit.
     """
 
-    def __init__(self, tokenizer: Any, formats: ReplyFormats | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any, formats: ReplyFormats | None = None, max_model_len: int | None = None
+    ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise UserInputError(
                 f"the tokenizer {getattr(tokenizer, 'name_or_path', '')!r} has no chat template, "
@@ -119,6 +130,9 @@ class ChatTemplate:
         decoder = tokenizer.backend_tokenizer.decoder
         self.decodes_in_runs = decoder is not None and b"ByteFallback" in decoder.__getstate__()
         self._backend = _find_backend(tokenizer)
+        self._max_model_len = max_model_len
+        #: Of the texts of one request that were tokenized elsewhere; None: all are tokenized here.
+        self._encoded: dict[str, tuple[int, ...]] | None = None
         self._wants_text = False
         self._text = collect_template_text(tokenizer.chat_template)
         self._reasoning_key = _find_reasoning_key(self._text)
@@ -339,11 +353,56 @@ class ChatTemplate:
         return tail and Tail(tuple(map(make_encodable, tail.texts)), (shape, tail.state))
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids of template text; special tokens in it become special ids."""
+        """Token ids of template text; special tokens in it become special ids.
+
+        Raises:
+            ContextLengthError: were all its tokens as long as the longest, there were too many.
+            LongTextError: inside of :meth:`plan_beside`, which tokenizes it.
+        """
+        if self._max_model_len is not None:
+            at_least = len(text) // self._max_token_chars
+            if at_least > self._max_model_len:
+                raise ContextLengthError(at_least, self._max_model_len, counted="at least")
+        if self._encoded is None or len(text) <= _MAX_CHARS_AT_ONCE:
+            return self._encode_now(text)
+        if text not in self._encoded:
+            raise LongTextError(text)
+        return self._encoded[text]
+
+    async def plan_beside(
+        self, plan: Callable[[], ResultT], wait: Callable[[], Awaitable[None]] | None = None
+    ) -> ResultT:
+        """What ``plan`` returns; long texts that it tokenizes do not hold up the event loop.
+
+        Args:
+            plan: called again after each of them, so it must not change what it depends on.
+            wait: awaited before each call, for what ``plan`` must find in place.
+        """
+        encoded: dict[str, tuple[int, ...]] = {}
+        while True:
+            if wait is not None:
+                await wait()
+            self._encoded = encoded
+            try:
+                return plan()
+            except LongTextError as long:
+                [text] = long.args
+            finally:
+                self._encoded = None
+            encoded[text] = await asyncio.to_thread(self._encode_now, text)
+
+    @cached_property
+    def _max_token_chars(self) -> int:
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    def _encode_now(self, text: str) -> tuple[int, ...]:
         backend = self._backend
         # Whoever else uses the tokenizer may have left it padding or truncating.
         if backend is not None and backend.padding is None and backend.truncation is None:
-            return tuple(backend.encode(text, add_special_tokens=False).ids)
+            if len(text) <= _MAX_CHARS_AT_ONCE:
+                return tuple(backend.encode(text, add_special_tokens=False).ids)
+            # Of a batch alone the tokenizer lets other threads run meanwhile.
+            return tuple(backend.encode_batch([text], add_special_tokens=False)[0].ids)
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def select_shown(self, completion_ids: Sequence[int]) -> list[int]:
@@ -481,34 +540,6 @@ def make_placeholder(reply: Message | None) -> Message:
     """The message that stands for a sampled turn while rendering, and what was sampled."""
     bare = write_reasoning(reply or {"role": "assistant", "content": ""}, "")
     return {"role": "assistant", "content": PLACEHOLDER, _SAMPLED_KEY: bare}
-
-
-class TemplateForms:
-    """Messages as templates expect them, each made once."""
-
-    def __init__(self) -> None:
-        #: By the message's address, which no other has while it is held beside its form.
-        self._known: dict[Hashable, dict[int, tuple[Message, Message]]] = {}
-
-    def list_forms(
-        self, messages: Iterable[Message], shape: Hashable, make: Callable[[Message], Message]
-    ) -> list[Message]:
-        """The forms of ``messages``; one that is its own form already is not copied.
-
-        Args:
-            messages: of a request.
-            shape: equal where ``make`` makes the same of a message.
-            make: the form of a message.
-        """
-        known, forms = self._known.setdefault(shape, {}), []
-        for message in messages:
-            found = known.get(id(message))
-            if found is None:
-                form = make(message)
-                found = (message, message if is_same_json(form, message) else form)
-                known[id(message)] = found
-            forms.append(found[1])
-        return forms
 
 
 def _show_replies(skeleton: Sequence[Message]) -> list[Message]:

@@ -23,13 +23,12 @@ from agentrl_cli.tracking.message_meaning import (
     write_json,
     write_reasoning,
 )
-from agentrl_cli.tracking.tail_rendering import Tail
+from agentrl_cli.tracking.tail_rendering import Tail, TemplateForms
 from agentrl_cli.tracking.template import (
     PLACEHOLDER,
     ChatTemplate,
     SplitPrompt,
     TemplateError,
-    TemplateForms,
     TemplateInputs,
     make_placeholder,
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import shutil
@@ -11,21 +10,16 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from agentrl_cli.errors import EngineError, EngineTimeoutError, UserInputError
-from agentrl_cli.log import get_logger
+from agentrl_cli.scratch_folders import MEMORY_FOLDER, ScratchFolder, remove_leftovers
 
 if TYPE_CHECKING:
     import torch
 
-_log = get_logger(__name__)
-
-_PREFIX = "agentrl-weights-"
-_LOCK_NAME = "lock"
-_MEMORY_FOLDER = Path("/dev/shm")
 _GIB = 2**30
 _DTYPE_NAMES = {
     "torch.float16": "F16",
@@ -37,11 +31,7 @@ _DTYPE_NAMES = {
 
 
 class VersionFolders:
-    """Writes a folder for each version and keeps the last ones.
-
-    They are in a folder of mode 0700 with a lock that the kernel releases when this process
-    dies, however it dies, so that the next run can tell which folders nobody needs any more.
-    """
+    """Writes a folder for each version and keeps the last ones, all in one that is private."""
 
     def __init__(
         self, directory: str | None, file_name: str, *, timeout_seconds: float, num_kept: int = 1
@@ -60,8 +50,7 @@ class VersionFolders:
         self._file_name = file_name
         self._timeout_seconds = timeout_seconds
         self._num_kept = num_kept
-        self._root: tempfile.TemporaryDirectory[str] | None = None
-        self._lock_file: TextIO | None = None
+        self._root: ScratchFolder | None = None
         self._kept: list[Path] = []
         self._num_written = 0
         self._lock = threading.Lock()
@@ -97,16 +86,15 @@ class VersionFolders:
             ) from error
 
     def _where(self) -> str:
-        return self._root.name if self._root else self._directory or "a folder"
+        return str(self._root.path) if self._root else self._directory or "a folder"
 
     def close(self) -> None:
         """Deletes everything."""
         with self._lock:
             self._kept.clear()
-            if self._root is not None and self._lock_file is not None:
-                self._root.cleanup()
-                self._lock_file.close()
-            self._root = self._lock_file = None
+            if self._root is not None:
+                self._root.close()
+            self._root = None
 
     def _write(
         self, version: int, tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]
@@ -134,13 +122,8 @@ class VersionFolders:
         """The private folder, made on first use: only then is it known how much must fit."""
         if self._root is None:
             parent = _choose_parent(self._directory, self._num_kept * num_bytes)
-            self._root = tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent)
-            folder = Path(self._root.name)
-            # Held before it has its name: a folder without a lock is left alone by other runs.
-            self._lock_file = (folder / "unlocked").open("w")
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX)
-            (folder / "unlocked").rename(folder / _LOCK_NAME)
-        return Path(self._root.name)
+            self._root = ScratchFolder("weights", parent)
+        return self._root.path
 
 
 def check_writable(directory: str | None) -> None:
@@ -156,8 +139,7 @@ def check_writable(directory: str | None) -> None:
     parent = Path(directory).expanduser().absolute()
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent):
-            pass
+        ScratchFolder("weights", parent).close()
     except OSError as error:
         reason = "is a file" if parent.is_file() else f"cannot be written to ({error.strerror})"
         raise UserInputError(
@@ -167,40 +149,18 @@ def check_writable(directory: str | None) -> None:
         ) from error
 
 
-def remove_folders_of_dead_runs(directory: str | None) -> None:
-    """Deletes the weights that dead runs left behind: gigabytes, maybe of RAM.
-
-    Args:
-        directory: ``engine.weight_transfer.dir``.
-    """
-    parents = (
-        [_MEMORY_FOLDER, Path(tempfile.gettempdir())]
-        if directory is None
-        else [Path(directory).expanduser()]
-    )
-    for lock in (lock for parent in parents for lock in parent.glob(f"{_PREFIX}*/{_LOCK_NAME}")):
-        try:
-            with lock.open("r+") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent)
-            _log.info("removed %s, which a run that died had left behind", lock.parent)
-        except (BlockingIOError, FileNotFoundError, PermissionError):
-            continue  # It is in use, gone, or another user's.
-        except OSError as error:
-            _log.warning("%s, left by a dead run, cannot be removed: %s", lock.parent, error)
-
-
 def _choose_parent(directory: str | None, num_bytes: int) -> Path:
-    remove_folders_of_dead_runs(directory)
     if directory is not None:
         parent = Path(directory).expanduser().absolute()
         parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers([parent])
         return parent
-    if _MEMORY_FOLDER.is_dir() and os.access(_MEMORY_FOLDER, os.W_OK):
-        state = os.statvfs(_MEMORY_FOLDER)
+    remove_leftovers()
+    if MEMORY_FOLDER.is_dir() and os.access(MEMORY_FOLDER, os.W_OK):
+        state = os.statvfs(MEMORY_FOLDER)
         free = min(state.f_bavail * state.f_frsize, psutil.virtual_memory().available)
         if free > num_bytes:
-            return _MEMORY_FOLDER
+            return MEMORY_FOLDER
     return Path(tempfile.gettempdir())
 
 

@@ -7,9 +7,7 @@ checkpoint and the stored trajectories, as the command typed again would.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +26,7 @@ from agentrl_cli.launch.processes.trainer_protocol import (
     TrainerSpec,
 )
 from agentrl_cli.log import Observer, get_logger
+from agentrl_cli.scratch_folders import ScratchFolder
 from agentrl_cli.train.rendezvous import RankLostError
 
 if TYPE_CHECKING:
@@ -75,13 +74,13 @@ class TrainerGroup:
     ) -> None:
         reading, writing = os.pipe()
         # Only this user can open it.
-        self._rendezvous_dir = tempfile.mkdtemp(prefix="agentrl-ranks-")
+        self._rendezvous = ScratchFolder("ranks")
         spec = TrainerSpec(
             owner_pid=os.getpid(),
             events_descriptor=writing,
             servers=servers,
             secrets=secrets,
-            rendezvous_path=f"{self._rendezvous_dir}/rendezvous",
+            rendezvous_path=f"{self._rendezvous.path}/rendezvous",
         )
         self._ranks = [
             ManagedProcess(
@@ -178,7 +177,7 @@ class TrainerGroup:
             process.kill()
         for process in self._ranks:
             process.stop(term_seconds=0, kill_seconds=_KILL_SECONDS)
-        shutil.rmtree(self._rendezvous_dir, ignore_errors=True)
+        self._rendezvous.close()
 
 
 def _blames_others(report: TrainerReport) -> bool:

@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +28,7 @@ from agentrl_cli.launch.processes.managed_process import ManagedProcess
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.launch.servers.server_supervisor import ServerSupervisor, explain_taken_port
 from agentrl_cli.log import Observer
+from agentrl_cli.scratch_folders import ScratchFolder
 
 #: What servers have no use for, as they run no agents and send no reports (a token of the model
 #: hub stays: they may have to fetch the model), and what would go before their own arguments.
@@ -82,11 +82,11 @@ class ServerGroup:
         self._error: AgentrlError | None = None
         with ExitStack() as stack:
             self.run = _reserve_ports(config, run, stack)
-            key_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="agentrl-keys-"))
-            plan = build_plan(config, self.run, model_folder=model_folder, key_dir=key_dir)
+            key_dir = stack.enter_context(ScratchFolder("keys")).path
+            plan = build_plan(config, self.run, model_folder=model_folder, key_dir=str(key_dir))
             servers = [process for process in plan if process.role == "engine"]
             self._supervisors = [
-                self._build_supervisor(process, server.port, Path(key_dir))
+                self._build_supervisor(process, server.port, key_dir)
                 for process, server in zip(servers, self.run.servers, strict=True)
             ]
             self._stack = stack.pop_all()

@@ -149,7 +149,7 @@ class ExternalListener:
             if self.is_open:
                 return
             routes = AdminRoutes(self.queue, self._key, gateway.model_name, gateway.limits)
-            gateway.add_routes(routes.list_routes(), self.queue.stop)
+            gateway.add_routes(routes.list_routes(), routes.knows, self.queue.stop)
             base_url = await gateway.serve(self._config.port or 0, self._config.host)
             shown_key = self._key if self._is_own else ""
             self._announce(format_listener_notice(base_url.removesuffix("/v1"), shown_key))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError
@@ -86,7 +86,13 @@ class AdminRoutes:
 
         async def guarded(request: Request) -> Response:
             try:
-                self._check_key(request)
+                if not self.knows(request.headers):
+                    raise AdminError(
+                        401,
+                        "invalid_admin_key",
+                        f"{PREFIX} needs the admin key, as 'Authorization: Bearer KEY'; the key of "
+                        "a session opens the model alone",
+                    )
                 return await handler(request)
             except ClientDisconnect:
                 return Response(status_code=499)
@@ -98,16 +104,11 @@ class AdminRoutes:
 
         return guarded
 
-    def _check_key(self, request: Request) -> None:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    def knows(self, headers: Mapping[str, str]) -> bool:
+        """Whether the headers of a request show the admin key."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
         given = key if scheme.lower() == "bearer" else ""
-        if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._key):
-            raise AdminError(
-                401,
-                "invalid_admin_key",
-                f"{PREFIX} needs the admin key, as 'Authorization: Bearer KEY'; the key of a "
-                "session opens the model alone",
-            )
+        return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), self._key)
 
     async def _start(self, request: Request) -> Response:
         asked = await self._read(request, SessionRequest)
@@ -205,7 +206,7 @@ class AdminRoutes:
         return JSONResponse({"id": request.path_params["session_id"], "state": "ended"})
 
     async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
-        data = await read_body(request.stream(), self._limits)
+        data = await read_body(request.stream(), request.headers, self._limits)
         try:
             return kind.model_validate(parse_json(data) if data.strip() else {})
         except ValidationError as error:

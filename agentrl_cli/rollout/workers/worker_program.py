@@ -223,7 +223,14 @@ class WorkerProgram:
         self._set_environment(task["base_url"], task["api_key"])
         self._connection.allow_rewards(task["api_key"])
         try:
-            asyncio.run(self._answer(task))
+            with asyncio.Runner() as runner:
+                loop = runner.get_loop()
+                answering = loop.create_task(self._answer(task))
+                while not answering.done():
+                    # asyncio ends its loop when a tool in a task of its own calls exit; the agent,
+                    # which awaits it, gets that too.
+                    with suppress(SystemExit):
+                        loop.run_until_complete(answering)
         except BaseException as error:
             # The agent's end was sent before; this is what it left behind.
             _log.debug("an agent's event loop did not end cleanly", exc_info=error)

@@ -263,6 +263,16 @@ def test_a_builder_that_raises_in_a_library_is_shown_by_its_own_line():
         AgentSource(build, {}, "k")
 
 
+def test_a_builder_that_calls_exit_is_named():
+    def build():
+        sys.exit(0)
+
+    with pytest.raises(
+        BuilderError, match=r"k: the builder raised SystemExit: 0\n  at .*: sys\.exit\(0\)"
+    ):
+        AgentSource(build, {}, "k")
+
+
 @pytest.mark.parametrize(
     ("package", "extra"), [("agents", "openai-agents"), ("langgraph.prebuilt", "langgraph")]
 )

@@ -175,7 +175,7 @@ async def test_memory_is_taken_only_where_a_version_fits(tmp_path, monkeypatch, 
     memory, disk = tmp_path / "memory", tmp_path / "disk"
     memory.mkdir()
     disk.mkdir()
-    monkeypatch.setattr(weight_folders, "_MEMORY_FOLDER", memory)
+    monkeypatch.setattr(weight_folders, "MEMORY_FOLDER", memory)
     memory_state = SimpleNamespace(available=free)
     monkeypatch.setattr(weight_folders.psutil, "virtual_memory", lambda: memory_state)
     monkeypatch.setattr(weight_folders.tempfile, "gettempdir", lambda: str(disk))

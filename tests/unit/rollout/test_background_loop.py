@@ -9,8 +9,10 @@ from contextlib import suppress
 
 import pytest
 
+from agentrl_cli.rollout import background_loop
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.rollout_failures import DeadlineError, run_with_deadline
+from agentrl_cli.tracking.session import Budget, Session
 
 
 async def _value(value):
@@ -144,3 +146,38 @@ def test_many_blocking_tools_wait_at_the_same_time():
 
     with BackgroundLoop() as loop:
         loop.run(use_tools(), 30)
+
+
+def test_exit_in_a_task_of_an_agents_own_ends_neither_the_loop_nor_the_run():
+    async def call_tool():
+        raise SystemExit(0)
+
+    async def run_tools():
+        await asyncio.gather(call_tool(), asyncio.sleep(5))
+
+    with BackgroundLoop() as loop:
+        meanwhile = loop.submit(asyncio.sleep(0.2, "alive"))
+        with pytest.raises(RuntimeError, match=r"the agent called exit\(0\)"):
+            loop.run(run_with_deadline(run_tools(), 5, "the agent"), 10)
+        assert meanwhile.result(5) == "alive"
+        assert loop.run(_value(3), 5) == 3
+
+
+def test_time_in_which_the_process_was_stopped_counts_against_no_deadline(monkeypatch):
+    asleep = 0.0
+    monkeypatch.setattr(background_loop, "_read_clock", lambda: time.monotonic() + asleep)
+
+    async def wait_over_night():
+        nonlocal asleep
+        budget = Session(object, budget=Budget(max_seconds=60.0))
+        asleep = 8 * 3600.0
+        await asyncio.sleep(0.05)
+        return budget.seconds_left
+
+    with BackgroundLoop() as loop:
+        left = loop.run(run_with_deadline(wait_over_night(), 60.0, "the agent"), 60.0)
+        assert 30.0 < left <= 60.0
+        # What is not a stop counts.
+        asleep += 5.0
+        with pytest.raises(DeadlineError):
+            loop.run(run_with_deadline(asyncio.sleep(60), 0.1, "the agent"), 60.0)

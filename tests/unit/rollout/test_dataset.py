@@ -88,12 +88,18 @@ def test_import_path_function_gets_its_split(tmp_path, monkeypatch):
         "def by_split(split):\n    return [{'split': split}]\n"
         "def plain():\n    return ({'i': i} for i in range(9))\n"
         "def broken():\n    raise KeyError('gone')\n"
+        "def leave():\n    exit(0)\n"
+        "def leave_late():\n    yield {'i': 0}\n    exit(0)\n"
         "def text():\n    return 'rows'\n"
     )
     assert _load(f"{module}:by_split", split="test") == [{"split": "test"}]
     assert _load(f"{module}:plain", limit=2) == [{"i": 0}, {"i": 1}]
     with pytest.raises(DatasetError, match="raised KeyError: 'gone'"):
         _load(f"{module}:broken")
+    for name in ("leave", "leave_late"):
+        with pytest.raises(DatasetError, match="raised SystemExit: 0"):
+            _load(f"{module}:{name}")
+    assert _load(f"{module}:leave_late", limit=1) == [{"i": 0}]
     with pytest.raises(DatasetError, match="expected a list of rows, found str"):
         _load(f"{module}:text")
 

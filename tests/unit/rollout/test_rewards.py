@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from agentrl_cli.config.experiment import RolloutConfig, count_usable_cores
 from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.errors import DatasetError, RewardError, RewardSignatureError
 from agentrl_cli.rollout.rewards import (
@@ -52,6 +53,12 @@ def die(completions):
     if completions == "slow":
         os._exit(3)
     return 1.0
+
+def leave(completions):
+    raise SystemExit(0)
+
+async def leave_async(completions):
+    raise SystemExit(0)
 
 def count(**kwargs):
     return {"reward": len(kwargs), "first": 1}
@@ -224,3 +231,30 @@ async def test_reward_processes_that_were_killed_are_replaced(wrap):
         except RewardError:
             await asyncio.sleep(0.05)
     assert second not in (None, first)
+
+
+@pytest.mark.parametrize("name", ["leave", "leave_async"])
+async def test_exit_in_a_reward_function_ends_its_trajectory_alone(wrap, name):
+    with pytest.raises(RewardError, match=r"the reward function called exit\(0\)"):
+        await wrap(name)(completions="4")
+
+
+async def test_exit_in_a_reward_function_that_runs_in_a_thread():
+    def leave():
+        raise SystemExit(0)
+
+    with pytest.raises(RewardError, match=r"the reward function called exit\(0\)"):
+        await AsyncRewardWrapper(leave)()
+
+
+def test_rewards_that_wait_for_each_other_do_not_end_the_run():
+    # Each of 64 calls may take just under its deadline, one after the other.
+    rollout = RolloutConfig(reward_workers=2, reward_timeout_seconds=5.0, timeout_seconds=1.0)
+    assert rollout.compute_deadline(64) >= 64 / 2 * 5.0 + 1.0
+    assert RolloutConfig().reward_workers is None
+    wrapper = AsyncRewardWrapper(hang_for_ever)
+    assert wrapper._workers._num_workers == count_usable_cores()
+
+
+def hang_for_ever():
+    threading.Event().wait()

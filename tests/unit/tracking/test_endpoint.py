@@ -126,7 +126,8 @@ async def connect_to() -> AsyncIterator[Callable[..., Any]]:
             bodies.append(await request.json())
             return reply if isinstance(reply, Response) else JSONResponse(reply)
 
-        server = GatewaySocket(Router([Route("/v1/chat/completions", handle, methods=["POST"])]))
+        routes = [Route("/v1/chat/completions", handle, methods=["POST"])]
+        server = GatewaySocket(Router(routes), knows=lambda _: True)
         gateway = EndpointGateway(
             server.open_socket(), KEY, "m", timeout_seconds=10.0, max_retries=0
         )

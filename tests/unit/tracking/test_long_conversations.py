@@ -17,7 +17,8 @@ from openai._utils import _transform
 
 from agentrl_cli.records import MismatchCause, SharedSequence
 from agentrl_cli.tracking.client import TrackingClient
-from agentrl_cli.tracking.template import ChatTemplate, TemplateForms, TemplateInputs
+from agentrl_cli.tracking.tail_rendering import TemplateForms
+from agentrl_cli.tracking.template import ChatTemplate, TemplateInputs
 
 from .conftest import PLAIN, THINKING_STRIPPED
 from .test_templates import CALL, KEEPS, STRIPS, TOOL, USER
