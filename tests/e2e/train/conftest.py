@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ import pytest
 import yaml
 
 from agentrl_cli.records import Trajectory
-from agentrl_cli.rollout.dataset import TaskStream
-from agentrl_cli.store.run_folder import RunFolder
+from benchmarks import kills_and_stops
 
 AGENT = '''
 async def answer(data, client):
@@ -104,26 +104,7 @@ def wait_until() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def read_every_task_once(project: Path) -> Callable[[Path, int], list[list[Trajectory]]]:
+def read_every_task_once() -> Callable[[Path, int], list[list[Trajectory]]]:
     """The trajectories of each step of a run folder, which has so many steps: of every step those
     of its tasks, once each, and a checkpoint of the last."""
-
-    def read(run_dir: Path, num_steps: int) -> list[list[Trajectory]]:
-        folder = RunFolder.open(run_dir)
-        steps = list(range(1, num_steps + 1))
-        assert [line["step"] for line in folder.read_metrics()] == steps
-        assert folder.trajectory_steps() == steps
-        rows = [json.loads(line) for line in (project / "rows.jsonl").read_text().splitlines()]
-        stream = TaskStream(rows, batch_size=4, shuffle=True, seed=1)
-        read_steps = [folder.read_trajectories(step) for step in steps]
-        for step, trajectories in zip(steps, read_steps, strict=True):
-            expected = [(t.group_id, t.task_id, n) for t in stream.batch(step) for n in range(4)]
-            assert [(t.group_id, t.task_id, t.sample_index) for t in trajectories] == expected
-        ids = [t.id for trajectories in read_steps for t in trajectories]
-        assert len(ids) == len(set(ids))
-        latest = folder.latest_checkpoint()
-        assert latest is not None
-        assert latest[0] == num_steps
-        return read_steps
-
-    return read
+    return partial(kills_and_stops.read_every_task_once, batch_size=4, num_samples=4)
