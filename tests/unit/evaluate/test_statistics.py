@@ -45,7 +45,7 @@ def test_unequal_clusters_by_hand() -> None:
         # p = 0.5, variance 0.0625 as below, so n = 4; t(0.975, 1) = 12.706205, t^2 / n = 40.36.
         ([[0.0, 0.0, 1.0], [1.0]], 0.006072, 0.993928),
         # Outside of 0 to 1 it is the t interval, and equal partial rewards are all there is.
-        ([[1.0], [2.0], [3.0], [4.0]], 0.445740, 4.554260),
+        ([[1.0], [2.0], [3.0], [4.0]], 0.448212, 4.551788),
         ([[0.5], [0.5]], 0.5, 0.5),
     ],
 )
