@@ -20,6 +20,14 @@ Message = dict[str, Any]
 ExportStyle = Literal["concat", "individual"]
 
 
+#: The first of these fields that a dataset row has is the agent's input.
+INPUT_FIELDS = ("messages", "question", "prompt", "input")
+#: The first of these that it has is shown as what was expected.
+ANSWER_FIELDS = ("answer", "expected", "target", "solution", "label")
+
+#: Characters that lists keep of a text.
+_MAX_SHOWN = 300
+
 ItemT = TypeVar("ItemT")
 
 
@@ -171,6 +179,8 @@ class Interaction:
     """The policy version that sampled each completion token."""
     num_reported_tokens: int = 0
     """Sampled tokens as an endpoint counts them that gives no ids."""
+    has_malformed_call: bool = False
+    """True: some of the reply's text begins as a tool call and cannot be read as one."""
     structural_tag: str | None = None
     """What the completion had to look like, as an xgrammar structural tag; logprobs are those
     of the tokens that it allowed."""
@@ -251,6 +261,33 @@ class Trajectory:
         return self.failure is not None and self.failure.cause is FailureCause.POLICY
 
     @property
+    def is_cut_short(self) -> bool:
+        """Whether its last reply was stopped by its token limit."""
+        return bool(self.interactions) and self.interactions[-1].finish_reason == "length"
+
+    @property
+    def question(self) -> str:
+        """The beginning of what was asked: the row's input, else the first call's."""
+        asked = next((self.task[name] for name in INPUT_FIELDS if self.task.get(name)), None)
+        if asked is None and self.interactions:
+            asked = self.interactions[0].messages
+        if not isinstance(asked, list | tuple | SharedSequence):
+            return _shorten(asked)
+        from_user = [m for m in asked if isinstance(m, dict) and m.get("role") == "user"]
+        return _shorten(from_user[-1].get("content") if from_user else None)
+
+    @property
+    def expected(self) -> str:
+        """The beginning of the row's answer; of several lines the last, where it is given."""
+        answer = next((a for name in ANSWER_FIELDS if (a := self.task.get(name)) is not None), "")
+        return _shorten(str(answer).strip().rpartition("\n")[2])
+
+    @property
+    def num_malformed_calls(self) -> int:
+        """Replies with a malformed tool call."""
+        return sum(i.has_malformed_call for i in self.interactions)
+
+    @property
     def num_turns(self) -> int:
         """Completed model calls."""
         return sum(i.status is InteractionStatus.COMPLETED for i in self.interactions)
@@ -264,3 +301,11 @@ class Trajectory:
     def num_tool_calls(self) -> int:
         """Tool calls over all replies."""
         return sum(len((i.reply or {}).get("tool_calls") or ()) for i in self.interactions)
+
+
+def _shorten(content: Any) -> str:
+    """The beginning of a message's content; of several parts, of their texts."""
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        content = " ".join(text for text in texts if isinstance(text, str))
+    return "" if content is None else str(content)[:_MAX_SHOWN]

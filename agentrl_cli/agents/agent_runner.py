@@ -14,10 +14,7 @@ from openai import AsyncOpenAI
 
 from agentrl_cli.errors import DatasetError
 from agentrl_cli.log import get_logger
-from agentrl_cli.records import Boundary
-
-#: The first of these fields that a row has is the agent's input.
-INPUT_FIELDS = ("messages", "question", "prompt", "input")
+from agentrl_cli.records import INPUT_FIELDS, Boundary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

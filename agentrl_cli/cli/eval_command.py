@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,10 @@ def evaluate_command(
     base_url: Annotated[
         str | None,
         typer.Option(help="Run the agent on this OpenAI-compatible endpoint.", metavar="URL"),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="What to call this evaluation (default: the model's).", metavar="NAME"),
     ] = None,
     model: Annotated[str | None, typer.Option(help="The endpoint's model.", metavar="NAME")] = None,
 ) -> None:
@@ -56,10 +61,11 @@ def evaluate_command(
             if run is None
             else EngineSource(experiment, run, observer, checkpoint)
         )
-        report = run_evaluation(experiment, source, limit=limit, observer=observer)
+        name, report = run_evaluation(experiment, source, limit=limit, observer=observer, name=name)
     title = str(checkpoint or model or experiment.model.path)
     build_console().print(build_report_table(report, title))
-    typer.echo(f"look at its trajectories:  agentrl inspect-trajectories {run_dir} --evals")
+    look = f"agentrl inspect-trajectories {shlex.quote(str(run_dir))} --evals {name}"
+    typer.echo(f"look at its trajectories:  {look}")
 
 
 def _check_endpoint(checkpoint: Path | None, base_url: str | None, model: str | None) -> None:

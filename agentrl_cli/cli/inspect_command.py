@@ -31,6 +31,10 @@ MismatchOption = Annotated[
     MismatchFilter | None,
     typer.Option(help="Trajectories with prefix mismatches only (or without any)."),
 ]
+MalformedOption = Annotated[
+    Literal["any", "none"] | None,
+    typer.Option(help="Trajectories with malformed tool calls only (or without any)."),
+]
 ReplacedOption = Annotated[
     Literal["any", "none"] | None,
     typer.Option(help="Trajectories of replaced groups only (or none of them)."),
@@ -48,12 +52,18 @@ def inspect_command(
         typer.Option(help="Steps: 12, 3-7, 1,4,9, last or all.", metavar="STEPS"),
     ] = None,
     evals: Annotated[
-        bool, typer.Option("--evals", help="Evaluations instead of training steps.")
-    ] = False,
+        str | None,
+        typer.Option(
+            help="Evaluations instead of training steps: all, training (those that it makes), "
+            "or one by its name.",
+            metavar="NAME",
+        ),
+    ] = None,
     min_reward: Annotated[float | None, typer.Option(help="Smallest reward.")] = None,
     max_reward: Annotated[float | None, typer.Option(help="Largest reward.")] = None,
     failure: FailureOption = None,
     mismatch: MismatchOption = None,
+    malformed: MalformedOption = None,
     replaced: ReplacedOption = None,
     task: Annotated[str | None, typer.Option(help="Task id.", metavar="ID")] = None,
     agent: Annotated[str | None, typer.Option(help="Agent name.", metavar="NAME")] = None,
@@ -89,6 +99,7 @@ def inspect_command(
         max_reward=max_reward,
         failure=failure,
         mismatch=mismatch,
+        malformed=malformed,
         replaced=replaced,
         task_id=task,
         agent_name=agent,

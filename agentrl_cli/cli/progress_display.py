@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
@@ -19,6 +21,8 @@ from rich.text import Text
 
 from agentrl_cli.log import format_count, format_failures
 
+#: Steps whose mean duration tells how long the rest will take.
+_NUM_PACE_STEPS = 20
 #: Seconds between two plain lines about the progress of one stage.
 _PLAIN_INTERVAL = 10.0
 #: Parts of every step: the step's own line says enough, unless one of them takes long.
@@ -26,7 +30,7 @@ _STEP_STAGES = frozenset({"rollout", "train", "publish", "save"})
 
 
 def build_observer(total_steps: int | None = None) -> PlainObserver | RichObserver:
-    """A live display on a terminal; plain lines for pipes, CI, NO_COLOR and dumb terminals."""
+    """A live display on a terminal; plain lines for pipes, CI and dumb terminals."""
     if is_plain(os.environ, sys.stdout.isatty()):
         return PlainObserver(total_steps)
     return RichObserver(total_steps)
@@ -34,12 +38,8 @@ def build_observer(total_steps: int | None = None) -> PlainObserver | RichObserv
 
 def is_plain(env: Mapping[str, str], is_terminal: bool) -> bool:
     """True where a display that moves the cursor would leave garbage."""
-    return (
-        not is_terminal
-        or bool(env.get("CI"))
-        or bool(env.get("NO_COLOR"))
-        or env.get("TERM") == "dumb"
-    )
+    # NO_COLOR asks for no colours, which the live display does without.
+    return not is_terminal or bool(env.get("CI")) or env.get("TERM") == "dumb"
 
 
 def format_step(metrics: Mapping[str, float], total_steps: int | None) -> str:
@@ -52,6 +52,34 @@ def format_step(metrics: Mapping[str, float], total_steps: int | None) -> str:
         if math.isfinite(value):
             parts.append(format_part(value))
     return "  ".join(p for p in parts if p)
+
+
+class StepLines:
+    """The line of every step, with the time that is left at the pace of the last ones."""
+
+    def __init__(self, total_steps: int | None) -> None:
+        self._total_steps = total_steps
+        self._seconds: deque[float] = deque(maxlen=_NUM_PACE_STEPS)
+
+    def format(self, metrics: Mapping[str, float]) -> str:
+        """The line of the step that is over."""
+        line = format_step(metrics, self._total_steps)
+        seconds, step = metrics.get("step_seconds", math.nan), metrics.get("step", math.nan)
+        if math.isfinite(seconds):
+            self._seconds.append(seconds)
+        num_left = (self._total_steps or 0) - step
+        if self._seconds and num_left > 0:
+            line += f"  {format_duration(num_left * statistics.fmean(self._seconds))} left"
+        return line
+
+
+def format_duration(seconds: float) -> str:
+    """``40 s``, ``12 min`` or ``3 h 20 min``."""
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
 
 
 _STEP_PARTS: dict[str, Callable[[float], str]] = {
@@ -74,7 +102,7 @@ class PlainObserver:
     def __init__(
         self, total_steps: int | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._total_steps = total_steps
+        self._lines = StepLines(total_steps)
         self._clock = clock
         self._lock = threading.Lock()
         self._stage = ""
@@ -106,7 +134,7 @@ class PlainObserver:
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
         with self._lock:
-            self._print(format_step(metrics, self._total_steps))
+            self._print(self._lines.format(metrics))
 
     def on_message(self, text: str) -> None:
         with self._lock:
@@ -117,17 +145,17 @@ class PlainObserver:
 
 
 class RichObserver:
-    """A live display of two lines: the training so far, and the stage in progress."""
+    """A line for every step, which stays, above a live display: the rewards so far and the stage in
+    progress."""
 
     def __init__(self, total_steps: int | None = None, console: Console | None = None) -> None:
         self._console = console or Console()
-        self._total_steps = total_steps
+        self._lines = StepLines(total_steps)
         # Reentrant: the display renders in a thread of its own, under its own lock.
         self._lock = threading.RLock()
         self._stage, self._num_done, self._note = "starting", 0, ""
         self._total: int | None = None
         self._stage_began = time.monotonic()
-        self._last_step: dict[str, float] = {}
         self._rewards: list[float] = []
         self._spinner = Spinner("dots")
         self._live = Live(
@@ -143,9 +171,6 @@ class RichObserver:
 
     def __exit__(self, *exc_info: object) -> None:
         self._live.stop()
-        with self._lock:
-            if self._last_step:
-                self._console.print(self._render_steps())
 
     def on_stage(self, stage: str, total: int | None = None) -> None:
         with self._lock:
@@ -158,8 +183,9 @@ class RichObserver:
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
         with self._lock:
-            self._last_step = dict(metrics)
+            line = self._lines.format(metrics)
             self._rewards.append(metrics.get("reward_mean", math.nan))
+        self._console.print(Text(line), soft_wrap=True)
 
     def on_message(self, text: str) -> None:
         """Prints the text above the display, where it stays."""
@@ -167,12 +193,9 @@ class RichObserver:
 
     def _render(self) -> RenderableType:
         with self._lock:
-            rows = [self._render_steps()] if self._last_step else []
+            line = format_sparkline(self._rewards)
+            rows = [Text("reward ").append(line, style="green")] if line else []
             return Group(*rows, self._render_stage())
-
-    def _render_steps(self) -> RenderableType:
-        line = Text(format_step(self._last_step, self._total_steps), style="bold")
-        return line.append(f"  {format_sparkline(self._rewards)}", style="green")
 
     def _render_stage(self) -> RenderableType:
         row = Table.grid(padding=(0, 1))
@@ -193,8 +216,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def format_sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Bars from the smallest to the largest value; a space where a value is missing.
+    """Bars from 0 to 1, or as far as the values go beyond; a space where a value is missing.
 
+    On a fixed scale, noise looks as small as it is, and two runs can be compared.
     More values than ``width`` are averaged into ``width`` bars.
     """
     num_bars = min(width, len(values))
@@ -206,9 +230,9 @@ def format_sparkline(values: Sequence[float], width: int = 40) -> str:
     finite = [value for value in shown if math.isfinite(value)]
     if not finite:
         return ""
-    low, span = min(finite), max(finite) - min(finite)
+    low, high = min(0.0, *finite), max(1.0, *finite)
     bars = ""
     for value in shown:
-        height = int((value - low) / span * len(_BARS)) if span and math.isfinite(value) else 3
+        height = int((value - low) / (high - low) * len(_BARS)) if math.isfinite(value) else 0
         bars += _BARS[min(height, len(_BARS) - 1)] if math.isfinite(value) else " "
     return bars

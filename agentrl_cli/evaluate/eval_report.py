@@ -113,7 +113,7 @@ def build_report(
         num_trajectories=len(trajectories),
         num_unscored=len(trajectories) - len(scored),
         mean_reward=statistics.fmean(scored) if scored else None,
-        interval=compute_clustered_interval(list(rewards.values())),
+        interval=compute_reward_interval(list(rewards.values())),
         lowest_reward=min(scored, default=None),
         pass_threshold=pass_threshold,
         pass_at_k={k: value for k, value in at_k.items() if value is not None},
@@ -121,7 +121,7 @@ def build_report(
         turns=_measure([t.num_turns for t in trajectories]),
         tool_calls=_measure([t.num_tool_calls for t in trajectories]),
         seconds=_measure([t.seconds for t in trajectories]),
-        num_cut_short=sum(_is_cut_short(t) for t in trajectories),
+        num_cut_short=sum(t.is_cut_short for t in trajectories),
         failures=dict(failures.most_common()),
         num_policy_failures=num_policy_failures,
         num_surroundings_failures=failures.total() - num_policy_failures,
@@ -151,10 +151,6 @@ def compare_reports(before: EvalReport, after: EvalReport) -> Comparison | None:
     )
 
 
-def _is_cut_short(trajectory: Trajectory) -> bool:
-    return bool(trajectory.interactions) and trajectory.interactions[-1].finish_reason == "length"
-
-
 def _measure(values: Sequence[float]) -> Lengths | None:
     if not values:
         return None
@@ -163,6 +159,29 @@ def _measure(values: Sequence[float]) -> Lengths | None:
         median=float(statistics.median(values)),
         largest=float(max(values)),
     )
+
+
+def compute_reward_interval(clusters: Sequence[Sequence[float]]) -> Interval | None:
+    """The 95 % interval of a mean reward; for rewards from 0 to 1, inside of that range.
+
+    There it is Wilson's (1927) at the effective number of values, as of a proportion in a survey
+    of clusters (Korn and Graubard 1998, "Confidence Intervals for Proportions with Small Expected
+    Number of Positive Counts", with Wilson's interval): with the mean p and the variance of
+    :func:`compute_clustered_interval`, n = p (1 - p) / variance. Where all are 0, or all 1, n is
+    the number of clusters: that all passed is no proof that all would.
+    """
+    filled = [values for values in clusters if values]
+    moments = _measure_clusters(filled)
+    if moments is None or not all(0.0 <= v <= 1.0 for values in filled for v in values):
+        return compute_clustered_interval(filled)
+    mean, variance = moments
+    if variance == 0.0 and 0.0 < mean < 1.0:
+        return mean, mean
+    quantile = compute_t_quantile(0.975, len(filled) - 1)
+    weight = quantile**2 / (mean * (1 - mean) / variance if variance else len(filled))
+    spread = quantile * math.sqrt(variance + weight**2 / (4 * quantile**2))
+    center = mean + weight / 2
+    return max(0.0, (center - spread) / (1 + weight)), min(1.0, (center + spread) / (1 + weight))
 
 
 def compute_clustered_interval(clusters: Sequence[Sequence[float]]) -> Interval | None:
@@ -180,15 +199,23 @@ def compute_clustered_interval(clusters: Sequence[Sequence[float]]) -> Interval 
     fewer than two clusters, which say nothing about the spread.
     """
     filled = [values for values in clusters if values]
+    moments = _measure_clusters(filled)
+    if moments is None:
+        return None
+    mean, variance = moments
+    margin = compute_t_quantile(0.975, len(filled) - 1) * math.sqrt(variance)
+    return mean - margin, mean + margin
+
+
+def _measure_clusters(filled: Sequence[Sequence[float]]) -> tuple[float, float] | None:
+    """The mean over all values and its variance; None with fewer than two clusters."""
     num_clusters = len(filled)
     if num_clusters < 2:
         return None
     num_values = sum(len(values) for values in filled)
     mean = math.fsum(v for values in filled for v in values) / num_values
     squares = math.fsum(math.fsum(v - mean for v in values) ** 2 for values in filled)
-    variance = num_clusters / (num_clusters - 1) * squares / num_values**2
-    margin = compute_t_quantile(0.975, num_clusters - 1) * math.sqrt(variance)
-    return mean - margin, mean + margin
+    return mean, num_clusters / (num_clusters - 1) * squares / num_values**2
 
 
 def compute_t_quantile(probability: float, degrees: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import RolloutFailedError
@@ -34,8 +35,8 @@ async def evaluate(
     ``step`` is the step after which the model is evaluated (0: before the first).
 
     Raises:
-        RolloutFailedError: every trajectory failed in the same way; stored with the label
-            ``failed``, so that the evaluation still counts as not done.
+        RolloutFailedError: every trajectory failed in the same way; stored with a label that
+            ends in ``failed``, so that the evaluation still counts as not done.
         UserInputError: a mistake that would repeat itself in every trajectory.
     """
     observer.on_stage("evaluation", len(tasks) * n_samples)
@@ -65,7 +66,13 @@ async def evaluate(
         )
     except RolloutFailedError as error:
         failed = build_report(error.trajectories, k_values=k_values)
-        folder.write_eval(step, error.trajectories, failed.to_dict(), label="failed")
+        label = folder.claim_eval(step, f"{label}-failed" if label else "failed")
+        # The evaluation that is made again has the same tasks, and every id is there once.
+        renamed = [
+            replace(t, id=f"{label}:{t.id}", group_id=f"{label}:{t.group_id}")
+            for t in error.trajectories
+        ]
+        folder.write_eval(step, renamed, failed.to_dict(), label=label)
         raise
     report = build_report(trajectories, k_values=k_values)
     folder.write_eval(step, trajectories, report.to_dict(), label=label)

@@ -17,7 +17,12 @@ from agentrl_cli.inspector.list_view import (
     summarize_steps,
 )
 from agentrl_cli.inspector.trajectory_query import Selection, TrajectoryQuery, find_one, select
-from agentrl_cli.inspector.trajectory_view import build_token_tables, build_tree, load_spell
+from agentrl_cli.inspector.trajectory_view import (
+    build_token_tables,
+    build_tree,
+    find_untrained_reason,
+    load_spell,
+)
 from agentrl_cli.prefix_mismatches import MismatchSummary, summarize_prefix_mismatches
 from agentrl_cli.store.run_folder import RunFolder
 
@@ -75,7 +80,7 @@ def _show_steps(folder: RunFolder, as_json: bool, console: Console) -> None:
     for line in format_alarms(folder.read_alarms()):
         _hint(console, line)
     last = next((s.source.step for s in reversed(summaries) if not s.source.is_eval), None)
-    options = "--evals" if last is None else f"--step {last}"
+    options = "--evals all" if last is None else f"--step {last}"
     _hint(console, f"its trajectories:  agentrl inspect-trajectories {folder.path} {options}")
 
 
@@ -88,7 +93,7 @@ def _show_selection(
     if not selection.found:
         _hint(console, "no trajectory matches")
     else:
-        console.print(build_trajectory_table(selection.found))
+        console.print(build_trajectory_table(selection.found, console.width))
         shown = sum((f.summary.prefix_mismatches for f in selection.found), MismatchSummary())
         _show_prefix_mismatches(shown, "prefix mismatches in these trajectories", console)
     for problem in selection.problems:
@@ -113,8 +118,11 @@ def _show_one(
     console: Console,
 ) -> None:
     source, trajectory = find_one(folder, query, name)
+    untrained = find_untrained_reason(folder, source, trajectory) if tokens else None
     if as_json:
-        print(json_view.format_trajectory(source, trajectory, tokens=tokens))
+        is_trained = untrained is None
+        shown = json_view.format_trajectory(source, trajectory, tokens=tokens, trained=is_trained)
+        print(shown)
         return
     console.print(build_tree(trajectory, source.name))
     _show_prefix_mismatches(
@@ -126,8 +134,10 @@ def _show_one(
         return
     latest = folder.latest_checkpoint()
     spell = load_spell(tokenizer_path, latest[1] if latest else None)
-    for table in build_token_tables(trajectory, spell):
+    for table in build_token_tables(trajectory, spell, is_trained=untrained is None):
         console.print(table)
+    if untrained is not None:
+        _hint(console, f"none of these tokens is trained on: {untrained}")
     if spell is None:
         _hint(console, "to see the tokens as text, add --tokenizer MODEL_FOLDER")
 

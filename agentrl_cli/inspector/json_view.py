@@ -52,8 +52,11 @@ def format_selection(run: str, selection: Selection) -> str:
     )
 
 
-def format_trajectory(source: Source, trajectory: Trajectory, *, tokens: bool) -> str:
-    """All fields of a trajectory; with ``tokens`` its ids, logprobs, versions and mask too."""
+def format_trajectory(
+    source: Source, trajectory: Trajectory, *, tokens: bool, trained: bool = True
+) -> str:
+    """All fields of a trajectory; with ``tokens`` its ids, logprobs, versions and mask too, which
+    is all False where it is not ``trained``."""
     data = asdict(trajectory) | _locate(source)
     data["prefix_mismatches"] = describe_mismatches(summarize_prefix_mismatches([trajectory]))
     costs = {
@@ -65,7 +68,7 @@ def format_trajectory(source: Source, trajectory: Trajectory, *, tokens: bool) -
         for name in _COST_FIELDS:
             row[name] = costs.get(interaction.id, {}).get(name, 0)
         if tokens:
-            row["loss_mask"] = [t.trained for t in list_tokens(interaction)]
+            row["loss_mask"] = [t.trained for t in list_tokens(interaction, is_trained=trained)]
         else:
             for name in _TOKEN_FIELDS:
                 del row[name]

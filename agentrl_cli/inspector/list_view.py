@@ -18,6 +18,11 @@ from agentrl_cli.records import FailureCause
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.trajectory_file import TrajectorySummary
 
+#: Characters of a text that a table's cell may show.
+_MAX_CELL = 120
+#: Columns of a terminal from which on lists show ids and costs too.
+_WIDE = 120
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
@@ -82,38 +87,59 @@ def build_step_table(summaries: Sequence[StepSummary]) -> Table:
     return table
 
 
-def build_trajectory_table(found: Sequence[Found]) -> Table:
-    """One row a trajectory, numbered from 1."""
-    table = Table(box=None)
-    right = ("#", "reward", "turns", "tools", "tokens", "seconds", "mismatches")
-    names = (
-        *("#", "id", "from", "task", "reward", "turns", "tools", "tokens", "seconds"),
-        *("mismatches", "failure", "answer"),
-    )
-    for name in names:
-        table.add_column(
-            name,
-            justify="right" if name in right else "left",
-            no_wrap=name in ("#", "id"),
-            overflow="fold" if name == "id" else "ellipsis",
-        )
+def build_trajectory_table(found: Sequence[Found], width: int) -> Table:
+    """One row a trajectory, numbered from 1; ids and costs where ``width`` columns have room."""
+    table = Table(box=None, expand=True, pad_edge=False)
+    is_wide = width >= _WIDE
+    are_mixed = len({item.source for item in found}) > 1
+    table.add_column("#", justify="right", no_wrap=True)
+    for name in [*(["id"] if is_wide else []), *(["from"] if are_mixed else [])]:
+        table.add_column(name, no_wrap=True)
+    costs = ["tokens", "seconds", "mismatches"] if is_wide else []
+    for name in ("reward", "turns", *costs):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("ended", overflow="fold", max_width=20)
+    # What a terminal of 80 columns leaves is theirs, and more on a wider one.
+    for name, ratio in (("question", 3), ("expected", 2), ("said", 3)):
+        table.add_column(name, ratio=ratio, no_wrap=True, overflow="ellipsis")
     for number, item in enumerate(found, start=1):
         s = item.summary
+        texts = (s.question, s.expected, s.final_answer or s.failure_message or "")
         table.add_row(
             str(number),
-            Text(s.id),
-            Text(item.source.name + (" (replaced)" if s.replaced_by is not None else "")),
-            Text(s.task_id),
+            *([Text(s.id)] if is_wide else []),
+            *([Text(item.source.name)] if are_mixed else []),
             format_number(s.reward),
             str(s.num_turns),
-            str(s.num_tool_calls),
-            str(s.num_completion_tokens),
-            f"{s.seconds:.1f}",
-            format_mismatches(s.prefix_mismatches),
-            Text(s.failure_boundary.value if s.failure_boundary else "", style="red"),
-            Text(one_line(s.final_answer or s.failure_message or "", 40)),
+            *(_list_costs(s) if is_wide else []),
+            format_end(s),
+            *(Text(one_line(text, _MAX_CELL)) for text in texts),
         )
     return table
+
+
+def _list_costs(summary: TrajectorySummary) -> list[str | Text]:
+    return [
+        str(summary.num_completion_tokens),
+        f"{summary.seconds:.1f}",
+        format_mismatches(summary.prefix_mismatches),
+    ]
+
+
+def format_end(summary: TrajectorySummary) -> Text:
+    """A cell of a table: what failed or was cut, what was malformed or replaced; mostly nothing."""
+    parts = []
+    if summary.failure_boundary is not None:
+        parts.append(f"failed: {summary.failure_boundary.value}")
+    if summary.stop_reason is not None:
+        parts.append(f"cut: {summary.stop_reason.value}")
+    elif summary.is_cut_short:
+        parts.append("cut: reply")
+    if summary.num_malformed_calls:
+        parts.append("malformed call")
+    if summary.replaced_by is not None:
+        parts.append("replaced")
+    return Text("\n".join(parts), style="red" if summary.failure_boundary else "yellow")
 
 
 def _summarize(

@@ -7,10 +7,13 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from agentrl_cli.errors import AgentrlError, UserInputError
+from agentrl_cli.errors import AgentrlError, UserInputError, format_nearest
 from agentrl_cli.records import Trajectory
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.trajectory_file import TrajectorySummary
+
+#: The name of the evaluations that training makes.
+TRAINING_EVALS = "training"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,14 +22,16 @@ class TrajectoryQuery:
 
     steps: str | None = None
     """``12``, ``3-7``, ``1,4,9``, ``last`` or ``all``."""
-    evals: bool = False
-    """Evaluations instead of training steps."""
+    evals: str | None = None
+    """Evaluations instead of training steps: all of them, or those with this name."""
     min_reward: float | None = None
     max_reward: float | None = None
     failure: str | None = None
     """A boundary, ``any`` or ``none``."""
     mismatch: str | None = None
     """The cause of a prefix mismatch, ``any`` or ``none``."""
+    malformed: str | None = None
+    """``any``: those with a malformed tool call; ``none``: those without."""
     replaced: str | None = None
     """``any``: those of replaced groups; ``none``: those trained on."""
     task_id: str | None = None
@@ -40,9 +45,9 @@ class TrajectoryQuery:
     def is_empty(self) -> bool:
         """True when nothing is asked for but the run itself."""
         rewards = (self.min_reward, self.max_reward)
-        kinds = (self.failure, self.mismatch, self.replaced)
-        asked = (self.steps, self.task_id, self.agent_name, self.sort)
-        return not self.evals and all(value is None for value in (*rewards, *kinds, *asked))
+        kinds = (self.failure, self.mismatch, self.malformed, self.replaced)
+        asked = (self.steps, self.evals, self.task_id, self.agent_name, self.sort)
+        return all(value is None for value in (*rewards, *kinds, *asked))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """``step 12``, ``eval 20`` or ``eval 20 label``."""
+        """``step 12``, ``eval 20`` or, with its name, ``eval 20 label``."""
         kind = "eval" if self.is_eval else "step"
         return f"{kind} {self.step}" + (f" {self.label}" if self.label else "")
 
@@ -102,13 +107,25 @@ def choose_sources(folder: RunFolder, query: TrajectoryQuery) -> list[Source]:
     Raises:
         UserInputError: steps that cannot be understood, or that are not stored.
     """
-    stored = [s for s in list_sources(folder) if s.is_eval == query.evals]
-    kind = "evaluations" if query.evals else "steps"
+    stored = [s for s in list_sources(folder) if s.is_eval == (query.evals is not None)]
+    kind = "evaluations" if query.evals is not None else "steps"
     if not stored:
         raise UserInputError(
             f"{folder.path}: no {kind} are stored yet. "
-            + ("Type agentrl eval" if query.evals else "The first appears when step 1 is sampled")
+            + (
+                "The first appears when step 1 is sampled"
+                if query.evals is None
+                else "Type agentrl eval"
+            )
         )
+    if query.evals not in (None, "all"):
+        names = list(dict.fromkeys(s.label or TRAINING_EVALS for s in stored))
+        stored = [s for s in stored if (s.label or TRAINING_EVALS) == query.evals]
+        if not stored:
+            raise UserInputError(
+                f"{folder.path}: --evals {query.evals}: {format_nearest(query.evals, names)}. "
+                f"Allowed: all, {', '.join(names)}"
+            )
     if query.steps is None or query.steps == "all":
         return stored
     if query.steps == "last":
@@ -212,6 +229,7 @@ def _matches(summary: TrajectorySummary, query: TrajectoryQuery) -> bool:
     return (
         _is_one([summary.failure_boundary] if summary.failure_boundary else [], query.failure)
         and _is_one([*summary.prefix_mismatches.by_cause], query.mismatch)
+        and query.malformed in (None, "any" if summary.num_malformed_calls else "none")
         and query.replaced in (None, "none" if summary.replaced_by is None else "any")
         and query.task_id in (None, summary.task_id)
         and query.agent_name in (None, summary.agent_name)

@@ -19,6 +19,7 @@ from agentrl_cli.inspector.safe_text import (
     format_versions,
     one_line,
 )
+from agentrl_cli.inspector.trajectory_query import Source
 from agentrl_cli.log import format_count
 from agentrl_cli.prefix_mismatches import (
     PrefixMismatch,
@@ -26,6 +27,9 @@ from agentrl_cli.prefix_mismatches import (
     format_mismatch_cost,
 )
 from agentrl_cli.records import Interaction, InteractionStatus, Message, Trajectory
+from agentrl_cli.scores import compute_group_statistics, compute_score
+from agentrl_cli.store.resume_check import load_saved_config
+from agentrl_cli.store.run_folder import RunFolder
 
 
 def build_tree(trajectory: Trajectory, title: str) -> Tree:
@@ -129,6 +133,8 @@ def _format_turn(interaction: Interaction, costs: dict[str, PrefixMismatch]) -> 
     if interaction.turn_return is not None:
         parts.append(f"return {format_number(interaction.turn_return)}")
     text = Text("  ".join(parts) + f"  {interaction.id}", style="dim")
+    if interaction.has_malformed_call:
+        text.append("\n  malformed tool call: read as text", style="yellow")
     cost = costs.get(interaction.id)
     if cost is not None:
         tokens = format_mismatch_cost(cost.num_reprefilled_tokens, cost.num_dropped_tokens)
@@ -201,15 +207,41 @@ class TokenRow:
     trained: bool
 
 
-def list_tokens(interaction: Interaction) -> list[TokenRow]:
+def find_untrained_reason(folder: RunFolder, source: Source, trajectory: Trajectory) -> str | None:
+    """Why none of its tokens is trained on, in words; None: they are, unless :func:`list_tokens`
+    says otherwise of a call."""
+    if source.is_eval:
+        return "it is of an evaluation"
+    if trajectory.replaced_by is not None:
+        return f"its group was replaced by {trajectory.replaced_by}"
+    if compute_score(trajectory) is None:
+        return "it has no reward"
+    if source.step not in {int(line.get("step", 0)) for line in folder.read_metrics()}:
+        return f"step {source.step} has not been trained yet"
+    algorithm = load_saved_config(folder.path).train.algorithm
+    if algorithm.compares_within_groups and not algorithm.trains_without_advantage:
+        group = compute_group_statistics(
+            t for t in source.read(folder) if t.group_id == trajectory.group_id
+        )
+        if not group[trajectory.group_id].has_signal:
+            return "its group scored alike: the advantage is 0"
+    return None
+
+
+def list_tokens(interaction: Interaction, *, is_trained: bool = True) -> list[TokenRow]:
     """The prompt and completion tokens of one call, whatever of them is stored.
 
-    Completion tokens of a completed, not greedy call are trained (in one sample, should
-    branches share them); prompt tokens are not: where they were sampled by an earlier
-    call, they are trained as that call's completion.
+    Of a trajectory that is trained, completion tokens of a completed, not greedy call with a
+    return are (in one sample, should branches share them); prompt tokens are not: where they were
+    sampled by an earlier call, they are trained as that call's completion.
     """
     rows = [TokenRow(p, t, None, None, False) for p, t in enumerate(interaction.prompt_ids)]
-    trained = interaction.status is InteractionStatus.COMPLETED and interaction.temperature > 0
+    trained = (
+        is_trained
+        and interaction.status is InteractionStatus.COMPLETED
+        and interaction.temperature > 0
+        and interaction.turn_return is not None
+    )
     for index, token_id in enumerate(interaction.completion_ids):
         rows.append(
             TokenRow(
@@ -223,10 +255,12 @@ def list_tokens(interaction: Interaction) -> list[TokenRow]:
     return rows
 
 
-def build_token_tables(trajectory: Trajectory, spell: Spell | None) -> list[Table]:
+def build_token_tables(
+    trajectory: Trajectory, spell: Spell | None, *, is_trained: bool = True
+) -> list[Table]:
     """A table for each call; the middle of long prompts is left out."""
     return [
-        _build_table(number, interaction, spell)
+        _build_table(number, interaction, spell, is_trained)
         for number, interaction in enumerate(trajectory.interactions, start=1)
     ]
 
@@ -262,8 +296,10 @@ def load_spell(tokenizer_path: str | None, checkpoint: Path | None) -> Spell | N
     return lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)
 
 
-def _build_table(number: int, interaction: Interaction, spell: Spell | None) -> Table:
-    rows = list_tokens(interaction)
+def _build_table(
+    number: int, interaction: Interaction, spell: Spell | None, is_trained: bool
+) -> Table:
+    rows = list_tokens(interaction, is_trained=is_trained)
     num_prompt = len(interaction.prompt_ids)
     table = Table(
         title=Text(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from agentrl_cli.models.pretrained import (
 )
 from agentrl_cli.models.sft_training import CheckStop, never_stop
 from agentrl_cli.rollout.background_loop import BackgroundLoop
+from agentrl_cli.store.layout import parse_label
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.endpoint import EndpointGateway
 from agentrl_cli.tracking.formats.format_choice import describe_fallback
@@ -69,7 +69,7 @@ class EngineSource:
         self.run = run
         self.label = "model"
         if checkpoint is not None:
-            self.label = f"checkpoint-{_as_file_name(checkpoint.name)}"
+            self.label = f"checkpoint-{parse_label(checkpoint.name)}"
         self._config = config
         self._model_path = str(checkpoint or config.model.path)
         self._observer = observer
@@ -211,7 +211,7 @@ class EndpointSource:
     @property
     def label(self) -> str:
         """A part of file names."""
-        return f"endpoint-{_as_file_name(self.model_name)}"
+        return f"endpoint-{parse_label(self.model_name)}"
 
     @property
     def tokenizer(self) -> Any:
@@ -258,10 +258,6 @@ class EndpointSource:
         assert self._gateway is not None
         session = self._gateway.open_session(sampling=sampling, budget=budget)
         return TrackingClient(gateway=self._gateway, session=session)
-
-
-def _as_file_name(name: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")
 
 
 #: What answers the agent's calls.

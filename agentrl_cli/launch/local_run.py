@@ -24,6 +24,7 @@ from agentrl_cli.launch.trainer import (
 from agentrl_cli.log import Observer, file_log
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.scratch_folders import remove_leftovers
+from agentrl_cli.store.layout import parse_label
 from agentrl_cli.store.resume_check import find_secrets
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.train.loop import StopFlag
@@ -94,9 +95,18 @@ def _supervise(checked: PPOTrainer, *, overwrite: bool, stop: StopFlag) -> bool:
 
 
 def run_evaluation(
-    config: ExperimentConfig, source: CompletionSource, *, limit: int | None, observer: Observer
-) -> EvalReport:
+    config: ExperimentConfig,
+    source: CompletionSource,
+    *,
+    limit: int | None,
+    observer: Observer,
+    name: str | None = None,
+) -> tuple[str, EvalReport]:
     """Evaluates a model on the validation rows (the training rows where there are none).
+
+    Returns:
+        The name under which the evaluation is stored, and its report. The name is ``name``, or
+        else says which model it was; no other evaluation has it.
 
     Raises:
         UserInputError: something in the input is wrong; nothing was started.
@@ -109,11 +119,13 @@ def run_evaluation(
         workflow.check_rows(rows, key)
         source.prepare()
         folder = RunFolder.for_evaluation(config)
+        label = folder.claim_eval(0, parse_label(name or "") or source.label)
         stack.enter_context(file_log(folder.log_path("eval")))
         background = stack.enter_context(BackgroundLoop())
         observer.on_stage("load model")
         workflow.log_to(folder.log_dir("eval"))
         engine = source.open_engine(folder.log_dir("eval"), background, stack)
-        return evaluate_rows(
-            config, rows, workflow, engine, background, folder, observer, label=source.label
+        report = evaluate_rows(
+            *(config, rows, workflow, engine, background, folder, observer), label=label
         )
+    return label, report

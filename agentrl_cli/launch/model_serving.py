@@ -132,7 +132,7 @@ class OnlineRecorder:
     def __init__(self, folder: RunFolder, on_finished: Callable[[str], None]) -> None:
         self._folder = folder
         self._on_finished = on_finished
-        self._name = f"online-{time.strftime('%Y%m%dT%H%M%S')}"
+        self._name = folder.claim_eval(0, f"online-{time.strftime('%Y%m%dT%H%M%S')}")
         self._file_number = 1
         self._trajectories: list[Trajectory] = []
 
@@ -200,7 +200,7 @@ def serve_online(
         _wait_for_listener(access, check)
         text = (
             f"{engine.model_name} is served (Ctrl-C ends it; logs: {folder.log_dir('serve')}; "
-            f"trajectories: agentrl inspect-trajectories {folder.path} --evals), and {shown[0]}"
+            f"trajectories: agentrl inspect-trajectories {folder.path} --evals all), and {shown[0]}"
         )
         yield ServedModel(text, check)
 

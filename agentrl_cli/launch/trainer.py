@@ -35,6 +35,7 @@ from agentrl_cli.rollout.external.external_workflow import ExternalListener
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
+from agentrl_cli.store.layout import eval_name
 from agentrl_cli.store.resume_check import load_saved_config
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.tracking.formats.format_choice import collect_template_text
@@ -349,9 +350,11 @@ def evaluate_rows(
     background: BackgroundLoop,
     folder: RunFolder,
     observer: Observer,
-    **where: Any,
+    *,
+    step: int = 0,
+    label: str | None = None,
 ) -> EvalReport:
-    """Evaluates the engine's model on the rows; ``where`` is the step or label to store it under.
+    """Evaluates the engine's model on the rows; it is stored under ``step`` and ``label``.
 
     Raises:
         RunError: the evaluation could not be finished.
@@ -362,11 +365,12 @@ def evaluate_rows(
             folder,
             workflow,
             engine,
-            build_eval_tasks(rows, where.get("step", 0)),
+            build_eval_tasks(rows, eval_name(step, label)),
             n_samples=n_samples,
             max_concurrent=config.rollout.max_concurrent,
             observer=observer,
-            **where,
+            step=step,
+            label=label,
         ),
         config.rollout.compute_deadline(len(rows) * n_samples),
     )

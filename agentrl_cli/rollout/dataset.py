@@ -298,10 +298,10 @@ def list_outcomes(scores: Iterable[tuple[str, str, float | None]]) -> list[Group
     return outcomes
 
 
-def build_eval_tasks(rows: Sequence[Mapping[str, Any]], step: int = 0) -> list[Task]:
-    """Every row once, in order, as the tasks of the evaluation after ``step``."""
+def build_eval_tasks(rows: Sequence[Mapping[str, Any]], name: str = "eval") -> list[Task]:
+    """Every row once, in order, as the tasks of the evaluation that is stored as ``name``."""
     return [
-        Task(task_id=str(index), row=row, group_id=f"eval-{step:06d}.{index:03d}")
+        Task(task_id=str(index), row=row, group_id=f"{name}.{index:03d}")
         for index, row in enumerate(rows)
     ]
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sysconfig
 import traceback
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl_cli.agents.agent_runner import BoundaryError
@@ -27,7 +29,7 @@ from agentrl_cli.tracking.client import IN_PROCESS_URL, BlockingCallError
 from agentrl_cli.tracking.session import Session
 
 _MAX_TRACEBACK_CHARS = 8_000
-_SHOWN_LINES = 12
+_SHOWN_LINES, _FIRST_LINES = 12, 5
 
 _ADVICE = {
     Boundary.AGENT: "Run the agent on one task of your own to see it fail, fix it, start again. "
@@ -113,8 +115,41 @@ def _describe_chain(
             if any(map(is_raised_for_replies, chain))
             else FailureCause.SURROUNDINGS
         ),
-        traceback="".join(traceback.format_exception(error))[-_MAX_TRACEBACK_CHARS:],
+        traceback=format_user_traceback(error)[-_MAX_TRACEBACK_CHARS:],
     )
+
+
+def format_user_traceback(error: BaseException) -> str:
+    """The traceback from the first frame on that is the user's code; all of it where none is.
+
+    What stands before it, of agentrl, the framework and Python, called it and is not at fault.
+    """
+    shown = traceback.TracebackException.from_exception(error)
+    for one in _walk_shown(shown):
+        first = next((n for n, f in enumerate(one.stack) if is_user_file(f.filename)), 0)
+        one.stack = traceback.StackSummary.from_list(list(one.stack)[first:])
+    return "".join(shown.format())
+
+
+def _walk_shown(shown: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    pending = [shown]
+    while pending:
+        one = pending.pop()
+        yield one
+        others = (one.__cause__, one.__context__, *(one.exceptions or ()))
+        pending += [other for other in others if other is not None]
+
+
+def is_user_file(path: str) -> bool:
+    """Whether code of this file is neither agentrl's nor of a library or Python itself."""
+    return not path.startswith(("<", *_LIBRARY_PATHS))
+
+
+#: Where code lies that is not the user's; installed packages lie below ``purelib``.
+_LIBRARY_PATHS = (
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+)
 
 
 def _attribute(failure: Failure, session: Session) -> Failure:
@@ -172,7 +207,10 @@ def check_batch_worked(trajectories: Sequence[Trajectory], what: str) -> None:
     if first.cause is FailureCause.POLICY:
         # It may learn otherwise.
         return
-    lines = first.traceback.rstrip().splitlines()[-_SHOWN_LINES:]
+    lines = first.traceback.rstrip().splitlines()
+    if len(lines) > _SHOWN_LINES:
+        # The user's own line stands at the beginning, what was raised at the end.
+        lines = [*lines[:_FIRST_LINES], "...", *lines[_FIRST_LINES - _SHOWN_LINES :]]
     raise RolloutFailedError(
         f"{what}: all {len(trajectories)} trajectories failed in the same way, at the boundary "
         f"'{first.boundary}' with {first.kind}: {first.message}\n"

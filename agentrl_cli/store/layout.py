@@ -51,6 +51,11 @@ def eval_name(step: int, label: str | None = None) -> str:
     return f"eval-{step:06d}" + (f"-{label}" if label else "")
 
 
+def parse_label(label: str) -> str:
+    """The label in the letters that a file name may have."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-")
+
+
 def parse_step(name: str) -> int | None:
     """The step of ``step-000012`` or ``step-000012.parquet``; None for any other name."""
     match = _STEP.match(name)

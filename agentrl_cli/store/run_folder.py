@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -32,6 +33,8 @@ ALARM_PREFIX = "alarm_"
 #: How long the trainer of a killed command, which is killed too, may take to end.
 _ORPHAN_SECONDS = 20.0
 _PASS_AT = "pass_at_"
+#: Ends the name of what holds an evaluation's label until it is written.
+_CLAIMED = ".claimed.tmp"
 
 
 class RunFolder:
@@ -229,7 +232,21 @@ class RunFolder:
         path = self._eval_path(step, label)
         write_trajectory_file(path.with_suffix(".parquet"), trajectories)
         write_text(path, json.dumps(report, indent=2) + "\n")
+        layout.temporary_path(path, _CLAIMED).unlink(missing_ok=True)
         return path
+
+    def claim_eval(self, step: int, label: str) -> str:
+        """A label for one evaluation after ``step`` alone: ``label``, or with a number after it."""
+        numbers = itertools.count(2)
+        claimed = label
+        while True:
+            path = self._eval_path(step, claimed)
+            # Of two processes one creates it; that of a killed one goes at the next start.
+            with store_errors(path), suppress(FileExistsError):
+                layout.temporary_path(path, _CLAIMED).touch(exist_ok=False)
+                if not path.exists():
+                    return claimed
+            claimed = f"{label}-{next(numbers)}"
 
     def read_eval(
         self, step: int, *, label: str | None = None

@@ -56,7 +56,12 @@ class TrajectorySummary:
     reward: float | None
     score: float | None = None
     """What groups are compared by; None: unscored, or a file of a version without this."""
+    question: str = ""
+    """Empty also in files of versions without this, as what follows."""
+    expected: str = ""
     final_answer: str | None
+    stop_reason: StopReason | None = None
+    is_cut_short: bool = False
     failure_boundary: Boundary | None
     failure_cause: FailureCause | None = None
     """None also in files of versions without this."""
@@ -67,6 +72,7 @@ class TrajectorySummary:
     num_prompt_tokens: int
     num_completion_tokens: int
     num_tool_calls: int
+    num_malformed_calls: int = 0
     prefix_mismatches: MismatchSummary
 
 
@@ -95,6 +101,7 @@ _INTERACTION = pa.struct(
         ("rollout_logprobs", pa.list_(pa.float64())),
         ("versions", pa.list_(pa.int64())),
         ("num_reported_tokens", pa.int64()),
+        ("has_malformed_call", pa.bool_()),
         ("temperature", pa.float64()),
         ("top_p", pa.float64()),
         ("structural_tag", pa.string()),
@@ -123,8 +130,11 @@ SCHEMA = pa.schema(
         ("score", pa.float64()),
         ("reward_parts_json", pa.string()),
         ("export_style", pa.string()),
+        ("question", pa.string()),
+        ("expected", pa.string()),
         ("final_answer", pa.string()),
         ("stop_reason", pa.string()),
+        ("is_cut_short", pa.bool_()),
         ("failure_boundary", pa.string()),
         ("failure_cause", pa.string()),
         ("failure_kind", pa.string()),
@@ -136,6 +146,7 @@ SCHEMA = pa.schema(
         ("num_prompt_tokens", pa.int64()),
         ("num_completion_tokens", pa.int64()),
         ("num_tool_calls", pa.int64()),
+        ("num_malformed_calls", pa.int64()),
         ("prefix_mismatches_json", pa.string()),
         ("task_json", pa.string()),
         ("interactions", pa.list_(_INTERACTION)),

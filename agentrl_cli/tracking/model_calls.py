@@ -159,7 +159,10 @@ class ModelCalls:
         message = build_assistant_message(parsed.content, parsed.tool_calls, parsed.reasoning)
         if call.sampling.structural_tag is not None and finish_reason != "length":
             warn_of_invalid(self.request, message)
-        interaction = self.session.complete_call(call, generation, message, finish_reason)
+        interaction = self.session.complete_call(
+            *(call, generation, message, finish_reason),
+            has_malformed_call=parsed.has_malformed_call,
+        )
         return Choice(index, interaction, generation)
 
 

@@ -242,6 +242,7 @@ class Session:
         finish_reason: str,
         *,
         num_reported_tokens: int = 0,
+        has_malformed_call: bool = False,
     ) -> Interaction:
         """Records a reply; from now on it can be continued."""
         interaction = replace(
@@ -253,6 +254,7 @@ class Session:
             rollout_logprobs=SharedSequence(array("d", generation.rollout_logprobs)),
             versions=SharedSequence(array("i", generation.versions)),
             num_reported_tokens=num_reported_tokens,
+            has_malformed_call=has_malformed_call,
             finish_reason=finish_reason,
             ended=self._tick(),
         )

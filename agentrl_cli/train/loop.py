@@ -21,7 +21,11 @@ from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.trajectory_file import format_record, parse_record
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.monitor.alarms import Alarms
-from agentrl_cli.train.monitor.batch_metrics import BatchProgress, summarize_trajectories
+from agentrl_cli.train.monitor.batch_metrics import (
+    BatchProgress,
+    describe_hardness,
+    summarize_trajectories,
+)
 from agentrl_cli.train.monitor.loggers import MetricsLogger
 from agentrl_cli.train.publish import publish_and_verify
 from agentrl_cli.train.ranks import Ranks
@@ -219,6 +223,8 @@ class RunCoordinator:
         for logger in self.loggers:
             logger.log(step, line)
         self.observer.on_step(line)
+        if step == 1 and (advice := describe_hardness(line)) is not None:
+            self.observer.on_message(advice)
         self._alarms.report()
 
     def stop_if_alarmed(self, step: int) -> None:

@@ -31,10 +31,15 @@ class Reading:
     calls: list[dict[str, Any]] = field(default_factory=list)
     text: str = ""
     """What of them is no call but stays in the content, beside calls."""
+    is_malformed: bool = False
+    """True: among them is what begins as a call and is none."""
 
 
 #: More text is needed to know.
 WAIT = Reading()
+
+#: How calls begin that no mark precedes, where an answer might begin with the same characters.
+_BARE_CALL = re.compile(r'\w*\[?\{[^{}]*"(?:parameters|arguments)"\s*:|\[\s*[\w.]+\(')
 
 
 class Unreadable(Exception):  # noqa: N818 - never leaves this room
@@ -147,13 +152,18 @@ class CallReader(ABC):
         What is known stays so whatever comes after; only at the end, when nothing more comes,
         may an unfinished call be one or not.
         """
-        refused = Reading(len(next(start for start in self.starts if text.startswith(start))))
+        start = next(start for start in self.starts if text.startswith(start))
+        # A word or a single bracket may begin anything.
+        refused = Reading(len(start), is_malformed=len(start) > 1 and not start.isalpha())
         try:
             return self.read_calls(Cursor(text, at_end))
         except Unreadable:
             return refused
         except Unfinished:
-            return refused if at_end else WAIT
+            if not at_end:
+                return WAIT
+            refused.is_malformed |= _BARE_CALL.match(text) is not None
+            return refused
 
     @abstractmethod
     def read_calls(self, cursor: Cursor) -> Reading:
@@ -186,7 +196,7 @@ class CallScanner:
         self._buffer = ""
         self._leading_space: str | None = ""
         self._num_calls = 0
-        self._after_call = False
+        self._after_call = self._has_malformed_call = False
         self._num_waited = 0
         """Characters that were too few to tell what they are; 0: nothing waits."""
 
@@ -232,6 +242,7 @@ class CallScanner:
                 break
             if reading.calls:
                 self._take(parsed, reading)
+        parsed.has_malformed_call = self._has_malformed_call
         return parsed
 
     def _find_calls(self, at_end: bool) -> tuple[int, Reading | None]:
@@ -246,6 +257,7 @@ class CallScanner:
             reading = self._reader.read(self._buffer[start : start + _SHORT], False)
             if not reading.length:
                 reading = self._reader.read(self._buffer[start:], at_end)
+            self._has_malformed_call |= reading.is_malformed
             if reading.calls:
                 return start, reading
             if not reading.length and not at_end:
@@ -353,12 +365,15 @@ class ParsedText:
     content: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     reasoning: str = ""
+    has_malformed_call: bool = False
+    """True: some of the content begins as a tool call and cannot be read as one."""
 
     def add(self, other: ParsedText) -> None:
         """Takes in what came after."""
         self.content += other.content
         self.tool_calls.extend(other.tool_calls)
         self.reasoning += other.reasoning
+        self.has_malformed_call |= other.has_malformed_call
 
 
 def make_call_id() -> str:

@@ -138,6 +138,7 @@ class HarmonyParser:
             if call is not None:
                 parsed.tool_calls.append(call)
             else:
+                parsed.has_malformed_call = True
                 body, self._kind = self._body, "content"
                 self._add_text(parsed, body)
         self._header = ""

@@ -78,12 +78,14 @@ class JsonCalls(CallReader):
             try:
                 data, cursor.at = decode_json(text, begin)
             except (ValueError, RecursionError):
-                if not cursor.at_end:
+                if not (cursor.at_end and reading.calls):
                     raise Unfinished from None
+                reading.is_malformed = True
                 break
             call = build_call_of_object(data, self.keys)
             if call is None:
                 reading.text += text[begin : cursor.at]
+                reading.is_malformed = True
             else:
                 reading.calls.append(call)
         reading.length = cursor.at
@@ -109,7 +111,8 @@ class BareJsonCalls(CallReader):
     def read_calls(self, cursor: Cursor) -> Reading:
         """The call that the text begins with."""
         text = ""
-        if cursor.take("<|python_tag|>", "<|python_start|>") == "<|python_start|>":
+        mark = cursor.take("<|python_tag|>", "<|python_start|>")
+        if mark == "<|python_start|>":
             text = self._take_text(cursor)
         if cursor.peek() == "{" and not _may_be_call(cursor.text[cursor.at :]):
             raise Unreadable
@@ -117,7 +120,9 @@ class BareJsonCalls(CallReader):
         if isinstance(data, dict) and "name" not in data:
             data = {**data, "name": data.get("function")}
         call = build_call_of_object(data, ("parameters", "arguments"))
-        return Reading(cursor.at, [call], text) if call is not None else Reading(cursor.at)
+        if call is None:
+            return Reading(cursor.at, is_malformed=mark is not None)
+        return Reading(cursor.at, [call], text)
 
     def _take_text(self, cursor: Cursor) -> str:
         """What stands between Llama 4's marks, if the call follows them."""

@@ -68,7 +68,7 @@ class PythonCalls(CallReader):
         for end, length in itertools.islice(self._list_last_spans(text, begin), _MAX_ENDS):
             if calls := self._build(text[begin:end]):
                 return Reading(length, calls)
-        raise Unreadable
+        raise Unfinished
 
     def _find_span(self, text: str, begin: int, at_end: bool) -> tuple[int, int] | None:
         """Where the calls end, and what belongs to them, if all quotes mean strings; None: they

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from agentrl_cli.log import Observer, format_count
 from agentrl_cli.prefix_mismatches import MismatchTotals, summarize_prefix_mismatches
 from agentrl_cli.records import Boundary, FailureCause, MismatchCause, StopReason, Trajectory
 from agentrl_cli.scores import compute_group_statistics, compute_score
+
+#: Mean rewards below and above which groups mostly score alike, whatever the number of samples.
+_HARD, _EASY = 0.05, 0.95
 
 
 def summarize_trajectories(
@@ -31,6 +34,29 @@ def summarize_trajectories(
         **_count_ends(trajectories),
         **_count_prefix_mismatches(trajectories),
     }
+
+
+def describe_hardness(metrics: Mapping[str, float]) -> str | None:
+    """What to do where the model solves nearly none or nearly all of its first tasks; None: it
+    does neither, or its rewards are not from 0 to 1."""
+    mean = metrics.get("reward_mean")
+    if mean is None or metrics["reward_min"] < 0.0 or metrics["reward_max"] > 1.0:
+        return None
+    seen = f"the model begins with a mean reward of {mean:.3f}"
+    if mean < _HARD:
+        return (
+            f"{seen}: nearly every group fails alike and teaches nothing. Look at what it does "
+            "(agentrl inspect-trajectories RUN --step 1: is the answer there, and read as one?); "
+            "then take easier tasks or a stronger model, give rewards for parts of a solution, "
+            "train it on examples first (agentrl sft), or raise gconfig.n_samples"
+        )
+    if mean > _EASY:
+        return (
+            f"{seen}: nearly every group succeeds alike and leaves nothing to learn. Look whether "
+            "the reward means what it should (agentrl inspect-trajectories RUN --step 1); then "
+            "take harder tasks, or type rollout.filter.kind=dynamic_sampling to skip those that are solved"
+        )
+    return None
 
 
 def _summarize_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:

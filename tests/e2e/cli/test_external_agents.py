@@ -98,7 +98,7 @@ def test_serving_online_stores_what_programs_did(
     command.signal(signal.SIGINT, at="reward 0.500")
     assert command.end() == 0, command.text
     assert "stopped serving" in command.text
-    finish("inspect-trajectories", "runs/outside/t0", "--evals", "--json")
+    finish("inspect-trajectories", "runs/outside/t0", "--evals", "all", "--json")
     folder = RunFolder.open(tmp_path / "runs" / "outside" / "t0")
     [(step, label)] = folder.list_evals()
     trajectories, report = folder.read_eval(step, label=label)

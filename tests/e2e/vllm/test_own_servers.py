@@ -71,7 +71,7 @@ def test_a_trainer_from_python_and_an_evaluation_of_its_checkpoint(
     assert latest is not None
     observer = SilentObserver()
     source = EngineSource(config, resolve_run_here(config, "eval"), observer, latest[1])
-    report = run_evaluation(config, source, limit=3, observer=observer)
+    _, report = run_evaluation(config, source, limit=3, observer=observer)
     assert report.failures == {}
     assert report.num_tasks == 3
     assert (folder.path / "logs" / "eval" / "vllm-0.log").is_file()

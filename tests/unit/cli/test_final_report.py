@@ -49,7 +49,7 @@ def test_summary_of_a_run_that_learned(folder: RunFolder) -> None:
     with folder.new_checkpoint(5):
         pass
     text = summarize(folder)
-    assert "reward of 5 steps  0.200 ▁▃▅▇█ 1.000" in text
+    assert "reward of 5 steps  0.200 ▂▄▅▇█ 1.000" in text
     assert "mean reward 0.333 -> 0.667: +0.333" in text
     assert "1 improved, 0 got worse" in text
     # The pair is of the task that gained.

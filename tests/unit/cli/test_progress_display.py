@@ -10,6 +10,7 @@ from rich.console import Console
 from agentrl_cli.cli.progress_display import (
     PlainObserver,
     RichObserver,
+    StepLines,
     format_sparkline,
     format_step,
     is_plain,
@@ -22,8 +23,7 @@ from agentrl_cli.cli.progress_display import (
         ({}, True, False),
         ({}, False, True),
         ({"CI": "true"}, True, True),
-        ({"NO_COLOR": "1"}, True, True),
-        ({"NO_COLOR": ""}, True, False),
+        ({"NO_COLOR": "1"}, True, False),
         ({"TERM": "dumb"}, True, True),
         ({"TERM": "xterm"}, True, False),
     ],
@@ -40,6 +40,28 @@ def test_a_step_in_one_line() -> None:
         "step 3  failed: 2 policy  failed: 1 surroundings"
     )
     assert format_step({}, None) == "step ?"
+
+
+def test_a_step_says_how_long_the_rest_will_take() -> None:
+    lines = StepLines(total_steps=100)
+    assert lines.format({"step": 1, "step_seconds": 100.0}).endswith("100.0 s  2 h 45 min left")
+    assert lines.format({"step": 2, "step_seconds": 20.0}).endswith("20.0 s  1 h 38 min left")
+    assert lines.format({"step": 99}).endswith("  1 min left")
+    assert "left" not in lines.format({"step": 100, "step_seconds": 20.0})
+    assert "left" not in StepLines(None).format({"step": 1, "step_seconds": 1.0})
+
+
+@pytest.mark.parametrize("value", ["1", ""])
+def test_no_color_takes_the_colours_alone(value: str, monkeypatch) -> None:
+    monkeypatch.setenv("NO_COLOR", value)
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard")
+    with RichObserver(total_steps=2, console=console) as observer:
+        observer.on_step({"step": 1, "reward_mean": 0.5})
+        observer.on_stage("rollout", 8)
+    text = console.file.getvalue()
+    assert "step 1/2  reward 0.500" in text
+    assert "rollout" in text, "the display is still there"
+    assert ("\x1b[32m" in text) == (not value)
 
 
 def test_plain_lines_are_few(capsys) -> None:
@@ -79,8 +101,12 @@ def test_the_live_display_shows_stage_bar_and_rewards() -> None:
     assert "rollout" in text
     assert "16/64" in text
     assert "mean reward 0.5" in text
-    assert "step 3/40  reward 0.900" in text
-    assert "▁▅█" in text
+    assert "reward ▁▅█" in text
+    lines = console.file.getvalue().splitlines()
+    for step in ("step 1/40  reward 0.100", "step 2/40  reward 0.500", "step 3/40  reward 0.900"):
+        assert sum(step in line for line in lines) == 1, (
+            "each step's line is printed once and stays"
+        )
     assert "saved [checkpoint]" in console.file.getvalue()
 
 
@@ -105,7 +131,9 @@ def test_sparklines() -> None:
     assert format_sparkline([]) == ""
     assert format_sparkline([math.nan]) == ""
     assert format_sparkline([0.0, 1.0]) == "▁█"
-    assert format_sparkline([0.5, 0.5]) == "▄▄"
+    assert format_sparkline([0.5, 0.5]) == "▅▅"
+    assert format_sparkline([0.50, 0.52, 0.49]) == "▅▅▄", "noise looks as small as it is"
+    assert format_sparkline([-1.0, 3.0]) == "▁█"
     assert format_sparkline([0.0, math.nan, 1.0]) == "▁ █"
     # 80 values in 40 bars, each the mean of two
     line = format_sparkline([float(i // 2) for i in range(80)])

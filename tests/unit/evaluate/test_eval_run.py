@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
+from agentrl_cli.errors import RolloutFailedError
 from agentrl_cli.evaluate.eval_report import EvalReport
 from agentrl_cli.evaluate.eval_run import choose_k_values, evaluate
 from agentrl_cli.log import SilentObserver
@@ -44,7 +47,7 @@ async def test_every_task_is_attempted_reported_and_stored(run_config) -> None:
         folder,
         ScriptedWorkflow(),
         engine=None,  # type: ignore[arg-type]
-        tasks=build_eval_tasks([{"q": 0}, {"q": 1}, {"q": 2}], step=7),
+        tasks=build_eval_tasks([{"q": 0}, {"q": 1}, {"q": 2}]),
         n_samples=4,
         max_concurrent=2,
         observer=observer,
@@ -70,3 +73,29 @@ async def test_every_task_is_attempted_reported_and_stored(run_config) -> None:
 )
 def test_k_values(n_samples: int, expected: tuple[int, ...]) -> None:
     assert choose_k_values(n_samples) == expected
+
+
+async def test_a_failed_evaluation_is_kept_beside_the_one_that_is_made_again(run_config) -> None:
+    class Failing(ScriptedWorkflow):
+        async def arun_trajectory(self, engine, attempt: Attempt) -> Trajectory:
+            failure = Failure(boundary=Boundary.ENGINE, kind="X", message="")
+            return attempt.begin_trajectory(failure=failure)
+
+    folder = RunFolder.for_evaluation(run_config())
+    for workflow in (Failing(), Failing(), ScriptedWorkflow()):
+        with suppress(RolloutFailedError):
+            await evaluate(
+                folder,
+                workflow,
+                engine=None,  # type: ignore[arg-type]
+                tasks=build_eval_tasks([{"q": 0}], "eval-000007"),
+                n_samples=1,
+                max_concurrent=1,
+                observer=SilentObserver(),
+                step=7,
+            )
+    assert folder.list_evals() == [(7, None), (7, "failed"), (7, "failed-2")]
+    ids = [
+        t.id for step, label in folder.list_evals() for t in folder.read_eval(step, label=label)[0]
+    ]
+    assert ids == ["eval-000007.000/0", "failed:eval-000007.000/0", "failed-2:eval-000007.000/0"]

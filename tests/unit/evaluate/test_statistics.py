@@ -9,6 +9,7 @@ import pytest
 from agentrl_cli.evaluate.eval_report import (
     compute_clustered_interval,
     compute_pass_at_k,
+    compute_reward_interval,
     compute_t_quantile,
 )
 
@@ -35,6 +36,36 @@ def test_unequal_clusters_by_hand() -> None:
     assert high == pytest.approx(0.5 + 0.25 * 12.706205)
 
 
+@pytest.mark.parametrize(
+    ("clusters", "low", "high"),
+    [
+        # Ten of ten passed, t(0.975, 9) = 2.262157: 10 / (10 + t^2) and 1.
+        ([[1.0]] * 10, 10 / (10 + 2.262157**2), 1.0),
+        ([[0.0]] * 10, 0.0, 2.262157**2 / (10 + 2.262157**2)),
+        # p = 0.5, variance 0.0625 as below, so n = 4; t(0.975, 1) = 12.706205, t^2 / n = 40.36.
+        ([[0.0, 0.0, 1.0], [1.0]], 0.006072, 0.993928),
+        # Outside of 0 to 1 it is the t interval, and equal partial rewards are all there is.
+        ([[1.0], [2.0], [3.0], [4.0]], 0.448212, 4.551788),
+        ([[0.5], [0.5]], 0.5, 0.5),
+    ],
+)
+def test_the_interval_of_rewards_stays_in_their_range(
+    clusters: list[list[float]], low: float, high: float
+) -> None:
+    assert compute_reward_interval(clusters) == pytest.approx((low, high), rel=3e-3, abs=1e-4)
+
+
+def test_intervals_near_the_edges_stay_inside_and_cover_the_truth() -> None:
+    rng = random.Random(0)
+    covered = 0
+    for _ in range(500):
+        clusters = [[float(rng.random() < 0.97)] for _ in range(30)]
+        low, high = compute_reward_interval(clusters) or (-1, 2)
+        assert 0.0 <= low < high <= 1.0
+        covered += low <= 0.97 <= high
+    assert covered >= 465
+
+
 def test_fewer_than_two_clusters_have_no_interval() -> None:
     assert compute_clustered_interval([]) is None
     assert compute_clustered_interval([[1.0, 0.0]]) is None
@@ -44,13 +75,16 @@ def test_fewer_than_two_clusters_have_no_interval() -> None:
 def test_the_interval_covers_the_truth_in_95_of_100() -> None:
     """Tasks of very different difficulty, 4 attempts each: the naive interval covers ~75 %."""
     rng = random.Random(0)
-    covered = 0
+    covered = covered_in_range = 0
     for _ in range(1000):
         difficulties = [rng.choice([0.1, 0.9]) for _ in range(25)]
         clusters = [[float(rng.random() < p) for _ in range(4)] for p in difficulties]
         low, high = compute_clustered_interval(clusters) or (0, 0)
         covered += low <= 0.5 <= high
+        low, high = compute_reward_interval(clusters) or (0, 0)
+        covered_in_range += low <= 0.5 <= high
     assert 930 <= covered <= 970
+    assert 930 <= covered_in_range <= 970
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ def folder(config: ExperimentConfig):
                 make_simple(2, 3, 1.0),
             ],
         )
+        run.append_metrics({"step": 1})
         run.write_eval(0, [make_simple(0, 0, 0.0)], {})
         run.write_eval(2, [make_simple(900, 0, 1.0)], {}, label="manual")
         yield run

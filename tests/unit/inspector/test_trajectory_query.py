@@ -26,8 +26,12 @@ def test_filters(folder: RunFolder) -> None:
 
 
 def test_evals_are_apart_from_steps(folder: RunFolder) -> None:
-    assert ids(folder, evals=True) == ["000000.000/0", "000900.000/0"]
-    assert ids(folder, evals=True, steps="2") == ["000900.000/0"]
+    assert ids(folder, evals="all") == ["000000.000/0", "000900.000/0"]
+    assert ids(folder, evals="all", steps="2") == ["000900.000/0"]
+    assert ids(folder, evals="manual") == ["000900.000/0"]
+    assert ids(folder, evals="training") == ["000000.000/0"]
+    with pytest.raises(UserInputError, match=r"did you mean 'manual'.*Allowed: all, training, man"):
+        ids(folder, evals="manul")
 
 
 def test_sorting_puts_what_has_no_value_last(folder: RunFolder) -> None:

@@ -13,7 +13,14 @@ from agentrl_cli.inspector.inspect_run import inspect_run
 from agentrl_cli.inspector.list_view import format_alarms, format_ranges
 from agentrl_cli.inspector.trajectory_query import TrajectoryQuery
 from agentrl_cli.inspector.trajectory_view import build_tree, find_new_messages, list_tokens
-from agentrl_cli.records import Interaction, MismatchCause, StopReason, Trajectory
+from agentrl_cli.records import (
+    Boundary,
+    Failure,
+    Interaction,
+    MismatchCause,
+    StopReason,
+    Trajectory,
+)
 from agentrl_cli.store.run_folder import RunFolder
 
 
@@ -53,7 +60,7 @@ def test_replaced_groups_are_shown(folder: RunFolder, show, show_json) -> None:
     folder.write_trajectories(step + 1, [replaced, kept])
     assert "replaced groups" in show()
     assert [s["num_filtered_groups"] for s in show_json()["steps"]][-2:] == [0, 1]
-    assert show(replaced="any").count(f"step {step + 1} (replaced)") == 1
+    assert show(replaced="any").count("  replaced  ") == 1
     assert [t["id"] for t in show_json(replaced="any")["trajectories"]] == ["g1/0"]
     of_step = show_json(steps=str(step + 1), replaced="none")["trajectories"]
     assert [(t["id"], t["replaced_by"]) for t in of_step] == [("g2/0", None)]
@@ -173,6 +180,60 @@ def test_a_list_numbers_its_trajectories(show) -> None:
     assert "2 of" not in text
     assert "1 of 4 are shown" in show(steps="2", limit=1)
     assert "no trajectory matches" in show(min_reward=7)
+
+
+def test_a_list_at_80_columns_says_what_was_asked_expected_and_said(folder: RunFolder) -> None:
+    calls = (Interaction(id="c", has_malformed_call=True, finish_reason="length"),)
+    task = {"question": "How many eggs does Janet sell in a whole week?", "answer": "so\n#### 18"}
+    cut = Trajectory(
+        id="g/0",
+        group_id="g",
+        task_id="7",
+        task=task,
+        interactions=calls,
+        reward=0.0,
+        final_answer="17",
+    )
+    failure = Failure(boundary=Boundary.TOOL, kind="X", message="no such tool")
+    failed = dataclasses.replace(cut, id="g/1", failure=failure, final_answer=None, reward=None)
+    folder.write_trajectories(3, [cut, failed])
+
+    def list_at_80(**query: str) -> list[str]:
+        console = Console(file=io.StringIO(), width=80, color_system=None)
+        inspect_run(folder.path, None, TrajectoryQuery(steps="3", **query), console=console)
+        return console.file.getvalue().splitlines()
+
+    head, first, *_ = lines = list_at_80()
+    assert head.split() == ["#", "reward", "turns", "ended", "question", "expected", "said"]
+    assert first.split()[:5] == ["1", "0.000", "1", "cut:", "reply"]
+    assert "How many eggs" in first
+    assert first.split()[-3:] == ["####", "18", "17"]
+    assert any("malformed call" in line for line in lines)
+    assert any("failed: tool" in line and "no such tool" in line for line in lines)
+    assert max(map(len, lines[:6])) <= 80
+    assert list_at_80(malformed="none") == ["no trajectory matches"]
+
+
+def test_tokens_are_said_to_be_trained_only_where_they_are(
+    folder: RunFolder, forked: Trajectory, show, show_json
+) -> None:
+    assert show("000001.000/0", tokens=True).count("trained") == 4
+    reasons = {
+        "its group was replaced by g9": {"replaced_by": "g9"},
+        "it has no reward": {"reward": None},
+        "its group scored alike": {"group_id": "alone"},
+    }
+    for number, changes in enumerate(reasons.values()):
+        changed = dataclasses.replace(forked, id=f"x/{number}", **changes)
+        folder.write_trajectories(4 + number, [changed])
+        folder.append_metrics({"step": 4 + number})
+    for number, reason in enumerate(reasons):
+        assert f"none of these tokens is trained on: {reason}" in show(f"x/{number}", tokens=True)
+        assert not any(show_json(f"x/{number}", tokens=True)["interactions"][0]["loss_mask"])
+    folder.write_trajectories(9, [dataclasses.replace(forked, id="x/9")])
+    assert "step 9 has not been trained yet" in show("x/9", tokens=True)
+    folder.write_eval(9, [dataclasses.replace(forked, id="x/e")], {}, label="e")
+    assert "it is of an evaluation" in show("x/e", tokens=True)
 
 
 def test_one_trajectory_with_its_tokens(show) -> None:

@@ -206,6 +206,9 @@ async def test_an_agents_exception_keeps_its_partial_interactions(run):
     trajectory = await run(agent)
     assert (trajectory.failure.boundary, trajectory.failure.kind) == (Boundary.AGENT, "KeyError")
     assert 'raise KeyError("state")' in trajectory.failure.traceback
+    header, first, *_ = trajectory.failure.traceback.splitlines()
+    assert header.startswith("Traceback")
+    assert __file__ in first, "it begins at the user's frames"
     assert (trajectory.num_turns, trajectory.reward) == (1, None)
 
 

@@ -159,10 +159,10 @@ def test_seeds_and_epochs_differ_and_group_ids_sort():
 
 
 def test_eval_tasks_cover_the_rows_once_in_order():
-    tasks = build_eval_tasks(ROWS, step=7)
+    tasks = build_eval_tasks(ROWS, "eval-000007")
     assert [t.row for t in tasks] == ROWS
     assert len({t.group_id for t in tasks}) == len(ROWS)
-    assert not {t.group_id for t in tasks} & {t.group_id for t in build_eval_tasks(ROWS, step=8)}
+    assert not {t.group_id for t in tasks} & {t.group_id for t in build_eval_tasks(ROWS, "eval-8")}
 
 
 def open_stream(num_rows=4, batch_size=2, **options):

@@ -87,6 +87,14 @@ def test_reading_a_step_touches_no_other_file(folder: RunFolder) -> None:
         folder.read_trajectories(2)
 
 
+def test_no_two_evaluations_have_a_label(folder: RunFolder) -> None:
+    names = [folder.claim_eval(0, "model") for _ in range(2)]
+    folder.write_eval(0, [], {}, label=names[0])
+    assert [*names, folder.claim_eval(0, "model")] == ["model", "model-2", "model-3"]
+    assert folder.claim_eval(5, "model") == "model"
+    assert folder.list_evals() == [(0, "model")], "what is claimed is not stored yet"
+
+
 def test_evals_and_labels_do_not_replace_each_other(folder: RunFolder) -> None:
     folder.write_eval(20, [trajectory(20)], {"mean_reward": 0.5})
     folder.write_eval(20, [], {"mean_reward": 0.9}, label="manual")

@@ -141,6 +141,22 @@ def test_malformed_call_stays_text_and_the_valid_one_after_it_is_kept(
         assert list_calls(parsed)[-1:] == CALLS[:1], (bad, parsed)
 
 
+@pytest.mark.parametrize("sizes", [(), (1,), (7, 3)])
+@pytest.mark.parametrize("name", NAMES)
+def test_malformed_calls_are_told_from_good_ones_and_from_text(
+    name: str, sizes: Sequence[int], writers: dict[str, Write], tools: list[Any]
+) -> None:
+    good = writers[name](CALLS[:1])
+    bad = good[: good.index("Zürich")]
+    bad += '"}}' if name == "openai" else ""
+    assert read(name, bad, tools, sizes).has_malformed_call
+    if name not in CALLS_ALONE:
+        assert read(name, f"{bad} {good}", tools, sizes).has_malformed_call
+    answers = ["It is 3.", '{"answer": [1, {"x": 2}]}', "[1, 2]", "import functools", '{"name": "B']
+    for text in (good, writers[name](CALLS), *answers):
+        assert not read(name, text, tools, sizes).has_malformed_call, text
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_call_that_is_cut_off_loses_no_text(
     name: str, writers: dict[str, Write], tools: list[Any]

@@ -15,7 +15,7 @@ from agentrl_cli.records import (
     MismatchCause,
     Trajectory,
 )
-from agentrl_cli.train.monitor.batch_metrics import summarize_trajectories
+from agentrl_cli.train.monitor.batch_metrics import describe_hardness, summarize_trajectories
 
 
 def call(name: str, num_tokens: int, version: int = 3, **fields: Any) -> Interaction:
@@ -114,3 +114,13 @@ def test_what_is_unscored_for_a_turn_of_its_own_counts_in_no_mean():
 def test_an_empty_batch_and_a_single_reward_are_finite():
     assert all(math.isfinite(v) for v in summarize_trajectories([], 0).values())
     assert summarize_trajectories([attempt("a", "x", 0.3, call("a0", 1))], 0)["reward_std"] == 0.0
+
+
+def test_a_base_that_solves_nearly_nothing_or_all_is_told_what_to_do() -> None:
+    def describe(mean: float, low: float = 0.0, high: float = 1.0) -> str | None:
+        return describe_hardness({"reward_mean": mean, "reward_min": low, "reward_max": high})
+
+    assert "easier tasks or a stronger model" in (describe(0.04) or "")
+    assert "harder tasks" in (describe(0.96) or "")
+    assert describe(0.05) is describe(0.5) is describe(0.95) is describe_hardness({}) is None
+    assert describe(0.0, low=-1.0) is None, "its scale is not that of solved tasks"
