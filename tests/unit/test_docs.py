@@ -11,6 +11,7 @@ import pytest
 
 from agentrl_cli.agents import plain_python
 from agentrl_cli.config.config_file import load_config, load_config_as
+from agentrl_cli.config.key_names import AREAL, VERL
 from agentrl_cli.config.sft_config import SftConfig
 from agentrl_cli.rollout import rewards, workflow_building
 from agentrl_cli.tracking.formats.format_table import (
@@ -24,7 +25,7 @@ from agentrl_cli.tracking.formats.format_table import (
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("script", ["make_configuration", "make_parsers"])
+@pytest.mark.parametrize("script", ["make_configuration", "make_coming_from", "make_parsers"])
 def test_pages_made_from_code_are_current(script: str) -> None:
     path = ROOT / "docs" / f"{script}.py"
     spec = importlib.util.spec_from_file_location(script, path)
@@ -34,6 +35,25 @@ def test_pages_made_from_code_are_current(script: str) -> None:
     spec.loader.exec_module(module)
     page = module.PAGE.read_text(encoding="utf-8")
     assert page == module.format_page(), f"run: python docs/{script}.py"
+
+
+@pytest.mark.parametrize("names", [AREAL, VERL])
+def test_other_trainers_keys_lead_to_keys_that_exist(names: dict[str, str]) -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    keys = [
+        key.replace(".0.", "[].").replace("eval_gconfig.", "gconfig.")
+        for meaning in names.values()
+        if not meaning.startswith("nothing to set")
+        for key in meaning.partition(" (")[0].split(", ")
+    ]
+    assert [key for key in keys if f"`{key}`" not in page] == []
+
+
+def test_the_configuration_for_who_comes_from_elsewhere_loads(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    path = tmp_path / "c.yaml"
+    path.write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    load_config(path).check_trainable()
 
 
 def test_parsers_page_names_every_format_once() -> None:
