@@ -21,7 +21,11 @@ from agentrl_cli.launch.run_resolution import with_output_head, with_server_pack
 from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
 from agentrl_cli.log import Observer
 from agentrl_cli.models.builtin_models import resolve_model_folder
-from agentrl_cli.models.pretrained import load_tokenizer_of, open_whole_model
+from agentrl_cli.models.pretrained import (
+    check_model_folder,
+    load_tokenizer_of,
+    open_whole_model,
+)
 from agentrl_cli.models.sft_training import CheckStop, never_stop
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.tracking.client import TrackingClient
@@ -100,10 +104,12 @@ class EngineSource:
         return tokenizer
 
     def prepare(self) -> None:
-        """Looks for what servers run on, makes a built-in model, and checks its tokenizer."""
+        """Looks for what servers run on, makes a built-in model, and checks its files and its
+        tokenizer."""
         if self._servers is None:
             self.run = with_server_package(self.run, self._config)
         ChatTemplate(self.tokenizer, ReplyFormats()).check_shown(PLAIN_CONVERSATION)
+        check_model_folder(self.model_folder)
 
     def start_servers(self, log_dir: Path, stack: ExitStack) -> RunningServers:
         """Where the servers are; begins to start those that nobody else has."""
