@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from collections.abc import Collection
 from pathlib import Path
 
@@ -84,10 +85,37 @@ def test_every_name_that_a_signature_may_use_is_documented(
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
-def test_readme_begins_with_its_two_commands() -> None:
+def test_readme_begins_with_its_commands_and_the_users_own_agent() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    assert blocks[:2] == ["make quickstart\n", "make test\n"]
+    assert blocks[0].splitlines()[0].startswith("git clone ")
+    assert blocks[0].splitlines()[1:] == ["make quickstart"]
+    assert blocks[1] == "make test\n"
+    screen = "\n".join(text.splitlines()[:60])
+    for sight in ("my_agent.py", "reward_fn_path", "agentrl train --config", "agentrl-cli"):
+        assert sight in screen
+
+
+def test_the_wheel_holds_the_package_and_needs_nothing_beside_it() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert settings["project"]["name"] == "agentrl-cli"
+    assert settings["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["agentrl_cli"]}
+    beside = re.compile(
+        r"^\s*(?:from|import) (?:builders|rewards|benchmarks|tests)\b", re.MULTILINE
+    )
+    sources = sorted((ROOT / "agentrl_cli").rglob("*.py"))
+    assert [path.name for path in sources if beside.search(path.read_text("utf-8"))] == []
+
+
+def test_whoever_installs_is_never_sent_to_the_strangers_package() -> None:
+    """``agentrl`` on the package index is another project."""
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "agentrl_cli").rglob("*.py"),
+    ]
+    wrong = re.compile(r"pip install (?:-\S+ )*'?agentrl(?:\[|'|\s|$)", re.MULTILINE)
+    assert [p.name for p in pages if wrong.search(p.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
