@@ -155,6 +155,8 @@ def format_nearest(name: str, allowed: Iterable[str], *, max_listed: int = 12) -
     """A clause such as ``did you mean 'n_samples'? allowed: a, b`` for an unknown name."""
     names = sorted(set(allowed))
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    # Half a name is far from the whole one.
+    near = near or [one for one in names if name and one.startswith(name)]
     listed = ", ".join(names[:max_listed]) + (", ..." if len(names) > max_listed else "")
     allowed_clause = f"allowed: {listed}" if names else "nothing is allowed here"
     return f"did you mean {near[0]!r}? {allowed_clause}" if near else allowed_clause

@@ -16,6 +16,8 @@ from agentrl_cli.records import Trajectory
 #: Scores that differ by less than this share of their size are equal: sums of the same
 #: rewards in another order differ by about 1e-16 of it.
 EQUAL_SCORES_TOLERANCE = 1e-9
+#: What the metrics of reward parts begin with.
+PART = "reward_part_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,16 @@ def compute_score(trajectory: Trajectory) -> float | None:
     if not all(map(math.isfinite, (trajectory.reward, *returns))):
         return None
     return math.fsum(returns) / len(returns) if returns else trajectory.reward
+
+
+def compute_part_means(trajectories: Iterable[Trajectory]) -> dict[str, float]:
+    """The mean of every named part of the rewards, over the trajectories that have it."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        for name, value in trajectory.reward_parts.items():
+            if math.isfinite(value):
+                values[name].append(value)
+    return {name: math.fsum(found) / len(found) for name, found in sorted(values.items())}
 
 
 def compute_statistics(scores: Sequence[float]) -> GroupStatistics:

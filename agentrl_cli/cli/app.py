@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from agentrl_cli.cli.command_exit import run_reporting_failures
+from agentrl_cli.cli.command_exit import outlive_readers, run_reporting_failures
 from agentrl_cli.cli.eval_command import evaluate_command
 from agentrl_cli.cli.export_command import export_command
 from agentrl_cli.cli.inspect_command import inspect_command
 from agentrl_cli.cli.serve_command import serve_command
 from agentrl_cli.cli.sft_command import sft_command
 from agentrl_cli.cli.train_command import train_command
+from agentrl_cli.errors import format_nearest
+
+
+class _Commands(TyperGroup):
+    """The commands; who types another name is told the nearest."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] not in self.commands and not ctx.resilient_parsing:
+            ctx.fail(f"no such command: {args[0]!r}; {format_nearest(args[0], self.commands)}")
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="agentrl",
+    cls=_Commands,
     help="Make any LLM agent better at its job by reinforcement learning, with one command.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     # Plain help: loading the styled one would double the time of --help.
     rich_markup_mode=None,
@@ -55,4 +67,5 @@ def _options(
 
 def main() -> None:
     """Runs the command line and exits with its code: 0 done, 1 failed, 2 wrong input."""
+    outlive_readers()
     sys.exit(run_reporting_failures(app))

@@ -1,10 +1,12 @@
 """How commands end: a message and an exit code instead of a traceback, and Ctrl-C.
 
-The first Ctrl-C finishes the step and saves, the second stops at once.
+The first Ctrl-C finishes the step and saves, the second stops at once. A pipe whose reader goes
+away ends nothing.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -14,11 +16,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from agentrl_cli.errors import AgentrlError
 
-#: What shells expect of a command that Ctrl-C ended.
-EXIT_INTERRUPTED = 130
+#: What shells expect of a command that a signal ended: this plus its number.
+_EXIT_SIGNALLED = 128
+EXIT_INTERRUPTED = _EXIT_SIGNALLED + signal.SIGINT
 
 _DEBUG = "AGENTRL_DEBUG"
 
@@ -43,6 +47,39 @@ def run_reporting_failures(command: Callable[[], object]) -> int:
     if code == EXIT_INTERRUPTED:
         _say("stopped by Ctrl-C")
     return code if isinstance(code, int) else 1
+
+
+class _Pipe(io.FileIO):
+    """A standard stream that writes nowhere once nobody reads it."""
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """Lets the command do its work to the end when ``| head`` has read enough.
+
+    What it does is in the run folder, and its exit code says how that went.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not getattr(sys, f"__{name}__") or stream is None or stream.isatty():
+            continue
+        stream.flush()
+        raw = io.BufferedWriter(_Pipe(stream.fileno(), "w", closefd=False))
+        setattr(
+            sys,
+            name,
+            io.TextIOWrapper(
+                raw, stream.encoding, stream.errors, line_buffering=stream.line_buffering
+            ),
+        )
 
 
 @contextmanager
@@ -94,17 +131,25 @@ _DRAINING = (
 )
 
 
+class StopRequest(threading.Event):
+    """Set by the first signal to stop."""
+
+    exit_code = 0
+    """Of a command that stops for it before it is done."""
+
+
 @contextmanager
-def stop_on_signals(on_first: Callable[[str], None]) -> Iterator[threading.Event]:
+def stop_on_signals(on_first: Callable[[str], None]) -> Iterator[StopRequest]:
     """An event that the first SIGINT or SIGTERM sets; a second raises KeyboardInterrupt.
 
     ``on_first`` gets the text to show. Inside the block only; handlers are put back.
     """
-    stop = threading.Event()
+    stop = StopRequest()
 
-    def handle(_number: int, _frame: FrameType | None) -> None:
+    def handle(number: int, _frame: FrameType | None) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
+        stop.exit_code = _EXIT_SIGNALLED + number
         stop.set()
         # From a thread of its own: the signal may have come while this one held the
         # display's lock, which would then never be free.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import sys
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -11,14 +14,16 @@ import typer
 from agentrl_cli.cli.train_command import ConfigOption, OverridesArgument
 from agentrl_cli.errors import UserInputError
 
+CheckpointOption = Annotated[
+    Path | None,
+    typer.Option(help="A checkpoint's folder, instead of model.path.", metavar="DIR"),
+]
+
 
 def evaluate_command(
     config: ConfigOption,
     overrides: OverridesArgument = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="A checkpoint's folder, instead of model.path.", metavar="DIR"),
-    ] = None,
+    checkpoint: CheckpointOption = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Evaluate the first N tasks only.", metavar="N")
     ] = None,
@@ -31,9 +36,15 @@ def evaluate_command(
         typer.Option(help="What to call this evaluation (default: the model's).", metavar="NAME"),
     ] = None,
     model: Annotated[str | None, typer.Option(help="The endpoint's model.", metavar="NAME")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The report as JSON; all else goes to stderr.")
+    ] = False,
 ) -> None:
-    """Measure an agent on the validation dataset: mean reward, pass@k, lengths, failures."""
+    """Measure an agent on the validation dataset (the training one where there is none): mean
+    reward, pass@k, lengths, failures."""
     _check_endpoint(checkpoint, base_url, model)
+    if checkpoint is not None:
+        check_checkpoint(checkpoint)
     from agentrl_cli.config.config_file import load_config
 
     experiment = load_config(config, overrides or [])
@@ -52,10 +63,12 @@ def evaluate_command(
     from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 
     run_dir = run_dir_of(experiment)
-    with (
-        crashes_logged(lambda: RunFolder(run_dir).log_path("eval")),
-        build_observer() as observer,
-    ):
+    with ExitStack() as stack:
+        if as_json:
+            # What agents print, too, would stand in the JSON.
+            stack.enter_context(redirect_stdout(sys.stderr))
+        stack.enter_context(crashes_logged(lambda: RunFolder(run_dir).log_path("eval")))
+        observer = stack.enter_context(build_observer())
         source = (
             EndpointSource(experiment, base_url or "", model or "")
             if run is None
@@ -63,7 +76,12 @@ def evaluate_command(
         )
         name, report = run_evaluation(experiment, source, limit=limit, observer=observer, name=name)
     title = str(checkpoint or model or experiment.model.path)
-    build_console().print(build_report_table(report, title))
+    dataset, _ = experiment.resolve_eval_dataset()
+    if as_json:
+        described = {"model": title, "dataset": dataset, "run": str(run_dir), "name": name}
+        typer.echo(json.dumps(described | report.to_dict(), indent=2))
+        return
+    build_console().print(build_report_table(report, f"{title} on {dataset}"))
     look = f"agentrl inspect-trajectories {shlex.quote(str(run_dir))} --evals {name}"
     typer.echo(f"look at its trajectories:  {look}")
 
@@ -80,10 +98,16 @@ def _check_endpoint(checkpoint: Path | None, base_url: str | None, model: str | 
         raise UserInputError(
             f"--base-url {base_url!r} is no URL. Type it like https://api.openai.com/v1"
         )
-    if checkpoint is None:
-        return
-    if base_url is not None:
+    if checkpoint is not None and base_url is not None:
         raise UserInputError("--checkpoint and --base-url name two different models: give one")
+
+
+def check_checkpoint(checkpoint: Path) -> None:
+    """Refuses what is no checkpoint's folder.
+
+    Raises:
+        UserInputError: saying what is missing.
+    """
     # The second is an adapter's, which names the model that it was trained on.
     if not any((checkpoint / name).is_file() for name in ("config.json", "adapter_config.json")):
         problem = (

@@ -54,6 +54,7 @@ def _list_rows(report: EvalReport) -> dict[str, str]:
         mean += f"  (95 %: {low:.3f} to {high:.3f})"
     mean += f"  {format_failures(report.num_policy_failures, report.num_surroundings_failures)}"
     rows = {"mean reward": mean.strip()}
+    rows |= {f"reward part {name}": f"{v:.3f}" for name, v in report.reward_parts.items()}
     rows |= {f"pass@{k}": f"{value:.3f}" for k, value in report.pass_at_k.items()}
     rows["tasks / trajectories"] = f"{report.num_tasks} / {report.num_trajectories}"
     rows["turns"] = _format_lengths(report.turns)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from agentrl_cli.cli.eval_command import CheckpointOption, check_checkpoint
 from agentrl_cli.cli.train_command import ConfigOption, OverridesArgument
 
 _POLL_SECONDS = 0.1
@@ -17,6 +18,7 @@ _POLL_SECONDS = 0.1
 def serve_command(
     config: ConfigOption,
     overrides: OverridesArgument = None,
+    checkpoint: CheckpointOption = None,
     port: Annotated[
         int | None,
         typer.Option(min=1024, max=65535, help="Port; any free one otherwise.", metavar="N"),
@@ -48,6 +50,8 @@ def serve_command(
     ] = False,
 ) -> None:
     """Serve the model, to try an agent by hand or to record programs; Ctrl-C ends it."""
+    if checkpoint is not None:
+        check_checkpoint(checkpoint)
     from agentrl_cli.config.config_file import load_config
 
     experiment = load_config(config, overrides or [])
@@ -66,7 +70,9 @@ def serve_command(
 
             serve = partial(serve_online, on_finished=typer.echo) if online else serve_model
             address = ListenAddress(port, host, api_key)
-            served = stack.enter_context(serve(experiment, observer=observer, address=address))
+            served = stack.enter_context(
+                serve(experiment, observer=observer, address=address, checkpoint=checkpoint)
+            )
         with stop_on_signals(lambda _: typer.echo("stopping")) as stop:
             typer.echo(served.text)
             while not stop.is_set():

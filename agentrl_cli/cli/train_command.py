@@ -31,7 +31,9 @@ def train_command(
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Print the resolved configuration and the processes; start nothing."
+            "--dry-run",
+            help="Print the resolved configuration and the processes, and try all that it names; "
+            "start nothing.",
         ),
     ] = False,
     overwrite: Annotated[
@@ -48,7 +50,7 @@ def train_command(
     experiment.check_trainable()
     run = resolve_run(experiment, Machine.detect(), purpose="train")
     if dry_run:
-        _print_plan(experiment, run)
+        _print_plan(experiment, run, overwrite=overwrite)
         return
     check_supported(experiment, run)
 
@@ -69,17 +71,22 @@ def train_command(
         print_summary(run_folder, config_path=config, overrides=overrides or [])
     if not is_done:
         typer.echo("stopped before the last step; the same command resumes from here")
+        raise typer.Exit(stop.exit_code)
 
 
-def _print_plan(experiment: ExperimentConfig, run: ResolvedRun) -> None:
-    """Prints the configuration and, as comments of it, the processes that it would start."""
+def _print_plan(experiment: ExperimentConfig, run: ResolvedRun, *, overwrite: bool) -> None:
+    """Prints the configuration and, as comments of it, the processes that it would start.
+
+    Raises:
+        UserInputError: something that it names cannot be used.
+    """
     from agentrl_cli.config.config_file import dump_config
+    from agentrl_cli.launch.local_run import try_input
     from agentrl_cli.launch.plan import build_plan, format_plan
     from agentrl_cli.launch.run_resolution import (
         check_supported,
         describe_reading,
         with_output_head,
-        with_server_package,
     )
     from agentrl_cli.store.run_folder import run_dir_of
 
@@ -96,5 +103,6 @@ def _print_plan(experiment: ExperimentConfig, run: ResolvedRun) -> None:
         typer.echo(f"# ({ports}the servers' keys are made when they start)")
     check_supported(experiment, run)
     typer.echo(f"# {describe_reading(experiment)}")
-    with_server_package(run, experiment)
+    for line in try_input(experiment, run, overwrite=overwrite):
+        typer.echo(f"# not looked at: {line}")
     typer.echo("# nothing was started (--dry-run)")

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from agentrl_cli.config.config_schema import allowed_keys
+from agentrl_cli.config.config_schema import allowed_keys, is_list
 from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.config.key_names import describe_foreign_key
 from agentrl_cli.errors import ConfigError, format_nearest
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
@@ -64,7 +65,7 @@ def load_config_as(
     overridden: dict[KeyPath, str] = {}
     for text in overrides:
         parts, value = _parse_override(text)
-        overridden[_set_key(data, parts, value, text)] = text
+        overridden[_set_key(config_class, data, parts, value, text)] = text
     try:
         config_class.model_validate(data)
     except ValidationError as error:
@@ -73,7 +74,8 @@ def load_config_as(
             is_text = item["type"] == "string_type" and isinstance(item["input"], _SCALARS)
             if typed and is_text:
                 # trial_name=007 is a name: a key of text gets the text that was typed.
-                _set_key(data, [*map(str, item["loc"])], typed.partition("=")[2].strip(), typed)
+                parts, value = [*map(str, item["loc"])], typed.partition("=")[2].strip()
+                _set_key(config_class, data, parts, value, typed)
     try:
         return config_class.model_validate(data)
     except ValidationError as error:
@@ -174,21 +176,26 @@ def _parse_override(text: str) -> tuple[list[str], Any]:
         ) from None
 
 
-def _set_key(data: dict[str, Any], parts: Sequence[str], value: Any, text: str) -> KeyPath:
+def _set_key(
+    config_class: type[BaseModel], data: dict[str, Any], parts: Sequence[str], value: Any, text: str
+) -> KeyPath:
     """Sets the value in ``data``; gives the key with its list positions as numbers."""
     target: Any = data
     key_path: KeyPath = ()
     for place, part in enumerate(parts):
         key: str | int = part
         if isinstance(target, list):
-            if not part.isdigit() or int(part) >= len(target):
-                entries = f"0 to {len(target) - 1}" if target else "none, it is empty"
+            if not part.isdigit() or int(part) > len(target):
                 raise ConfigError(
                     f"override {text!r}: {_format_path(key_path)} is a list and has no entry "
-                    f"{part!r}; allowed: {entries}"
+                    f"{part!r}; allowed: 0 to {len(target)} (the last adds one)"
                 )
             key = int(part)
-        elif not isinstance(target, dict):
+            if key == len(target):
+                target.append(None)
+        elif isinstance(target, dict):
+            target.setdefault(key, None)
+        else:
             raise ConfigError(
                 f"override {text!r}: {_format_path(key_path)} is {_show(target)}, so it has no "
                 "keys of its own"
@@ -196,8 +203,8 @@ def _set_key(data: dict[str, Any], parts: Sequence[str], value: Any, text: str) 
         key_path = (*key_path, key)
         if place == len(parts) - 1:
             target[key] = value
-        elif isinstance(target, dict) and target.get(key) is None:
-            target[key] = {}
+        elif target[key] is None:
+            target[key] = [] if is_list(config_class, key_path) else {}
         target = target[key]
     return key_path
 
@@ -239,7 +246,8 @@ def _describe(config_class: type[BaseModel], key_path: KeyPath, item: Any) -> st
     kind, found = item["type"], item.get("input")
     if kind == "extra_forbidden":
         allowed = allowed_keys(config_class, item["loc"][:-1])
-        return f"unknown key; {format_nearest(str(key_path[-1]), allowed)}"
+        known = describe_foreign_key(_format_path(key_path), found)
+        return f"unknown key; {known or format_nearest(str(key_path[-1]), allowed)}"
     if kind == "missing":
         return "this key is required and was not given"
     if kind == "value_error":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
@@ -40,11 +41,14 @@ def is_resume_safe(config_class: type[BaseModel], key_path: Sequence[str]) -> bo
 def allowed_keys(config_class: type[BaseModel], key_path: Sequence[str | int]) -> list[str]:
     """The keys allowed in the section at ``key_path``; where a section is one of several kinds,
     the kind may follow it in the path."""
-    annotation: Any = config_class
-    for part in key_path:
-        annotation = _find_annotation(annotation, part)
-    section = find_config_class(annotation)
+    section = find_config_class(functools.reduce(_find_annotation, key_path, config_class))
     return list(section.model_fields) if section is not None else []
+
+
+def is_list(config_class: type[BaseModel], key_path: Sequence[str | int]) -> bool:
+    """True where the value at ``key_path`` may be a list."""
+    annotation = functools.reduce(_find_annotation, key_path, config_class)
+    return tuple in map(typing.get_origin, (annotation, *typing.get_args(annotation)))
 
 
 def _find_annotation(annotation: Any, part: str | int) -> Any:

@@ -380,6 +380,12 @@ class ExperimentConfig(StrictConfig):
         """The sampling of evaluations."""
         return self.eval_gconfig or self.gconfig.model_copy(update={"n_samples": 1})
 
+    def resolve_eval_dataset(self) -> tuple[str, DatasetConfig]:
+        """Key and dataset of ``agentrl eval``: the training one where none is for validation."""
+        if self.valid_dataset is None:
+            return "train_dataset", self.train_dataset
+        return "valid_dataset", self.valid_dataset
+
     def resolve_max_backup_tasks(self) -> int:
         """Maximum number of backup tasks of a step; 0 without ``rollout.filter``."""
         replacing = self.rollout.filter

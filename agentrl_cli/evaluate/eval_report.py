@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from agentrl_cli.prefix_mismatches import MismatchSummary, summarize_prefix_mismatches
 from agentrl_cli.records import Trajectory
+from agentrl_cli.scores import PART, compute_part_means
 
 Interval = tuple[float, float]
 
@@ -43,6 +44,8 @@ class EvalReport:
     interval: Interval | None
     """95 %, clustered by task; None: fewer than two scored tasks."""
     lowest_reward: float | None
+    reward_parts: Mapping[str, float]
+    """Mean of every part that the reward function names."""
     pass_threshold: float
     pass_at_k: Mapping[int, float]
     completion_tokens: Lengths | None
@@ -59,6 +62,20 @@ class EvalReport:
     """Turns whose tokens could not continue an earlier turn, and what that cost."""
     task_rewards: Mapping[str, float]
     """Task id to its mean reward, for comparisons."""
+
+    def list_metrics(self) -> dict[str, float]:
+        """What loggers get of it, beside the metrics of the step."""
+        metrics = {f"eval_pass_at_{k}": value for k, value in self.pass_at_k.items()}
+        metrics |= {f"eval_{PART}{name}": value for name, value in self.reward_parts.items()}
+        if self.mean_reward is not None:
+            metrics["eval_mean_reward"] = self.mean_reward
+        for name in ("turns", "tool_calls", "completion_tokens"):
+            lengths: Lengths | None = getattr(self, name)
+            if lengths is not None:
+                metrics[f"eval_{name}_mean"] = lengths.mean
+        for name in ("unscored", "cut_short", "policy_failures", "surroundings_failures"):
+            metrics[f"eval_{name}"] = float(getattr(self, f"num_{name}"))
+        return metrics
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for a JSON file."""
@@ -115,6 +132,7 @@ def build_report(
         mean_reward=statistics.fmean(scored) if scored else None,
         interval=compute_reward_interval(list(rewards.values())),
         lowest_reward=min(scored, default=None),
+        reward_parts=compute_part_means(trajectories),
         pass_threshold=pass_threshold,
         pass_at_k={k: value for k, value in at_k.items() if value is not None},
         completion_tokens=_measure([t.num_completion_tokens for t in trajectories]),

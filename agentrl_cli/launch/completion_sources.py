@@ -21,6 +21,7 @@ from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
 from agentrl_cli.log import Observer
 from agentrl_cli.models.builtin_models import resolve_model_folder
 from agentrl_cli.models.pretrained import (
+    check_model_folder,
     check_weight_files,
     load_tokenizer_of,
     open_whole_model,
@@ -104,10 +105,12 @@ class EngineSource:
         return tokenizer
 
     def prepare(self) -> None:
-        """Looks for what servers run on, makes a built-in model, and checks its tokenizer."""
+        """Looks for what servers run on, makes a built-in model, and checks its files and its
+        tokenizer."""
         if self._servers is None:
             self.run = with_server_package(self.run, self._config)
         ChatTemplate(self.tokenizer, ReplyFormats()).check_shown(PLAIN_CONVERSATION)
+        check_model_folder(self.model_folder)
 
     def start_servers(self, log_dir: Path, stack: ExitStack) -> RunningServers:
         """Where the servers are; begins to start those that nobody else has."""

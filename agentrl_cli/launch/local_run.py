@@ -6,13 +6,16 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
+from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.errors import StoppedError
 from agentrl_cli.evaluate.eval_report import EvalReport
-from agentrl_cli.launch.completion_sources import CompletionSource
+from agentrl_cli.launch.completion_sources import CompletionSource, EngineSource
 from agentrl_cli.launch.plan import build_plan
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup, TrainerSupervisor
+from agentrl_cli.launch.run_models import find_unseen_models
+from agentrl_cli.launch.run_resolution import with_server_package
 from agentrl_cli.launch.trainer import (
     PPOTrainer,
     build_workflows,
@@ -21,13 +24,15 @@ from agentrl_cli.launch.trainer import (
     run_trainer,
     take_rows,
 )
-from agentrl_cli.log import Observer, file_log
+from agentrl_cli.log import Observer, SilentObserver, file_log
 from agentrl_cli.rollout.background_loop import BackgroundLoop
+from agentrl_cli.rollout.dataset import is_on_hub, load_rows
 from agentrl_cli.scratch_folders import remove_leftovers
 from agentrl_cli.store.layout import parse_label
 from agentrl_cli.store.resume_check import find_secrets
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.train.loop import StopFlag
+from agentrl_cli.train.monitor.loggers import check_loggers
 
 
 def run_training(
@@ -94,6 +99,46 @@ def _supervise(checked: PPOTrainer, *, overwrite: bool, stop: StopFlag) -> bool:
         ).run()
 
 
+def try_input(config: ExperimentConfig, run: ResolvedRun, *, overwrite: bool) -> list[str]:
+    """Imports, builds and loads what the configuration names, as a start does, but starts nothing.
+
+    Returns:
+        What was not looked at, since it would have to be fetched or made first.
+
+    Raises:
+        UserInputError: something cannot be used.
+    """
+    RunFolder.check_resumable(config, overwrite=overwrite)
+    check_loggers(config)
+    rows, unseen = {}, {}
+    for key in ("train_dataset", "valid_dataset"):
+        dataset: DatasetConfig | None = getattr(config, key)
+        if dataset is not None and is_on_hub(dataset):
+            unseen[f"{key}.path"] = dataset.path
+        elif dataset is not None:
+            rows[key] = load_rows(dataset, key)
+    unseen |= find_unseen_models(config)
+    observer = SilentObserver()
+    source = EngineSource(config, run, observer)
+    has_tokenizer = not unseen.keys() & {"model.path", "tokenizer_path"}
+    with ExitStack() as stack:
+        if has_tokenizer or config.workflow_path is None:
+            workflows = build_workflows(config, source, observer, stack, ("train", "eval"))
+            for workflow, key in zip(workflows, ("train_dataset", "valid_dataset"), strict=True):
+                if key in rows:
+                    workflow.check_rows(rows[key], key)
+        else:
+            # It would be built with the tokenizer.
+            for key in ("workflow_path", "reward_fn_path"):
+                if getattr(config, key) is not None:
+                    import_object(getattr(config, key), key)
+    if has_tokenizer:
+        source.prepare()
+    else:
+        with_server_package(run, config)
+    return [f"{key}: {path}, which is not on this machine yet" for key, path in unseen.items()]
+
+
 def run_evaluation(
     config: ExperimentConfig,
     source: CompletionSource,
@@ -112,8 +157,13 @@ def run_evaluation(
         UserInputError: something in the input is wrong; nothing was started.
         RunError: the evaluation could not be finished.
     """
-    key = "valid_dataset" if config.valid_dataset is not None else "train_dataset"
-    rows = take_rows(None, config.valid_dataset or config.train_dataset, key)[:limit]
+    key, dataset = config.resolve_eval_dataset()
+    if key == "train_dataset":
+        observer.on_message(
+            "no valid_dataset is set: this measures on the rows of train_dataset, which a trained "
+            "model has learned from. Type valid_dataset.path=FILE to measure on others"
+        )
+    rows = take_rows(None, dataset, key)[:limit]
     with ExitStack() as stack:
         [workflow] = build_workflows(config, source, observer, stack, ["eval"])
         workflow.check_rows(rows, key)

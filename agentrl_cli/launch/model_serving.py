@@ -62,11 +62,16 @@ class ServedModel:
 
 @contextmanager
 def serve_model(
-    config: ExperimentConfig, *, observer: Observer, address: ListenAddress
+    config: ExperimentConfig,
+    *,
+    observer: Observer,
+    address: ListenAddress,
+    checkpoint: Path | None = None,
 ) -> Iterator[ServedModel]:
     """Serves the configuration's model inside the block, without a run, to try an agent by hand.
 
-    Calls are sampled as ``gconfig`` says where a request does not say otherwise.
+    Calls are sampled as ``gconfig`` says where a request does not say otherwise. A ``checkpoint``
+    takes the place of ``model.path``.
 
     Raises:
         UserInputError: something in the input is wrong.
@@ -74,7 +79,7 @@ def serve_model(
     """
     host, port = address.host or LOOPBACK, address.port or 0
     check_binding(host, address.api_key, "--host")
-    source = EngineSource(config, resolve_run_here(config, "eval"), observer)
+    source = EngineSource(config, resolve_run_here(config, "eval"), observer, checkpoint)
     source.prepare()
     # Reported before servers are started for minutes.
     open_listener(port, host).close()
@@ -155,6 +160,7 @@ def serve_online(
     observer: Observer,
     on_finished: Callable[[str], None],
     address: ListenAddress,
+    checkpoint: Path | None = None,
 ) -> Iterator[ServedModel]:
     """Gives out the training tasks, or programs' own, inside the block, and stores what comes.
 
@@ -166,6 +172,7 @@ def serve_online(
         on_finished: gets a line about every trajectory.
         address: what is left out of it is as ``rollout.external`` says, the key that in
             AGENTRL_API_KEY, or else a random one.
+        checkpoint: a checkpoint's folder, instead of ``model.path``.
 
     Raises:
         UserInputError: something in the input is wrong.
@@ -177,7 +184,7 @@ def serve_online(
     rows = take_rows(None, config.train_dataset, "train_dataset")
     shown: list[str] = []
     access = ExternalListener(config.rollout, shown.append, waits="ever", key=address.api_key)
-    source = EngineSource(config, resolve_run_here(config, "eval"), observer)
+    source = EngineSource(config, resolve_run_here(config, "eval"), observer, checkpoint)
     with ExitStack() as stack:
         workflow = build_workflow(
             config, None, open_client=source.open_client, seed=config.seed, external=access

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +12,8 @@ from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import ModelError
 from agentrl_cli.log import SilentObserver
-from agentrl_cli.models.builtin_models import resolve_model_folder
-from agentrl_cli.models.pretrained import load_model
+from agentrl_cli.models.builtin_models import find_model_folder, resolve_model_folder
+from agentrl_cli.models.pretrained import check_model_folder, load_model
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.ranks import SINGLE, Ranks
 
@@ -64,6 +66,39 @@ def load_learner(
     return learner
 
 
+def find_unseen_models(config: ExperimentConfig) -> dict[str, str]:
+    """The models that would have to be fetched or made first, by their key.
+
+    Raises:
+        ModelError: a folder that does not exist, or a critic's that holds no model.
+    """
+    paths = {"model.path": config.model.path, "tokenizer_path": config.tokenizer_path}
+    if config.train.critic is not None:
+        paths["train.critic.path"] = config.train.critic.path
+    unseen = {}
+    for key, path in paths.items():
+        if path is None:
+            continue
+        with _named_by(key):
+            folder = find_model_folder(path)
+            if folder is None:
+                unseen[key] = path
+            elif key == "train.critic.path":
+                # The policy's is looked at together with its tokenizer.
+                check_model_folder(folder)
+    return unseen
+
+
+@contextmanager
+def _named_by(key: str) -> Iterator[None]:
+    """Errors inside the block blame this key, and not ``model.path``."""
+    try:
+        yield
+    except ModelError as error:
+        text = str(error).removeprefix("model.path: ").replace("model.path=", f"{key}=")
+        raise ModelError(f"{key}: {text}") from error
+
+
 def _load_critic_model(
     config: ExperimentConfig, model_folder: str, tokenizer: Any, device: torch.device
 ) -> PreTrainedModel | None:
@@ -71,12 +106,9 @@ def _load_critic_model(
     critic = config.train.critic
     if critic is None or critic.path is None:
         return None if critic is None else load_model(model_folder, "float32", device)
-    try:
+    with _named_by("train.critic.path"):
         folder = resolve_model_folder(critic.path, SilentObserver())
         model = load_model(folder, "float32", device, needs_head=False)
-    except ModelError as error:
-        text = str(error).removeprefix("model.path: ").replace("model.path=", "train.critic.path=")
-        raise ModelError(f"train.critic.path: {text}") from error
     num_known = model.get_input_embeddings().weight.shape[0]
     if num_known < len(tokenizer):
         raise ModelError(

@@ -102,7 +102,7 @@ def check_supported(config: ExperimentConfig, run: ResolvedRun) -> None:
     if kind == "sglang" and not run.serves_on_gpu:
         problems.append(
             "engine.kind: sglang needs a GPU, and servers compute on the CPU here. Type "
-            "engine.kind=vllm (vLLM for CPU: make vllm) or engine.kind=embedded"
+            "engine.kind=vllm (vLLM for CPU: the extra agentrl-cli[cpu]) or engine.kind=embedded"
         )
     if kind == "sglang" and run.shares_gpu:
         problems.append(

@@ -17,7 +17,7 @@ from agentrl_cli.evaluate.eval_report import EvalReport
 from agentrl_cli.evaluate.eval_run import evaluate
 from agentrl_cli.launch.completion_sources import CompletionSource, EngineSource
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers, TrainerSpec
-from agentrl_cli.launch.run_models import find_tied_names, load_learner
+from agentrl_cli.launch.run_models import find_tied_names, find_unseen_models, load_learner
 from agentrl_cli.launch.run_resolution import (
     resolve_run_here,
 )
@@ -43,7 +43,7 @@ from agentrl_cli.train.checkpoint import seed_generators
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.loop import RunCoordinator, StopFlag, TrainingLoop
 from agentrl_cli.train.monitor.batch_metrics import BatchProgress
-from agentrl_cli.train.monitor.loggers import build_loggers
+from agentrl_cli.train.monitor.loggers import build_loggers, check_loggers
 from agentrl_cli.train.publish import build_probes
 from agentrl_cli.train.ranks import Ranks, open_ranks
 from agentrl_cli.train.rendezvous import Rendezvous
@@ -103,6 +103,7 @@ class PPOTrainer:
         if run is None:
             run = servers.run if servers is not None else resolve_run_here(config, "train")
         RunFolder.check_resumable(config, overwrite=overwrite)
+        check_loggers(config)
         self.config = config
         self.observer = observer or SilentObserver()
         self.source = EngineSource(
@@ -118,6 +119,7 @@ class PPOTrainer:
             if valid_dataset is not None or config.valid_dataset is not None
             else None
         )
+        find_unseen_models(config)
         self._stack = ExitStack()
         self._folder: RunFolder | None = None
 
@@ -256,7 +258,7 @@ class PPOTrainer:
                 folder,
                 self.observer,
                 step=step,
-            ),
+            ).list_metrics(),
             observer=self.observer,
             loggers=loggers,
             stop=self._stop,

@@ -26,7 +26,7 @@ from agentrl_cli.config.sft_config import (
     SftTrainConfig,
 )
 from agentrl_cli.errors import ModelError, RunError, format_nearest
-from agentrl_cli.log import Observer
+from agentrl_cli.log import Observer, SilentObserver
 from agentrl_cli.models.sft_training import CheckStop, never_stop, train_and_save
 
 #: Another process that makes the model is waited for this long: ten times what it takes.
@@ -63,15 +63,33 @@ def resolve_model_folder(path: str, observer: Observer, check_stop: CheckStop = 
     return path
 
 
+def find_model_folder(path: str) -> str | None:
+    """The folder of a model; None: it would have to be made or fetched first.
+
+    Raises:
+        ModelError: as of :func:`resolve_model_folder`.
+    """
+    folder = path
+    if path == _CALCULATOR:
+        folder = str(_locate_calculator_model())
+    else:
+        resolve_model_folder(path, SilentObserver())
+    return folder if Path(folder).is_dir() else None
+
+
+def _locate_calculator_model() -> Path:
+    return resolve_cache_folder() / f"calculator-{compute_digest()}"
+
+
 def _make_calculator_model(observer: Observer, check_stop: CheckStop) -> Path:
     """The model's folder, made in about a minute if it is not in the cache.
 
     Processes that want it at the same time take turns.
     """
-    cache = resolve_cache_folder()
-    folder = cache / f"calculator-{compute_digest()}"
+    folder = _locate_calculator_model()
     if folder.is_dir():
         return folder
+    cache = folder.parent
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _wait_for_lock(cache / f"{folder.name}.lock", observer, check_stop):

@@ -77,6 +77,30 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
     return tokenizer
 
 
+def check_model_folder(path: str) -> None:
+    """Refuses a folder without a model; what is in its files is seen when they are loaded.
+
+    Raises:
+        ModelError: naming what is missing.
+    """
+    if not Path(path).is_dir():
+        return
+    wanted = {
+        "config.json": ("config.json", ADAPTER_CONFIG_NAME),
+        "*.safetensors": ("*.safetensors", "*.bin"),
+    }
+    missing = [
+        name
+        for name, patterns in wanted.items()
+        if not any(found for pattern in patterns for found in Path(path).glob(pattern))
+    ]
+    if missing:
+        raise ModelError(
+            f"{path}: found a folder without {' and '.join(missing)}. Type model.path= with a "
+            "folder that holds config.json, tokenizer.json and *.safetensors"
+        )
+
+
 def load_model(
     path: str, dtype: str, device: str | torch.device, *, needs_head: bool = True
 ) -> PreTrainedModel:

@@ -323,13 +323,20 @@ def load_rows(config: DatasetConfig, key: str) -> list[Row]:
             raise DatasetError(f"{where} cannot be read: {error}") from None
     elif ":" in config.path:
         rows = _check_rows(_call_function(config, key), where, config.limit)
-    elif reader is None and not path.exists() and _HUB_ID.match(config.path):
+    elif is_on_hub(config):
         rows = _check_rows(_load_hub(config, key), where, config.limit)
     else:
         raise DatasetError(_describe_missing(path, where))
     if not rows:
         raise DatasetError(f"{where} has no rows: a dataset needs at least one")
     return rows
+
+
+def is_on_hub(config: DatasetConfig) -> bool:
+    """True where the rows would be fetched."""
+    path = Path(config.path)
+    is_local = ":" in config.path or path.suffix.lower() in _READERS or path.exists()
+    return not is_local and _HUB_ID.match(config.path) is not None
 
 
 def _describe_missing(path: Path, where: str) -> str:

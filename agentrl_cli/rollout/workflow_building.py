@@ -132,7 +132,7 @@ def _check_rewarded(agents: Mapping[str | None, Any]) -> None:
             raise ConfigError(
                 f"reward_fn_path is not set, and {which} ({source.runner.framework}) answers "
                 "in text, so nothing would give a reward. "
-                "Type reward_fn_path=rewards.gsm8k.gsm8k_reward_fn (or one of your own)"
+                "Type reward_fn_path=FILE.py:FUNCTION, a function of your own (docs/rewards.md)"
             )
 
 

@@ -20,6 +20,11 @@ CHECKPOINTS = "checkpoints"
 #: In the run's folder and in each checkpoint's: the next step, and what identifies the rows.
 DATA_CURSOR = "data_cursor.json"
 LOGS = "logs"
+#: Written by the loggers of those names.
+TENSORBOARD = "tensorboard"
+WANDB = "wandb"
+#: Tells a trial that was begun anew from one that was resumed.
+WANDB_RUN_ID = "wandb_run_id.txt"
 LOCK = ".lock"
 #: Held by a trainer that is a process of its own, while its command holds ``LOCK``.
 TRAINER_LOCK = ".lock-trainer"
@@ -29,6 +34,7 @@ OVERWRITING = ".overwriting"
 #: What belongs to agentrl in a run folder, and nothing else may be deleted from it.
 OWNED = (
     METRICS, TRAJECTORIES, PENDING, CHECKPOINTS, LOGS, DATA_CURSOR, MANIFEST, CONFIG,
+    TENSORBOARD, WANDB, WANDB_RUN_ID,
 )  # fmt: skip
 
 #: Names with these endings are incomplete or being deleted: never read, removed at the next start.

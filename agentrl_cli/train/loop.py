@@ -119,8 +119,8 @@ class RunCoordinator:
     background: BackgroundLoop
     probes: Sequence[Sequence[int]]
     """Prompts on which the engine's weights are verified."""
-    evaluate: Callable[[int], object]
-    """Evaluates the published policy after a step and stores the report."""
+    evaluate: Callable[[int], Mapping[str, float]]
+    """Evaluates the published policy after a step and stores the report; gives its metrics."""
     observer: Observer
     loggers: Sequence[MetricsLogger]
     stop: StopFlag
@@ -220,12 +220,15 @@ class RunCoordinator:
         }
         line |= self._alarms.check(line)
         self.folder.append_metrics(line)
-        for logger in self.loggers:
-            logger.log(step, line)
+        self._log(step, line)
         self.observer.on_step(line)
         if step == 1 and (advice := describe_hardness(line)) is not None:
             self.observer.on_message(advice)
         self._alarms.report()
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for logger in self.loggers:
+            logger.log(step, metrics)
 
     def stop_if_alarmed(self, step: int) -> None:
         """Raises the alarm that ends the run, if there is one."""
@@ -242,7 +245,7 @@ class RunCoordinator:
         every, last_step = self.config.train.eval_every_steps, self.config.train.total_steps
         due = step in (0, last_step) or (every is not None and step % every == 0)
         if due and self.config.valid_dataset is not None and step not in self.folder.eval_steps():
-            self.evaluate(step)
+            self._log(step, self.evaluate(step))
 
     def save(self, step: int) -> None:
         """Writes a checkpoint, and deletes those that are not kept."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from collections.abc import Collection
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from agentrl_cli.agents import plain_python
 from agentrl_cli.config.config_file import load_config, load_config_as
+from agentrl_cli.config.key_names import AREAL, VERL
 from agentrl_cli.config.sft_config import SftConfig
 from agentrl_cli.rollout import rewards, workflow_building
 from agentrl_cli.tracking.formats.format_table import (
@@ -24,7 +26,7 @@ from agentrl_cli.tracking.formats.format_table import (
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("script", ["make_configuration", "make_parsers"])
+@pytest.mark.parametrize("script", ["make_configuration", "make_coming_from", "make_parsers"])
 def test_pages_made_from_code_are_current(script: str) -> None:
     path = ROOT / "docs" / f"{script}.py"
     spec = importlib.util.spec_from_file_location(script, path)
@@ -34,6 +36,25 @@ def test_pages_made_from_code_are_current(script: str) -> None:
     spec.loader.exec_module(module)
     page = module.PAGE.read_text(encoding="utf-8")
     assert page == module.format_page(), f"run: python docs/{script}.py"
+
+
+@pytest.mark.parametrize("names", [AREAL, VERL])
+def test_other_trainers_keys_lead_to_keys_that_exist(names: dict[str, str]) -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    keys = [
+        key.replace(".0.", "[].").replace("eval_gconfig.", "gconfig.")
+        for meaning in names.values()
+        if not meaning.startswith("nothing to set")
+        for key in meaning.partition(" (")[0].split(", ")
+    ]
+    assert [key for key in keys if f"`{key}`" not in page] == []
+
+
+def test_the_configuration_for_who_comes_from_elsewhere_loads(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    path = tmp_path / "c.yaml"
+    path.write_text(page.partition("```yaml\n")[2].partition("```")[0])
+    load_config(path).check_trainable()
 
 
 def test_parsers_page_names_every_format_once() -> None:
@@ -64,10 +85,37 @@ def test_every_name_that_a_signature_may_use_is_documented(
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
-def test_readme_begins_with_its_two_commands() -> None:
+def test_readme_begins_with_its_commands_and_the_users_own_agent() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    assert blocks[:2] == ["make quickstart\n", "make test\n"]
+    assert blocks[0].splitlines()[0].startswith("git clone ")
+    assert blocks[0].splitlines()[1:] == ["make quickstart"]
+    assert blocks[1] == "make test\n"
+    screen = "\n".join(text.splitlines()[:60])
+    for sight in ("my_agent.py", "reward_fn_path", "agentrl train --config", "agentrl-cli"):
+        assert sight in screen
+
+
+def test_the_wheel_holds_the_package_and_needs_nothing_beside_it() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert settings["project"]["name"] == "agentrl-cli"
+    assert settings["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["agentrl_cli"]}
+    beside = re.compile(
+        r"^\s*(?:from|import) (?:builders|rewards|benchmarks|tests)\b", re.MULTILINE
+    )
+    sources = sorted((ROOT / "agentrl_cli").rglob("*.py"))
+    assert [path.name for path in sources if beside.search(path.read_text("utf-8"))] == []
+
+
+def test_whoever_installs_is_never_sent_to_the_strangers_package() -> None:
+    """``agentrl`` on the package index is another project."""
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "agentrl_cli").rglob("*.py"),
+    ]
+    wrong = re.compile(r"pip install (?:-\S+ )*'?agentrl(?:\[|'|\s|$)", re.MULTILINE)
+    assert [p.name for p in pages if wrong.search(p.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from agentrl_cli.log import Observer, format_count
 from agentrl_cli.prefix_mismatches import MismatchTotals, summarize_prefix_mismatches
 from agentrl_cli.records import Boundary, FailureCause, MismatchCause, StopReason, Trajectory
-from agentrl_cli.scores import compute_group_statistics, compute_score
+from agentrl_cli.scores import PART, compute_group_statistics, compute_part_means, compute_score
 
 #: Mean rewards below and above which groups mostly score alike, whatever the number of samples.
 _HARD, _EASY = 0.05, 0.95
@@ -22,7 +22,8 @@ def summarize_trajectories(
 
     ``trajectories`` are all that were sampled for the step, including those of replaced groups:
     what is not trained on is reported all the same. ``reward_*`` (``reward_std`` unbiased) are
-    over the scored trajectories and missing when there are none, as 0 would be read as a reward.
+    over the scored trajectories and missing when there are none, as 0 would be read as a reward;
+    ``reward_part_<name>`` over those with that part.
     ``truncated_fraction`` is the share of trajectories with a reply cut by its length limit;
     ``staleness_*`` is ``policy_version`` minus the version of each sampled token. Lengths, turns
     and tool calls are per trajectory. What counts as a prefix mismatch, and what it costs, is
@@ -54,7 +55,7 @@ def describe_hardness(metrics: Mapping[str, float]) -> str | None:
         return (
             f"{seen}: nearly every group succeeds alike and leaves nothing to learn. Look whether "
             "the reward means what it should (agentrl inspect-trajectories RUN --step 1); then "
-            "take harder tasks, or type rollout.filter.kind=dynamic_sampling to skip those that are solved"
+            "take harder tasks, or type rollout.filter.kind=dynamic_sampling to skip solved ones"
         )
     return None
 
@@ -77,7 +78,8 @@ def _summarize_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         summary["reward_min"] = min(rewards)
         summary["reward_max"] = max(rewards)
         summary["reward_std"] = statistics.stdev(rewards) if len(rewards) > 1 else 0.0
-    return summary
+    parts = compute_part_means(trajectories)
+    return summary | {f"{PART}{name}": value for name, value in parts.items()}
 
 
 def _summarize_tokens(trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:

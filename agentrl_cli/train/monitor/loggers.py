@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,18 +11,32 @@ from typing import Any, Protocol
 
 from agentrl_cli.config.experiment import ExperimentConfig, LoggerConfig
 from agentrl_cli.errors import MissingExtraError
+from agentrl_cli.store import layout
+from agentrl_cli.store.atomic_files import write_text
 
 
 class MetricsLogger(Protocol):
-    """Receives the metrics of every step."""
+    """Receives the metrics of every step, and those of evaluations."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records the metrics of one step."""
+        """Records metrics of one step; those of an evaluation after it come in a call of their
+        own."""
         ...
 
     def close(self) -> None:
         """Writes what is left; may be called twice."""
         ...
+
+
+def check_loggers(config: ExperimentConfig) -> None:
+    """Refuses loggers that cannot be built.
+
+    Raises:
+        MissingExtraError: a logger's package is not installed.
+    """
+    for logger in config.loggers:
+        if importlib.util.find_spec(logger.kind) is None:
+            raise _missing(logger.kind, "there is no such module")
 
 
 def build_loggers(config: ExperimentConfig, run_dir: Path, stack: ExitStack) -> list[MetricsLogger]:
@@ -32,7 +48,7 @@ def build_loggers(config: ExperimentConfig, run_dir: Path, stack: ExitStack) -> 
     loggers: list[MetricsLogger] = []
     for logger in config.loggers:
         if logger.kind == "tensorboard":
-            loggers.append(TensorboardLogger(run_dir / "tensorboard"))
+            loggers.append(TensorboardLogger(run_dir / layout.TENSORBOARD))
         else:
             loggers.append(WandbLogger(logger, config, run_dir))
         stack.callback(loggers[-1].close)
@@ -61,7 +77,8 @@ class TensorboardLogger:
 
 
 class WandbLogger:
-    """Sends metrics to Weights & Biases; a resumed trial continues in the same run."""
+    """Sends metrics to Weights & Biases; a resumed trial continues in the same run, one begun
+    anew (``--overwrite``) begins another."""
 
     def __init__(self, logger: LoggerConfig, config: ExperimentConfig, run_dir: Path) -> None:
         try:
@@ -71,7 +88,7 @@ class WandbLogger:
         self._run: Any = wandb.init(
             project=logger.project or config.experiment_name,
             name=config.trial_name,
-            id=f"{config.experiment_name}-{config.trial_name}",
+            id=_read_run_id(run_dir / layout.WANDB_RUN_ID, config),
             resume="allow",
             dir=str(run_dir),
             config=config.model_dump(mode="json"),
@@ -86,7 +103,15 @@ class WandbLogger:
         self._run.finish()
 
 
-def _missing(package: str, error: ImportError) -> MissingExtraError:
+def _read_run_id(path: Path, config: ExperimentConfig) -> str:
+    """The id of this run folder's run, chosen at its first start."""
+    if not path.is_file():
+        unique = uuid.uuid4().hex[:8]
+        write_text(path, f"{config.experiment_name}-{config.trial_name}-{unique}\n")
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _missing(package: str, error: ImportError | str) -> MissingExtraError:
     return MissingExtraError(
         f"loggers: kind {package} needs the package {package}, which does not import ({error}). "
         f"Type: pip install 'agentrl-cli[{package}]'"

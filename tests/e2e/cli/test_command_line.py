@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -71,9 +72,33 @@ def test_version(finish: Run) -> None:
     assert finish("--version").startswith("agentrl 0.")
 
 
-@pytest.mark.parametrize("arguments", [(), ("train",), ("trian",), ("train", "--confg", "c.yaml")])
+@pytest.mark.parametrize("arguments", [(), ("train",), ("train", "--confg", "c.yaml")])
 def test_usage_mistakes(refused: Run, arguments: tuple[str, ...]) -> None:
     refused(*arguments)
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("trian", "train"), ("inspect", "inspect-traj")])
+def test_a_command_that_is_not_there_suggests_the_nearest(
+    refused: Run, typed: str, meant: str
+) -> None:
+    assert f"did you mean '{meant}" in refused(typed)
+
+
+def test_the_shell_completes_what_is_typed(tmp_path: Path) -> None:
+    # The name of the variable is made from the command's.
+    (tmp_path / "agentrl").write_text(
+        "import sys\nfrom agentrl_cli.cli.app import main\nsys.argv[0] = 'agentrl'\nmain()\n"
+    )
+    request = {"_AGENTRL_COMPLETE": "complete_bash", "COMP_WORDS": "agentrl ins", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "agentrl"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(PROJECT)} | request,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["inspect-trajectories"]
 
 
 def test_dry_run_prints_a_config_that_can_be_used_and_starts_nothing(
@@ -81,6 +106,7 @@ def test_dry_run_prints_a_config_that_can_be_used_and_starts_nothing(
 ) -> None:
     printed = finish(*TRAIN, "--dry-run", "gconfig.n_samples=8")
     assert "# processes:" in printed
+    assert "# not looked at: model.path: no/such-model" in printed
     assert "nothing was started" in printed
     assert not (folder / "runs").exists()
     (folder / "resolved.yaml").write_text(printed)
@@ -134,6 +160,7 @@ def test_servers_are_not_started_and_nothing_is_deleted_for_a_mistake(
         ("", ("engine.kind=sglang",), "or engine.kind=embedded"),
         ("", ("gconfig.n_samples",), "expected KEY=VALUE"),
         ("", ("--config", "cc.yaml"), "did you mean 'c.yaml'?"),
+        ("", ("--dry-run", "train_dataset.path=task.jsonl"), "did you mean 'tasks.jsonl'?"),
     ],
 )
 def test_train_refuses_before_it_starts(
@@ -220,12 +247,14 @@ def test_inspect_refuses_what_is_not_there(
 
 def test_a_reader_that_goes_away_is_no_crash(folder: Path, run: Path) -> None:
     done = subprocess.run(
-        f"{sys.executable} -m agentrl_cli inspect-trajectories {run} --json | true",
+        f"{sys.executable} -m agentrl_cli inspect-trajectories {run} --json | true; "
+        "exit ${PIPESTATUS[0]}",
         shell=True,
+        executable=shutil.which("bash"),
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(PROJECT)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert "Traceback" not in done.stderr
+    assert (done.returncode, done.stderr) == (0, "")

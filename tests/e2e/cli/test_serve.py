@@ -63,7 +63,8 @@ def test_it_listens_where_it_is_told_and_names_a_port_that_is_taken(
         text = refused(*SERVE, "--port", port)
     assert f"port {port}" in text
     assert "--port" in text
-    process = start(*SERVE, "--port", port, "gconfig.max_tokens=4")
+    elsewhere = ("--checkpoint", "tiny", "model.path=no/such-model")
+    process = start(*SERVE, "--port", port, *elsewhere)
     process.signal(signal.SIGTERM, at=" -d ")
     assert process.end() == 0, process.text
     assert f"OPENAI_BASE_URL=http://127.0.0.1:{port}/v1" in process.text

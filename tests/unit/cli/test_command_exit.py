@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -80,6 +82,28 @@ def test_expected_errors_leave_no_log_and_what_cannot_be_logged_is_raised(tmp_pa
     assert "no room" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_work_goes_on_when_nobody_reads_it(tmp_path: Path, stream: str) -> None:
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from agentrl_cli.cli.command_exit import outlive_readers\n"
+        "outlive_readers()\n"
+        f"for _ in range(20000): print('a line', file=sys.{stream})\n"
+        f"sys.{stream}.flush()\n"
+        "Path('done').touch()\n"
+    )
+    command = [sys.executable, "-c", code]
+    pipe = {stream: subprocess.PIPE}
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    with subprocess.Popen(command, cwd=tmp_path, env=env, text=True, **pipe) as process:
+        pipe_end = getattr(process, stream)
+        assert pipe_end.readline() == "a line\n"
+        pipe_end.close()
+        assert process.wait(60) == 0
+    assert (tmp_path / "done").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_asks_and_the_second_stops(number: int) -> None:
     said: list[str] = []
@@ -94,6 +118,7 @@ def test_the_first_signal_asks_and_the_second_stops(number: int) -> None:
         assert not stop.is_set()
         os.kill(os.getpid(), number)
         assert stop.is_set()
+        assert stop.exit_code == 128 + number
         assert heard.wait(5)
         assert "Ctrl-C again stops at once" in said[0]
         with pytest.raises(KeyboardInterrupt):

@@ -224,8 +224,8 @@ def test_a_key_of_text_takes_what_was_typed(load, override: str, expected: str) 
         ("--seed=3", "did you mean 'seed'?"),
         ("seed.x=1", "seed: expected a whole number, found a mapping"),
         ("experiment_name.x=1", 'experiment_name is "demo", so it has no keys of its own'),
-        ("loggers.0.kind=wandb", "loggers: expected a list, found a mapping"),
-        ("stops.1.kind=x", "stops is a list and has no entry '1'; allowed: 0 to 0"),
+        ("loggers.1.kind=wandb", "no entry '1'; allowed: 0 to 0 (the last adds one)"),
+        ("stops.2.kind=x", "stops is a list and has no entry '2'; allowed: 0 to 1"),
         ("stops.x=1", "stops is a list and has no entry 'x'"),
         ("train.algorithm.loss.kind.x=1", 'loss.kind is "sapo", so it has no keys of its own'),
         ("train.algorithm.loss.clip=1", "unknown key; allowed: kind, negative_temperature, pos"),
@@ -239,6 +239,37 @@ def test_mistakes_in_overrides_are_named_as_they_were_typed(
     text = refusal("stops: [{}]\ntrain: {algorithm: {loss: {kind: sapo}}}\n", override)
     assert f"override {override!r}" in text
     assert expected in text
+
+
+@pytest.mark.parametrize("before", ["", "loggers:\n", "loggers: []\n"])
+def test_a_list_is_begun_and_added_to_by_its_positions(tmp_path, before: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        "experiment_name: x\nmodel: {path: m}\nworkflow_path: w.w\ntrain_dataset: {path: d}\n"
+        + before
+    )
+    typed = ["loggers.0.kind=wandb", "loggers.0.project=p", "loggers.1.kind=tensorboard"]
+    loggers = load_config(path, [*typed, "engine.server_args.0=--swap-space"]).loggers
+    assert [(one.kind, one.project) for one in loggers] == [("wandb", "p"), ("tensorboard", None)]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("gconfig: {max_new_tokens: 8}\n", "gconfig.max_new_tokens -> gconfig.max_tokens"),
+        (
+            "actor:\n  path: m\n  optimizer: {lr: 1}\n",
+            "actor.path -> model.path; actor.optimizer.lr",
+        ),
+        ("actor_rollout_ref: {rollout: {n: 8}}\n", "rollout.n -> gconfig.n_samples"),
+        ("train: {ppo_epochs: 2}\n", "train.ppo_epochs -> train.num_epochs"),
+        ("train: {lr: 1}\n", "train.lr -> train.learning_rate or train.critic.learning_rate"),
+        # That of many things there, and of none here.
+        ("engine: {path: x}\n", "unknown key; did you mean 'python'?"),
+    ],
+)
+def test_keys_of_other_trainers_are_known(refusal, text: str, expected: str) -> None:
+    assert expected in refusal(text)
 
 
 def test_another_class_of_config_gets_its_own_advice(tmp_path) -> None:

@@ -32,7 +32,7 @@ def test_report_of_a_small_evaluation_by_hand() -> None:
         [
             attempt(0, 0, 1.0, interactions=(call(3, reply=tool_call), call(5)), seconds=2.0),
             attempt(0, 1, 0.0, interactions=(call(10, finish_reason="length"),), seconds=4.0),
-            attempt(1, 0, 1.0, interactions=(call(2),)),
+            attempt(1, 0, 1.0, interactions=(call(2),), reward_parts={"form": 0.5}),
             attempt(1, 1, None, failure=failure),
         ],
         k_values=(1, 2, 4),
@@ -56,6 +56,21 @@ def test_report_of_a_small_evaluation_by_hand() -> None:
     assert report.tool_calls is not None
     assert report.tool_calls.mean == 0.25
     assert report.task_rewards == {"0": 0.5, "1": 1.0}
+    assert report.list_metrics() == pytest.approx(
+        {
+            "eval_mean_reward": 2 / 3,
+            "eval_reward_part_form": 0.5,
+            "eval_pass_at_1": 0.75,
+            "eval_pass_at_2": 1.0,
+            "eval_turns_mean": 1.0,
+            "eval_tool_calls_mean": 0.25,
+            "eval_completion_tokens_mean": 5.0,
+            "eval_unscored": 1,
+            "eval_cut_short": 1,
+            "eval_policy_failures": 0,
+            "eval_surroundings_failures": 1,
+        }
+    )
 
 
 def test_report_survives_json() -> None:

@@ -45,6 +45,17 @@ BATCH = [
 ]  # fmt: skip
 
 
+def test_parts_of_rewards_are_averaged_over_who_has_them():
+    batch = [
+        attempt("a", "x", 1.0, call("a0", 1), reward_parts={"form": 1.0, "right": 0.0}),
+        attempt("b", "x", 0.0, call("b0", 1), reward_parts={"form": 0.5}),
+        attempt("c", "x", None),
+    ]
+    metrics = summarize_trajectories(batch, 0)
+    parts = {k: v for k, v in metrics.items() if k.startswith("reward_part_")}
+    assert parts == {"reward_part_form": 0.75, "reward_part_right": 0.0}
+
+
 def test_a_batch_by_hand():
     metrics = summarize_trajectories(BATCH, 5)
     assert metrics["num_trajectories"] == 4
