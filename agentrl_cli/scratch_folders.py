@@ -81,6 +81,6 @@ def name_semaphores() -> ScratchFolder:
     Their own name says nothing of whom they belong to.
     """
     folder = ScratchFolder("semaphores")
-    config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    config["semprefix"] = f"/{folder.path.name}"
+    options = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    options["semprefix"] = f"/{folder.path.name}"
     return folder

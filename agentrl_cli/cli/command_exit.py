@@ -52,7 +52,7 @@ def run_reporting_failures(command: Callable[[], object]) -> int:
 class _Pipe(io.FileIO):
     """A standard stream that writes nowhere once nobody reads it."""
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from contextlib import ExitStack, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +18,14 @@ CheckpointOption = Annotated[
     Path | None,
     typer.Option(help="A checkpoint's folder, instead of model.path.", metavar="DIR"),
 ]
+EndpointOption = Annotated[
+    str | None,
+    typer.Option(help="Run the agent on this OpenAI-compatible endpoint.", metavar="URL"),
+]
+NameOption = Annotated[
+    str | None,
+    typer.Option(help="What to call this evaluation (default: the model's).", metavar="NAME"),
+]
 
 
 def evaluate_command(
@@ -27,14 +35,8 @@ def evaluate_command(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Evaluate the first N tasks only.", metavar="N")
     ] = None,
-    base_url: Annotated[
-        str | None,
-        typer.Option(help="Run the agent on this OpenAI-compatible endpoint.", metavar="URL"),
-    ] = None,
-    name: Annotated[
-        str | None,
-        typer.Option(help="What to call this evaluation (default: the model's).", metavar="NAME"),
-    ] = None,
+    base_url: EndpointOption = None,
+    name: NameOption = None,
     model: Annotated[str | None, typer.Option(help="The endpoint's model.", metavar="NAME")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="The report as JSON; all else goes to stderr.")
@@ -63,12 +65,12 @@ def evaluate_command(
     from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 
     run_dir = run_dir_of(experiment)
-    with ExitStack() as stack:
-        if as_json:
-            # What agents print, too, would stand in the JSON.
-            stack.enter_context(redirect_stdout(sys.stderr))
-        stack.enter_context(crashes_logged(lambda: RunFolder(run_dir).log_path("eval")))
-        observer = stack.enter_context(build_observer())
+    with (
+        # What agents print, too, would stand in the JSON.
+        redirect_stdout(sys.stderr) if as_json else nullcontext(),
+        crashes_logged(lambda: RunFolder(run_dir).log_path("eval")),
+        build_observer() as observer,
+    ):
         source = (
             EndpointSource(experiment, base_url or "", model or "")
             if run is None

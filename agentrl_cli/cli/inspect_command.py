@@ -39,6 +39,14 @@ ReplacedOption = Annotated[
     Literal["any", "none"] | None,
     typer.Option(help="Trajectories of replaced groups only (or none of them)."),
 ]
+EvalsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Evaluations instead of training steps: all, training (those that it makes), or one "
+        "by its name.",
+        metavar="NAME",
+    ),
+]
 
 
 def inspect_command(
@@ -51,14 +59,7 @@ def inspect_command(
         str | None,
         typer.Option(help="Steps: 12, 3-7, 1,4,9, last or all.", metavar="STEPS"),
     ] = None,
-    evals: Annotated[
-        str | None,
-        typer.Option(
-            help="Evaluations instead of training steps: all, training (those that it makes), "
-            "or one by its name.",
-            metavar="NAME",
-        ),
-    ] = None,
+    evals: EvalsOption = None,
     min_reward: Annotated[float | None, typer.Option(help="Smallest reward.")] = None,
     max_reward: Annotated[float | None, typer.Option(help="Largest reward.")] = None,
     failure: FailureOption = None,

@@ -13,6 +13,14 @@ from agentrl_cli.cli.eval_command import CheckpointOption, check_checkpoint
 from agentrl_cli.cli.train_command import ConfigOption, OverridesArgument
 
 _POLL_SECONDS = 0.1
+HostOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Address to listen at; one that other machines reach needs a key "
+        "[default: 127.0.0.1, or rollout.external.host with --online]",
+        metavar="ADDR",
+    ),
+]
 
 
 def serve_command(
@@ -23,14 +31,7 @@ def serve_command(
         int | None,
         typer.Option(min=1024, max=65535, help="Port; any free one otherwise.", metavar="N"),
     ] = None,
-    host: Annotated[
-        str | None,
-        typer.Option(
-            help="Address to listen at; one that other machines reach needs a key "
-            "[default: 127.0.0.1, or rollout.external.host with --online]",
-            metavar="ADDR",
-        ),
-    ] = None,
+    host: HostOption = None,
     api_key: Annotated[
         str | None,
         typer.Option(

@@ -48,7 +48,8 @@ def allowed_keys(config_class: type[BaseModel], key_path: Sequence[str | int]) -
 def is_list(config_class: type[BaseModel], key_path: Sequence[str | int]) -> bool:
     """True where the value at ``key_path`` may be a list."""
     annotation = functools.reduce(_find_annotation, key_path, config_class)
-    return tuple in map(typing.get_origin, (annotation, *typing.get_args(annotation)))
+    kinds = (annotation, *typing.get_args(annotation))
+    return any(typing.get_origin(kind) is tuple for kind in kinds)
 
 
 def _find_annotation(annotation: Any, part: str | int) -> Any:

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
-from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
+from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.errors import StoppedError
@@ -111,8 +111,8 @@ def try_input(config: ExperimentConfig, run: ResolvedRun, *, overwrite: bool) ->
     RunFolder.check_resumable(config, overwrite=overwrite)
     check_loggers(config)
     rows, unseen = {}, {}
-    for key in ("train_dataset", "valid_dataset"):
-        dataset: DatasetConfig | None = getattr(config, key)
+    datasets = {"train_dataset": config.train_dataset, "valid_dataset": config.valid_dataset}
+    for key, dataset in datasets.items():
         if dataset is not None and is_on_hub(dataset):
             unseen[f"{key}.path"] = dataset.path
         elif dataset is not None:
@@ -129,9 +129,9 @@ def try_input(config: ExperimentConfig, run: ResolvedRun, *, overwrite: bool) ->
                     workflow.check_rows(rows[key], key)
         else:
             # It would be built with the tokenizer.
-            for key in ("workflow_path", "reward_fn_path"):
-                if getattr(config, key) is not None:
-                    import_object(getattr(config, key), key)
+            import_object(config.workflow_path, "workflow_path")
+            if config.reward_fn_path is not None:
+                import_object(config.reward_fn_path, "reward_fn_path")
     if has_tokenizer:
         source.prepare()
     else:

@@ -187,7 +187,7 @@ class _Listener(socket.socket):
 
     __slots__ = ("_has_warned", "_spare")
 
-    def listen(self, backlog: int = _BACKLOG) -> None:  # type: ignore[override]
+    def listen(self, backlog: int = _BACKLOG) -> None:
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
         self._has_warned = False
         super().listen(backlog)

@@ -57,6 +57,7 @@ FULL = Trajectory(
             temperature=0.7,
             top_p=0.95,
             structural_tag="{}",
+            has_malformed_call=True,
             finish_reason="tool_calls",
             started=1,
             ended=2,
