@@ -24,7 +24,8 @@ _log = get_logger(__name__)
 #: In RAM, where there is one; also where Linux keeps semaphores.
 MEMORY_FOLDER = Path("/dev/shm")
 _PREFIX = "agentrl-"
-_LOCK_NAME = "lock"
+#: A name that no folder of anybody else's has by chance: what has it is deleted.
+_LOCK_NAME = "agentrl-scratch.lock"
 
 
 class ScratchFolder:
@@ -81,6 +82,6 @@ def name_semaphores() -> ScratchFolder:
     Their own name says nothing of whom they belong to.
     """
     folder = ScratchFolder("semaphores")
-    options = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    options["semprefix"] = f"/{folder.path.name}"
+    settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    settings["semprefix"] = f"/{folder.path.name}"
     return folder

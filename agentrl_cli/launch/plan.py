@@ -26,6 +26,8 @@ _VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 #: SGLang 0.5.23 keeps up to eight positions of the context for itself: of 512, a prompt may have
 #: 505 tokens, and prompt and completion together 510.
 _RESERVED_POSITIONS = 8
+#: The address of a socket has 107 bytes, of which its own name takes 37.
+_MAX_SOCKET_FOLDER_CHARS = 70
 
 _SGLANG_ENV = {
     # Otherwise logprobs are those at temperature 1, whatever the temperature was.
@@ -58,7 +60,7 @@ def build_plan(
     *,
     run_dir: str = "RUN_FOLDER",
     model_folder: str | None = None,
-    key_dir: str = "KEY_FOLDER",
+    private_dir: str = "PRIVATE_FOLDER",
 ) -> list[PlannedProcess]:
     """The processes of a run, the command's own first, then servers, then the trainer's ranks.
 
@@ -67,7 +69,8 @@ def build_plan(
         run: what it comes to on this machine.
         run_dir: of the run.
         model_folder: what servers load; None: ``model.path`` as it stands.
-        key_dir: folder of the files from which SGLang servers read their keys.
+        private_dir: folder of the files from which SGLang servers read their keys, and of the
+            sockets that servers leave behind when they are killed.
     """
     if run.is_one_process:
         devices = _format_devices(run.trainers[0])
@@ -75,7 +78,7 @@ def build_plan(
     plan = [PlannedProcess(name="command", role="command")]
     for server in run.servers:
         argv, env = _build_server_command(
-            config, run, server, model_folder or config.model.path, key_dir
+            config, run, server, model_folder or config.model.path, private_dir
         )
         devices = _format_devices(server.gpus)
         plan.append(
@@ -113,7 +116,7 @@ def _build_server_command(
     run: ResolvedRun,
     server: ResolvedServer,
     model_folder: str,
-    key_dir: str,
+    private_dir: str,
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """argv and environment of a server; its key is not among them."""
     env = {
@@ -122,6 +125,8 @@ def _build_server_command(
         # Else a file in the current folder that is named like a package would be imported.
         "PYTHONSAFEPATH": "1",
     }
+    if len(private_dir) <= _MAX_SOCKET_FOLDER_CHARS:
+        env["VLLM_RPC_BASE_PATH" if run.engine_kind == "vllm" else "TMPDIR"] = private_dir
     if not server.gpus:
         env["OMP_NUM_THREADS"] = str(run.num_server_threads)
     if all(Path(path).is_dir() for path in (model_folder, config.tokenizer_path or "/")):
@@ -130,7 +135,7 @@ def _build_server_command(
         argv = _list_vllm_words(config, run, server, model_folder)
         env |= _build_vllm_env(config, run, server)
     else:
-        key_path = f"{key_dir}/{server.name}.yaml"
+        key_path = f"{private_dir}/{server.name}.yaml"
         argv = _list_sglang_words(config, run, server, model_folder, key_path)
         env |= _SGLANG_ENV
     return (*argv, *config.engine.server_args), env

@@ -158,7 +158,7 @@ class Session:
         self._interactions: dict[str, Interaction] = {}
         self._num_calls = 0
         self._num_tokens = 0
-        self._opened = self._last_active = _read_clock()
+        self._opened = self._last_active = read_clock()
         self._max_kept = max_kept
         self._open_calls: dict[int, OpenCall] = {}
         self._call_ended = asyncio.Event()
@@ -353,7 +353,7 @@ class Session:
         """Seconds until the budget is used up, 0 or more; None: it has no end."""
         if self.budget.max_seconds is None:
             return None
-        return max(0.0, self._opened + self.budget.max_seconds - _read_clock())
+        return max(0.0, self._opened + self.budget.max_seconds - read_clock())
 
     def end_for_time(self) -> BudgetExceededError:
         """The error of a call that came, or was in flight, when the time was over."""
@@ -382,12 +382,12 @@ class Session:
 
     def touch(self) -> None:
         """Records that the session's client is active."""
-        self._last_active = _read_clock()
+        self._last_active = read_clock()
 
     @property
     def idle_seconds(self) -> float:
         """Seconds since the last activity; 0 while a call is in flight."""
-        return 0.0 if self._open_calls else _read_clock() - self._last_active
+        return 0.0 if self._open_calls else read_clock() - self._last_active
 
     def _keep(self, call: OpenCall, interaction: Interaction) -> None:
         self.touch()
@@ -418,7 +418,7 @@ class Session:
         return next(self._trajectory.clock)
 
 
-def _read_clock() -> float:
+def read_clock() -> float:
     """The event loop's clock, which may stand still while the process is stopped."""
     try:
         return asyncio.get_running_loop().time()

@@ -82,11 +82,13 @@ class ServerGroup:
         self._error: AgentrlError | None = None
         with ExitStack() as stack:
             self.run = _reserve_ports(config, run, stack)
-            key_dir = stack.enter_context(ScratchFolder("keys")).path
-            plan = build_plan(config, self.run, model_folder=model_folder, key_dir=str(key_dir))
+            private_dir = stack.enter_context(ScratchFolder("servers")).path
+            plan = build_plan(
+                config, self.run, model_folder=model_folder, private_dir=str(private_dir)
+            )
             servers = [process for process in plan if process.role == "engine"]
             self._supervisors = [
-                self._build_supervisor(process, server.port, key_dir)
+                self._build_supervisor(process, server.port, private_dir)
                 for process, server in zip(servers, self.run.servers, strict=True)
             ]
             self._stack = stack.pop_all()
@@ -94,14 +96,14 @@ class ServerGroup:
         self.processes = [supervisor.process for supervisor in self._supervisors]
 
     def _build_supervisor(
-        self, planned: PlannedProcess, port: int, key_dir: Path
+        self, planned: PlannedProcess, port: int, private_dir: Path
     ) -> ServerSupervisor:
         # Begins as keys do that agentrl's logs leave out.
         key = f"sk-{secrets.token_urlsafe(32)}"
         log_path = self._log_dir / f"{planned.name}.log"
         env = dict(planned.env)
         if self.run.engine_kind == "sglang":
-            path = key_dir / f"{planned.name}.yaml"
+            path = private_dir / f"{planned.name}.yaml"
             path.write_text(format_sglang_settings(key), encoding="utf-8")
         else:
             env["VLLM_API_KEY"] = key

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-import time
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +17,7 @@ from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.workflow import Attempt
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.credit import parse_reward
-from agentrl_cli.tracking.session import Session
+from agentrl_cli.tracking.session import Session, read_clock
 
 #: From a taken task to its open session; all that happens is that a client is made.
 _OPEN_SECONDS = 30.0
@@ -204,7 +203,7 @@ class TaskQueue:
         """Tasks of programs, by their name of the group; each in the place of a dataset's."""
         self._begun_groups: set[str] = set()
         self._changed = asyncio.Event()
-        self._asked_at = time.monotonic()
+        self._asked_at = read_clock()
         self._is_closed = False
 
     # -- for workflows --------------------------------------------------------------------
@@ -219,7 +218,7 @@ class TaskQueue:
         # The oldest first: its step waits for it.
         bisect.insort(self._pending, session, key=_order)
         self._wake()
-        waiting_since = time.monotonic()
+        waiting_since = read_clock()
         try:
             while not session.taken.done():
                 await asyncio.wait({session.taken}, timeout=self._find_patience(waiting_since))
@@ -243,7 +242,7 @@ class TaskQueue:
 
     def close(self, session: ExternalSession, state: str) -> None:
         """Remembers how a session ended."""
-        self._asked_at = time.monotonic()
+        self._asked_at = read_clock()
         self._open.pop(session.session.id, None)
         self._past[session.session.id] = state
         if len(self._past) > _MAX_PAST:
@@ -264,14 +263,14 @@ class TaskQueue:
         Raises:
             AdminError: none came in time, or what was asked for cannot be had.
         """
-        self._asked_at = time.monotonic()
+        self._asked_at = read_clock()
         if len(self._open) >= self._max_sessions:
             raise AdminError(
                 429,
                 "too_many_sessions",
                 f"{self._max_sessions} sessions are open (rollout.max_concurrent): end one first",
             )
-        session = await self._take(asked, time.monotonic() + min(asked.wait_seconds, _MAX_WAIT))
+        session = await self._take(asked, read_clock() + min(asked.wait_seconds, _MAX_WAIT))
         try:
             done, _ = await asyncio.wait({session.opened}, timeout=_OPEN_SECONDS)
         except asyncio.CancelledError:
@@ -330,7 +329,7 @@ class TaskQueue:
                 self._begun_groups.add(session.attempt.task.group_id)
                 session.taken.set_result(None)
                 return session
-            left = deadline - time.monotonic()
+            left = deadline - read_clock()
             if left <= 0:
                 raise self._describe_none(asked)
             with suppress(TimeoutError):
@@ -399,7 +398,7 @@ class TaskQueue:
         if self._open:
             return self._max_wait_seconds
         since = max(waiting_since, self._asked_at)
-        return max(0.0, since + self._max_wait_seconds - time.monotonic())
+        return max(0.0, since + self._max_wait_seconds - read_clock())
 
     def _wake(self) -> None:
         """Lets everybody who waits look again."""

@@ -235,9 +235,21 @@ def test_no_key_is_in_a_plan(kind: str) -> None:
     assert "--api-key" not in text
 
 
+@pytest.mark.parametrize(
+    ("kind", "variable"), [("vllm", "VLLM_RPC_BASE_PATH"), ("sglang", "TMPDIR")]
+)
+def test_sockets_of_servers_lie_where_the_next_start_removes_them(kind: str, variable: str) -> None:
+    config, run = make_config(engine={"kind": kind}), with_gpus("0", "1")
+    [server] = servers_of(build_plan(config, run, private_dir="/private"))
+    assert server.env[variable] == "/private"
+    # The address of a socket there would be too long for the system.
+    [server] = servers_of(build_plan(config, run, private_dir=f"/{'a' * 80}"))
+    assert variable not in server.env
+
+
 def test_an_sglang_server_is_named_and_placed() -> None:
     config = make_config(engine={"kind": "sglang", "tensor_parallel_size": 2})
-    server = servers_of(build_plan(config, with_gpus("3", "4", "7"), key_dir="/keys"))[0]
+    server = servers_of(build_plan(config, with_gpus("3", "4", "7"), private_dir="/keys"))[0]
     assert server.name == "sglang-0"
     assert server.env["CUDA_VISIBLE_DEVICES"] == "3,4"
     flags = ("--config", "--model-path", "--mem-fraction-static")

@@ -11,6 +11,7 @@ import pytest
 
 from agentrl_cli.rollout import background_loop
 from agentrl_cli.rollout.background_loop import BackgroundLoop
+from agentrl_cli.rollout.external.task_queue import TaskQueue
 from agentrl_cli.rollout.rollout_failures import DeadlineError, run_with_deadline
 from agentrl_cli.tracking.session import Budget, Session
 
@@ -170,9 +171,10 @@ def test_time_in_which_the_process_was_stopped_counts_against_no_deadline(monkey
     async def wait_over_night():
         nonlocal asleep
         budget = Session(object, budget=Budget(max_seconds=60.0))
+        queue = TaskQueue(max_wait_seconds=60.0, max_sessions=1)
         asleep = 8 * 3600.0
         await asyncio.sleep(0.05)
-        return budget.seconds_left
+        return min(budget.seconds_left, queue._find_patience(0.0))
 
     with BackgroundLoop() as loop:
         left = loop.run(run_with_deadline(wait_over_night(), 60.0, "the agent"), 60.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import os
 import signal
@@ -11,6 +12,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from pebble import ProcessPool
 
 from agentrl_cli.config.experiment import RolloutConfig, count_usable_cores
 from agentrl_cli.config.import_paths import import_object
@@ -59,6 +61,10 @@ def leave(completions):
 
 async def leave_async(completions):
     raise SystemExit(0)
+
+def work(completions):
+    time.sleep(0.3)
+    return 1.0
 
 def count(**kwargs):
     return {"reward": len(kwargs), "first": 1}
@@ -247,7 +253,28 @@ async def test_exit_in_a_reward_function_that_runs_in_a_thread():
         await AsyncRewardWrapper(leave)()
 
 
-def test_rewards_that_wait_for_each_other_do_not_end_the_run():
+async def test_a_call_that_waits_for_a_worker_is_not_late(wrap):
+    wrapper = wrap("work", timeout_seconds=1.0, num_workers=1)
+    assert await asyncio.gather(*[wrapper(completions="4") for _ in range(5)]) == [1.0] * 5
+
+
+async def test_a_call_whose_time_went_by_while_the_command_was_stopped_is_made_again(
+    wrap, monkeypatch
+):
+    schedule, stopped = ProcessPool.schedule, [TimeoutError()]
+
+    def schedule_later(pool, *arguments, **options):
+        calling = schedule(pool, *arguments, **options)
+        if stopped:
+            calling = concurrent.futures.Future()
+            calling.set_exception(stopped.pop())
+        return calling
+
+    monkeypatch.setattr(ProcessPool, "schedule", schedule_later)
+    assert await wrap("work")(completions="4") == 1.0
+
+
+def test_the_deadline_of_a_batch_counts_the_calls_that_wait_for_each_other():
     # Each of 64 calls may take just under its deadline, one after the other.
     rollout = RolloutConfig(reward_workers=2, reward_timeout_seconds=5.0, timeout_seconds=1.0)
     assert rollout.compute_deadline(64) >= 64 / 2 * 5.0 + 1.0

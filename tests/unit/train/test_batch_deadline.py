@@ -19,6 +19,8 @@ from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.train.loop import RunCoordinator
 
 TRAJECTORY_SECONDS = 660.0
+#: Of a trajectory's time, its reward function's.
+REWARD_SECONDS = 60.0
 #: What a deadline leaves besides, for whatever is not a trajectory.
 MARGIN_SECONDS = 60.0
 
@@ -61,8 +63,9 @@ def build_config(batch_size, n_samples, max_backup_tasks, max_staleness, max_con
     rollout = {
         "max_staleness": max_staleness,
         "max_concurrent": max_concurrent,
-        "timeout_seconds": TRAJECTORY_SECONDS - 60.0,
-        "reward_timeout_seconds": 60.0,
+        "timeout_seconds": TRAJECTORY_SECONDS - REWARD_SECONDS,
+        "reward_timeout_seconds": REWARD_SECONDS,
+        "reward_workers": 4,
     }
     if max_backup_tasks:
         rollout["filter"] = {"kind": "dynamic_sampling", "max_backup_tasks": max_backup_tasks}
@@ -122,9 +125,13 @@ def test_no_batch_takes_longer_than_its_deadline(
         loop.run_until_complete(train(loop))
 
 
-@pytest.mark.parametrize(("max_backup_tasks", "num_waves"), [(0, 6), (2, 9 + 3)])
-def test_the_deadline_by_hand(max_backup_tasks, num_waves):
+@pytest.mark.parametrize(
+    ("max_backup_tasks", "num_waves", "num_reward_waves"), [(0, 6, 12), (2, 9 + 3, 18)]
+)
+def test_the_deadline_by_hand(max_backup_tasks, num_waves, num_reward_waves):
     # 4 groups of 4 for 3 steps are 48 trajectories, 6 times 8; with 2 backup tasks a step 72,
-    # 9 times 8, and 3 groups may follow each other while places are free.
+    # 9 times 8, and 3 groups may follow each other while places are free. Four reward workers
+    # take them four at a time.
     config = build_config(4, 4, max_backup_tasks, max_staleness=2, max_concurrent=8)
-    assert compute_deadline(config) == MARGIN_SECONDS + num_waves * TRAJECTORY_SECONDS
+    seconds = num_waves * TRAJECTORY_SECONDS + num_reward_waves * REWARD_SECONDS
+    assert compute_deadline(config) == MARGIN_SECONDS + seconds
