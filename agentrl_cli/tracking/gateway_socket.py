@@ -40,6 +40,9 @@ _START_SECONDS = 20.0
 _STOP_SECONDS = 5.0
 _KEEP_ALIVE_SECONDS = 3600
 _BACKLOG = 2048
+#: asyncio takes as many connections in one round of its loop as its backlog has places: from
+#: strangers who connect again and again, hundreds, for which everyone else would wait.
+_ACCEPTS_AT_ONCE = 8
 #: Of the header of a request: as many bytes as Node's and h11's servers take, and as many lines as
 #: Apache's.
 _MAX_HEADER_BYTES = 16 * 2**10
@@ -132,9 +135,31 @@ class _Connection(HttpToolsProtocol):
         if not self._is_known and self._num_bytes > _MAX_STRANGER_BYTES:
             self.transport.abort()
             return
-        super().data_received(data)
-        is_long = self._num_bytes > _MAX_HEADER_BYTES or len(self.headers or ()) > _MAX_HEADER_LINES
-        if self._in_header and is_long and not self.transport.is_closing():
+        surplus = self._num_bytes - _MAX_HEADER_BYTES
+        if self._in_header and surplus > 0:
+            # Of a header no more is parsed than may be in it.
+            if start := data[:-surplus]:
+                super().data_received(start)
+            if self._in_header:
+                self._refuse_header()
+                return
+            data = data[-surplus:]
+        if not self.transport.is_closing():
+            super().data_received(data)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if len(self.headers) >= _MAX_HEADER_LINES:
+            raise ValueError("ends the parsing")
+        super().on_header(name, value)
+
+    def send_400_response(self, msg: str) -> None:
+        if len(self.headers or ()) >= _MAX_HEADER_LINES:
+            self._refuse_header()
+        else:
+            super().send_400_response(msg)
+
+    def _refuse_header(self) -> None:
+        if not self.transport.is_closing():
             self.transport.write(_HEADER_REFUSAL)
             self.transport.close()
 
@@ -187,10 +212,10 @@ class _Listener(socket.socket):
 
     __slots__ = ("_has_warned", "_spare")
 
-    def listen(self, backlog: int = _BACKLOG) -> None:  # type: ignore[override]
+    def listen(self, _backlog: int = 0) -> None:  # type: ignore[override]
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
         self._has_warned = False
-        super().listen(backlog)
+        super().listen(_BACKLOG)
 
     def accept(self) -> tuple[socket.socket, Any]:
         try:
@@ -291,7 +316,7 @@ class GatewaySocket:
             self._app,
             interface="asgi3",
             http=partial(_Connection, gateway=self),  # type: ignore[arg-type]
-            backlog=_BACKLOG,
+            backlog=_ACCEPTS_AT_ONCE,
             # Its warnings are of what strangers send, as often as they like.
             log_level="error",
             access_log=False,
