@@ -17,7 +17,7 @@ Open = Callable[..., TrackingClient]
 _SECONDS = 12.0
 _MIB = 2**20
 ATTACKER = """
-import asyncio, resource, sys
+import asyncio, contextlib, resource, sys
 attack, port, num = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
@@ -32,9 +32,10 @@ async def strike(writer):
         line = b" " * 65536
     else:
         writer.write(START)
-    while True:
-        writer.write(line)
-        await writer.drain()
+    with contextlib.suppress(OSError):
+        while True:
+            writer.write(line)
+            await writer.drain()
 async def attack_for_ever():
     while True:
         try:
