@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from agentrl_cli.errors import AgentrlError
+from agentrl_cli.log import sanitize
 
 #: What shells expect of a command that Ctrl-C ended.
 EXIT_INTERRUPTED = 130
@@ -82,7 +83,7 @@ def _report_unexpected(error: Exception) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(sanitize(text), file=sys.stderr, flush=True)
 
 
 #: SIGTERM is what a cluster's scheduler sends before it kills.

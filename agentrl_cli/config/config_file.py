@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from agentrl_cli.config.config_schema import allowed_keys
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import ConfigError, format_nearest
+from agentrl_cli.secret_masking import hide_secrets, mask_secrets
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 KeyPath = tuple[str | int, ...]
@@ -65,6 +66,7 @@ def load_config_as(
     for text in overrides:
         parts, value = _parse_override(text)
         overridden[_set_key(data, parts, value, text)] = text
+    hide_secrets(data)
     try:
         config_class.model_validate(data)
     except ValidationError as error:
@@ -96,8 +98,10 @@ def load_config_as(
 
 
 def dump_config(config: BaseModel) -> str:
-    """The resolved configuration as YAML, every default written out."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """The resolved configuration as YAML, every default written out and secrets masked."""
+    return yaml.safe_dump(
+        mask_secrets(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True
+    )
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:

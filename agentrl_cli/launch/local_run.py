@@ -23,7 +23,7 @@ from agentrl_cli.launch.trainer import (
 )
 from agentrl_cli.log import Observer, file_log
 from agentrl_cli.rollout.background_loop import BackgroundLoop
-from agentrl_cli.store.resume_check import find_secrets
+from agentrl_cli.secret_masking import find_secrets
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 from agentrl_cli.train.loop import StopFlag
 

@@ -277,6 +277,8 @@ class RunFolder:
             StoreError: the disk is full, or the file cannot be written to.
         """
         path = self._metrics_path
+        with store_errors(path):
+            path.touch(0o600)
         with store_errors(path), path.open("ab", buffering=0) as file:
             append_whole(file, _format_metrics(metrics).encode())
             os.fsync(file.fileno())

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from agentrl_cli.config.experiment import ExperimentConfig, LoggerConfig
 from agentrl_cli.errors import MissingExtraError
+from agentrl_cli.secret_masking import mask_secrets
 
 
 class MetricsLogger(Protocol):
@@ -74,7 +75,7 @@ class WandbLogger:
             id=f"{config.experiment_name}-{config.trial_name}",
             resume="allow",
             dir=str(run_dir),
-            config=config.model_dump(mode="json"),
+            config=mask_secrets(config.model_dump(mode="json")),
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
