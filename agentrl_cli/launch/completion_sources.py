@@ -24,6 +24,7 @@ from agentrl_cli.models.builtin_models import resolve_model_folder
 from agentrl_cli.models.pretrained import load_tokenizer_of, open_whole_model
 from agentrl_cli.models.sft_training import CheckStop, never_stop
 from agentrl_cli.rollout.background_loop import BackgroundLoop
+from agentrl_cli.store.checksums import check_checksums
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.endpoint import EndpointGateway
 from agentrl_cli.tracking.formats.format_choice import describe_fallback
@@ -65,6 +66,7 @@ class EngineSource:
         self.run = run
         self.label = "model"
         if checkpoint is not None:
+            check_checksums(checkpoint)
             self.label = f"checkpoint-{_as_file_name(checkpoint.name)}"
         self._config = config
         self._model_path = str(checkpoint or config.model.path)

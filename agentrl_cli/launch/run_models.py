@@ -12,6 +12,7 @@ from agentrl_cli.errors import ModelError
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.models.builtin_models import resolve_model_folder
 from agentrl_cli.models.pretrained import load_model
+from agentrl_cli.store.checksums import check_checksums
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.ranks import SINGLE, Ranks
 
@@ -60,6 +61,7 @@ def load_learner(
     learner = ranks.in_turn(load)
     found = ranks.broadcast(None if checkpoint is None else str(checkpoint))
     if found is not None:
+        check_checksums(Path(found))
         learner.load(found)
     return learner
 

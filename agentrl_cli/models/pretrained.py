@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,11 +22,13 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from agentrl_cli.errors import ModelError, format_nearest
+from agentrl_cli.errors import MissingExtraError, ModelError, format_nearest
 from agentrl_cli.models.chat_templates import REMEDY, read_chat_template
 from agentrl_cli.models.lora import ADAPTER_CONFIG_NAME, import_peft, is_adapter_folder
 
-_LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+#: agentrl never runs code that a model brings, and unpickles nothing.
+_SAFE_LOADING: Any = {"trust_remote_code": False}
+_SAFE_WEIGHTS: Any = {**_SAFE_LOADING, "use_safetensors": True}
 #: Of tensors in a message.
 _MAX_NAMES = 8
 
@@ -52,8 +53,8 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
             "or copy tokenizer.json and tokenizer_config.json into the folder"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except _LOADING_ERRORS as error:
+        tokenizer = AutoTokenizer.from_pretrained(path, **_SAFE_LOADING)
+    except Exception as error:
         raise ModelError(_explain(path, "tokenizer", error)) from error
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
@@ -101,7 +102,9 @@ def load_model(
         else:
             try:
                 model = make_savable(_load_complete(path, number_type, needs_head=needs_head))
-            except _LOADING_ERRORS as error:
+            except ModelError:
+                raise
+            except Exception as error:
                 raise ModelError(_explain(path, "model", error)) from error
     model = model.to(device).eval()
     _check_finite(model, path)
@@ -115,7 +118,7 @@ def _load_complete(path: str, dtype: torch.dtype, *, needs_head: bool = True) ->
         ModelError: naming them.
     """
     model, report = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, output_loading_info=True
+        path, dtype=dtype, output_loading_info=True, **_SAFE_WEIGHTS
     )
     missing = set(report["missing_keys"])
     if not needs_head and (head := model.get_output_embeddings()) is not None:
@@ -181,7 +184,9 @@ def load_merged_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel
             merged: PreTrainedModel = peft.PeftModel.from_pretrained(
                 _load_complete(base, dtype), str(folder)
             ).merge_and_unload()
-    except (*_LOADING_ERRORS, UserWarning) as error:
+    except MissingExtraError:
+        raise
+    except Exception as error:
         raise ModelError(
             f"{folder}: this adapter was trained on {base!r} (base_model_name_or_path in "
             f"{ADAPTER_CONFIG_NAME}), with which it cannot be loaded: {type(error).__name__}: "
@@ -202,7 +207,7 @@ def open_whole_model(folder: str, dtype: str) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory(prefix="agentrl-merged-") as merged:
         load_merged_model(folder, getattr(torch, dtype)).save_pretrained(merged)
-        AutoTokenizer.from_pretrained(folder).save_pretrained(merged)
+        AutoTokenizer.from_pretrained(folder, **_SAFE_LOADING).save_pretrained(merged)
         yield merged
 
 
@@ -220,6 +225,11 @@ def without_progress_bars() -> Iterator[None]:
 
 def _explain(path: str, what: str, error: Exception) -> str:
     first_lines = " ".join(str(error).split())[:300].rstrip(".")
+    if "trust_remote_code" in first_lines:
+        return (
+            f"{path}: its {what} brings its own code (auto_map), which agentrl never runs. Type "
+            "model.path= with a model whose architecture transformers has itself"
+        )
     if Path(path).is_dir():
         return (
             f"{path}: its {what} cannot be loaded: {type(error).__name__}: {first_lines}. Type "
@@ -285,8 +295,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, model_path: str) -> None
         ModelError: naming the first id too many and the size of the vocabulary.
     """
     try:
-        model_config = AutoConfig.from_pretrained(model_path)
-    except _LOADING_ERRORS as error:
+        model_config = AutoConfig.from_pretrained(model_path, **_SAFE_LOADING)
+    except Exception as error:
         raise ModelError(_explain(model_path, "config.json", error)) from error
     vocab_size = model_config.get_text_config().vocab_size
     largest = _find_largest_id(tokenizer)
@@ -303,7 +313,14 @@ def _find_largest_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """The largest id that text, a turn of the chat template, or its end is made of."""
     added = set(tokenizer.get_added_vocab().values())
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
-    turn = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    try:
+        turn = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:
+        raise ModelError(
+            f"{tokenizer.name_or_path}: its chat template does not render one question with its "
+            f"answer: {type(error).__name__}: {' '.join(str(error).split())[:300]}. {REMEDY}, or "
+            "correct the template"
+        ) from error
     made = {*tokenizer.encode(turn, add_special_tokens=False), tokenizer.eos_token_id}
     return max(made | (set(tokenizer.get_vocab().values()) - added))
 

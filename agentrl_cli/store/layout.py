@@ -19,6 +19,8 @@ PENDING = "pending"
 CHECKPOINTS = "checkpoints"
 #: In the run's folder and in each checkpoint's: the next step, and what identifies the rows.
 DATA_CURSOR = "data_cursor.json"
+#: In a checkpoint's folder: the SHA-256 of each of its files.
+CHECKSUMS = "checksums.json"
 LOGS = "logs"
 LOCK = ".lock"
 #: Held by a trainer that is a process of its own, while its command holds ``LOCK``.

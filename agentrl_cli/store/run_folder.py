@@ -15,7 +15,8 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.records import Trajectory
 from agentrl_cli.store import layout
-from agentrl_cli.store.atomic_files import append_whole, atomic_folder, store_errors, write_text
+from agentrl_cli.store.atomic_files import append_whole, store_errors, write_text
+from agentrl_cli.store.checksums import checksummed_folder
 from agentrl_cli.store.folder_lock import FolderLock, check_held_by
 from agentrl_cli.store.manifest import write_manifest
 from agentrl_cli.store.pending_trajectories import PendingTrajectories
@@ -32,6 +33,7 @@ ALARM_PREFIX = "alarm_"
 #: How long the trainer of a killed command, which is killed too, may take to end.
 _ORPHAN_SECONDS = 20.0
 _PASS_AT = "pass_at_"
+_NUMBERS = (int, float, type(None))
 
 
 class RunFolder:
@@ -294,9 +296,9 @@ class RunFolder:
         for line in text.splitlines():
             try:
                 data = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(data, dict):
+            if isinstance(data, dict) and all(isinstance(v, _NUMBERS) for v in data.values()):
                 lines.append({k: math.nan if v is None else v for k, v in data.items()})
         return lines
 
@@ -324,7 +326,7 @@ class RunFolder:
 
     def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
         """A folder to write a checkpoint into; it appears once the block ends without an error."""
-        return atomic_folder(self.path / layout.CHECKPOINTS / layout.step_name(step))
+        return checksummed_folder(self.path / layout.CHECKPOINTS / layout.step_name(step))
 
     def list_checkpoints(self) -> list[tuple[int, Path]]:
         """Complete checkpoints, oldest first."""
