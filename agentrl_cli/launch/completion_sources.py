@@ -22,6 +22,7 @@ from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
 from agentrl_cli.log import Observer
 from agentrl_cli.models.builtin_models import resolve_model_folder
 from agentrl_cli.models.pretrained import (
+    check_model_files,
     check_weight_files,
     load_tokenizer_of,
     open_whole_model,
@@ -110,6 +111,7 @@ class EngineSource:
         if self._servers is None:
             self.run = with_server_package(self.run, self._config)
         ChatTemplate(self.tokenizer, ReplyFormats()).check_shown(PLAIN_CONVERSATION)
+        check_model_files(self.model_folder)
 
     def start_servers(self, log_dir: Path, stack: ExitStack) -> RunningServers:
         """Where the servers are; begins to start those that nobody else has."""

@@ -143,6 +143,27 @@ def _load_complete(path: str, dtype: torch.dtype, *, needs_head: bool = True) ->
     return cast("PreTrainedModel", model)
 
 
+def check_model_files(path: str) -> None:
+    """Returns if what a folder has of a model can be read, without its weights: a second at most.
+
+    Raises:
+        ModelError: naming what is missing or damaged.
+    """
+    folder = Path(path)
+    if not folder.is_dir() or is_adapter_folder(path):
+        return
+    try:
+        AutoConfig.from_pretrained(path, **_SAFE_LOADING)
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError("no *.safetensors (pickled weights are never loaded)")
+        for file in files:
+            with safe_open(file, framework="pt"):
+                pass
+    except Exception as error:
+        raise ModelError(_explain(path, "model", error)) from error
+
+
 def check_weight_files(path: str) -> None:
     """As :func:`load_model` does, without loading the model: for servers that would sample of it.
 
@@ -256,8 +277,9 @@ def _explain(path: str, what: str, error: Exception) -> str:
             f"{path}: its {what} cannot be loaded: {type(error).__name__}: {first_lines}. Type "
             "model.path= with a folder that holds config.json, tokenizer.json and *.safetensors"
         )
+    found = "a file, not a folder" if Path(path).exists() else "no folder of that name"
     return (
-        f"{path}: no folder of that name, and no {what} came from the hub: "
+        f"{path}: {found}, and no {what} came from the hub: "
         f"{type(error).__name__}: {first_lines}. Allowed: a folder, a hub id such as "
         "Qwen/Qwen2.5-1.5B-Instruct (with a connection or in the cache; gated ones need `hf auth "
         "login`), or builtin:calculator"
