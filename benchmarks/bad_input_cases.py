@@ -112,14 +112,13 @@ CASES: tuple[Case, ...] = (
         ("a template that is no text", "model.chat_template=rows.parquet"),
         ("pickled weights", "model.path=bad-models/pickle"),
         ("auto_map in config.json", "model.path=bad-models/auto-map"),
-        ("auto_map of the tokenizer", "model.path=bad-models/tokenizer-auto-map"),
         ("damaged Parquet rows", "train_dataset.path=rows.parquet"),
     ),
     Case(
         _HOSTILE,
         "a byte order mark in a CSV file (the column is question)",
         ["train", "-c", "ok.yaml", "train_dataset.path=bom.csv", "reward_fn_path=rewards.py:asks"],
-        words="question, answer",
+        words="answer, question",
     ),
     *_dry(
         _HOSTILE,
@@ -143,7 +142,10 @@ CASES: tuple[Case, ...] = (
     ),
     *_damaged(
         ("a flipped byte in a checkpoint", "eval -c ok.yaml --checkpoint damaged"),
-        ("garbled trajectories", "inspect-trajectories run --step 1"),
+        (
+            "a garbled saved configuration",
+            "train -c ok.yaml output_dir=. experiment_name=garbled",
+        ),
     ),
     *_commands(
         _HOSTILE,
@@ -155,7 +157,22 @@ CASES: tuple[Case, ...] = (
         ("half a surrogate pair in conversations", "sft -c sft-half.yaml"),
         ("conversations nested 100,000 deep", "sft -c sft-deep.yaml"),
     ),
-    Case(_HOSTILE, "garbled metrics", ["inspect-trajectories", "run"], exit_code=0, words="1"),
+    Case(_HOSTILE, "garbled metrics", ["inspect-trajectories", "run"], exit_code=0, words="step 1"),
+    Case(
+        _HOSTILE,
+        "garbled trajectories of one step",
+        ["inspect-trajectories", "run", "--step", "all"],
+        exit_code=0,
+        words="is damaged",
+    ),
+    Case(
+        _LATE,
+        "auto_map of a tokenizer (transformers' own is used)",
+        ["eval", "-c", "ok.yaml", "model.path=bad-models/tokenizer-auto-map"],
+        exit_code=0,
+        words="mean reward",
+        starts=True,
+    ),
     Case(
         _LATE,
         "a reward of 1e308",
@@ -288,7 +305,6 @@ CASES: tuple[Case, ...] = (
         ("an experiment for sft", "sft -c ok.yaml"),
         ("a file as folder of runs", "train -c ok.yaml output_dir=agents.py"),
         ("a folder of runs that cannot be", "train -c ok.yaml output_dir=/proc/runs"),
-        ("a garbled saved configuration", "train -c ok.yaml output_dir=. experiment_name=garbled"),
     ),
 )  # fmt: skip
 
@@ -320,7 +336,7 @@ def fill_desk() -> None:
         "empty.jsonl": "", "broken.jsonl": '{"question": \n', "list.jsonl": "[1]\n",
         "object.json": '{"question": "1"}', "run/config.yaml": _CONFIG,
         "run/metrics.jsonl": '{"step": "x"}\n\0\ufffd\n[1]\n{"step": 1, "reward_mean": 0.5}\n{"st',
-        "run/trajectories/step-000001.parquet": "PAR1", "garbled/default/config.yaml": "{\0",
+        "run/trajectories/step-000001.parquet": "PAR1", "garbled/t0/config.yaml": "{\0",
     }  # fmt: skip
     contents = {
         "rows.jsonl": _ROW * 4,

@@ -118,16 +118,21 @@ def _load_complete(path: str, dtype: torch.dtype, *, needs_head: bool = True) ->
     Raises:
         ModelError: naming them.
     """
+    # Tensors of another shape are reported like missing ones, and so refused like them.
     model, report = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, output_loading_info=True, **_SAFE_WEIGHTS
+        path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **_SAFE_WEIGHTS
     )
-    missing = set(report["missing_keys"])
+    misshapen = {name for name, *_ in report["mismatched_keys"]}
+    missing = {*report["missing_keys"], *misshapen}
     if not needs_head and (head := model.get_output_embeddings()) is not None:
         heads = [name for name, module in model.named_modules() if module is head]
         missing = {name for name in missing if name.rpartition(".")[0] not in heads}
     if missing:
         unused = report["unexpected_keys"]
-        lies = f" It holds {_list_names(unused)}, which that model does not have." if unused else ""
+        lies = f" {len(misshapen)} of them are there in another shape." if misshapen else ""
+        lies += (
+            f" It holds {_list_names(unused)}, which that model does not have." if unused else ""
+        )
         raise ModelError(
             f"{path}: its *.safetensors lack weights of the {type(model).__name__} that its "
             f"config.json describes: {_list_names(missing)}.{lies} They would be random numbers. "
@@ -255,12 +260,15 @@ def open_whole_model(folder: str, dtype: str) -> Iterator[str]:
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Hides transformers' own bars: agentrl shows one of its own."""
+    """Hides transformers' own bars and reports: agentrl shows, and says, what matters of them."""
     shown = transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
+        transformers_logging.set_verbosity(verbosity)
         if shown:
             transformers_logging.enable_progress_bar()
 

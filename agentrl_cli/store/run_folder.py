@@ -65,8 +65,7 @@ class RunFolder:
             StoreError: it cannot be written to.
         """
         path = run_dir_of(config)
-        with store_errors(path):
-            path.mkdir(parents=True, exist_ok=True)
+        _make_folder(path)
         lock = FolderLock(path / layout.LOCK)
         try:
             if (path / layout.TRAINER_LOCK).exists():
@@ -124,9 +123,8 @@ class RunFolder:
         everything, also while the run continues.
         """
         path = run_dir_of(config)
-        with store_errors(path):
-            for name in (layout.TRAJECTORIES, layout.LOGS):
-                (path / name).mkdir(parents=True, exist_ok=True)
+        for name in (layout.TRAJECTORIES, layout.LOGS):
+            _make_folder(path / name)
         return cls(path)
 
     @classmethod
@@ -410,6 +408,17 @@ def _format_metrics(metrics: Mapping[str, float]) -> str:
     # JSON has no NaN and no infinity, and strict readers refuse what Python writes for them.
     finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
     return json.dumps(finite) + "\n"
+
+
+def _make_folder(path: Path) -> None:
+    with store_errors(path):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+            raise RunFolderError(
+                f"output_dir: the folder {path} cannot be made: {error.strerror}. Type "
+                "output_dir=FOLDER, with one that is, or can be, a folder"
+            ) from None
 
 
 def _empty(path: Path) -> None:
