@@ -11,9 +11,10 @@ import pytest
 
 from agentrl_cli.config.config_file import load_config
 from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
-from agentrl_cli.errors import ConfigError, DatasetError, ModelError, StoreError
+from agentrl_cli.errors import ConfigError, DatasetError, ModelError, RunFolderError, StoreError
 from agentrl_cli.rollout.dataset import load_rows
 from agentrl_cli.store.checksums import check_checksums, checksummed_folder
+from agentrl_cli.store.resume_check import load_saved_config
 from agentrl_cli.tracking.credit import parse_reward
 
 BASE = (
@@ -191,6 +192,64 @@ def test_model_folders_that_cannot_be_loaded(tmp_path, config, words) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
     with pytest.raises(ModelError, match=words):
         load_model(str(tmp_path), "float32", "cpu")
+
+
+def test_pipes_are_not_waited_for(tmp_path) -> None:
+    from agentrl_cli.config.sft_config import SftDatasetConfig
+    from agentrl_cli.models import sft_rows
+    from agentrl_cli.models.chat_templates import read_chat_template
+
+    pipe = tmp_path / "p.jsonl"
+    os.mkfifo(pipe)
+    with pytest.raises(ModelError, match="pipe"):
+        read_chat_template(str(pipe))
+    with pytest.raises(DatasetError, match="pipe"):
+        sft_rows.load_rows(SftDatasetConfig(path=str(pipe)))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"messages": [{"role": "assistant", "content": "\\ud83d"}]}', "surrogate"),
+        ('{"messages": ' + "[" * 100_000, "recursion"),
+    ],
+)
+def test_conversations_that_cannot_be_used(tmp_path, line, words) -> None:
+    from agentrl_cli.config.sft_config import SftDatasetConfig
+    from agentrl_cli.models import sft_rows
+
+    (tmp_path / "t.jsonl").write_text(line)
+    with pytest.raises(DatasetError, match=words):
+        sft_rows.load_rows(SftDatasetConfig(path=str(tmp_path / "t.jsonl")))
+
+
+def test_a_file_is_no_folder_of_runs(folder_of_run) -> None:
+    from agentrl_cli.store.run_folder import RunFolder
+
+    config = load_saved_config(folder_of_run.path)
+    config = config.model_copy(update={"output_dir": str(folder_of_run.path / "config.yaml")})
+    for open_folder in (RunFolder.create_or_resume, RunFolder.for_evaluation):
+        with pytest.raises(RunFolderError, match="Type output_dir="):
+            open_folder(config)
+
+
+def test_files_of_a_model_are_looked_at_before_anything_is_written(tmp_path) -> None:
+    """Of pickled weights, none, and those cut off; the first is in order."""
+    import torch
+    from safetensors.torch import save_file
+
+    from agentrl_cli.models.pretrained import check_model_files
+
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    weights = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(100)}, weights)
+    check_model_files(str(tmp_path))
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(ModelError, match="SafetensorError"):
+        check_model_files(str(tmp_path))
+    weights.rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="pickled weights are never loaded"):
+        check_model_files(str(tmp_path))
 
 
 def test_a_template_that_raises_is_refused(tmp_path) -> None:
