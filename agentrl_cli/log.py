@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-#: Anything that looks like a bearer token or an API key, whoever formatted it.
-_SECRET = re.compile(r"(sk-[A-Za-z0-9_\-]{6,}|(?<=[Bb]earer )\S+)")
+from agentrl_cli.secret_masking import mask_text
 
 
-def mask_keys(text: str) -> str:
-    """The text with ``***`` for every key in it."""
-    return _SECRET.sub("***", text)
+def clean(text: str) -> str:
+    """``text`` with control characters spelled out: a model must not move the cursor."""
+    return "".join(c if c in "\n\t" or c.isprintable() else _spell(c) for c in text)
+
+
+def sanitize(text: str) -> str:
+    """``text`` as a terminal or a log may have it: cleaned, and its secrets masked."""
+    return clean(mask_text(text))
+
+
+def _spell(character: str) -> str:
+    # Python's own escape, so that \x1b reads as \x1b.
+    return character.encode("unicode_escape").decode()
 
 
 class SecretFilter(logging.Filter):
-    """Replaces keys by ``***`` in the final message of every record."""
+    """Replaces secrets by ``***`` and spells control characters in the message of every record."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         message = record.getMessage()
-        masked = mask_keys(message)
+        masked = sanitize(message)
         if masked != message:
             record.msg, record.args = masked, ()
         return True
@@ -49,6 +57,7 @@ def get_logger(name: str) -> logging.Logger:
 @contextmanager
 def file_log(path: Path, level: int = logging.INFO) -> Iterator[None]:
     """Sends agentrl's records to ``path`` too, inside the block."""
+    path.touch(0o600)
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handler.addFilter(SecretFilter())

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from agentrl_cli.errors import AgentrlError
+from agentrl_cli.log import sanitize
 
 #: What shells expect of a command that a signal ended: this plus its number.
 _EXIT_SIGNALLED = 128
@@ -119,7 +120,7 @@ def _report_unexpected(error: Exception) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(sanitize(text), file=sys.stderr, flush=True)
 
 
 #: SIGTERM is what a cluster's scheduler sends before it kills.

@@ -6,6 +6,7 @@ import datetime
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from agentrl_cli.config.config_schema import allowed_keys, is_list
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.key_names import describe_foreign_key
 from agentrl_cli.errors import ConfigError, format_nearest
+from agentrl_cli.secret_masking import hide_secrets, mask_secrets
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 KeyPath = tuple[str | int, ...]
@@ -31,6 +33,9 @@ _EXPECTED = {
     "model_attributes_type": "a mapping (key: value lines)",
     "tuple_type": "a list",
 }
+
+#: Of a file, with aliases written out: more are a mistake, or made to fill the memory.
+_MAX_KEYS = 100_000
 
 #: What YAML makes of a plain word that is no text.
 _SCALARS = (bool, int, float, datetime.date)
@@ -66,6 +71,7 @@ def load_config_as(
     for text in overrides:
         parts, value = _parse_override(text)
         overridden[_set_key(config_class, data, parts, value, text)] = text
+    hide_secrets(data)
     try:
         config_class.model_validate(data)
     except ValidationError as error:
@@ -98,34 +104,56 @@ def load_config_as(
 
 
 def dump_config(config: BaseModel) -> str:
-    """The resolved configuration as YAML, every default written out."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """The resolved configuration as YAML, every default written out and secrets masked."""
+    return yaml.safe_dump(
+        mask_secrets(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True
+    )
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """The file's data, and the line (from 1) of every key in it."""
     if not path.is_file():
-        problem = "is a folder, not a file" if path.is_dir() else "no such file"
+        problem = "no such file"
+        if path.exists():
+            problem = f"is a {'folder' if path.is_dir() else 'pipe or device'}, not a file"
         raise ConfigError(f"{path}: {problem}; {_format_nearest_file(path)}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as text: {error}") from None
     try:
-        node = yaml.compose(text, Loader=_Loader)
-        lines = dict(_walk_lines(node, (), path)) if node is not None else {}
-        data = yaml.load(text, Loader=_Loader)
+        data, lines = _parse_yaml(text, path)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark is not None else str(path)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigError(f"{where}: not valid YAML: {problem}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply: write it with fewer levels") from None
+    except ValueError as error:
+        # Of what looks like a date or a number and is none.
+        raise ConfigError(
+            f"{path}: a value cannot be read: {error}. Put it in quotes if it is text"
+        ) from None
     if not isinstance(data, dict):
         raise ConfigError(
             f"{path}:1: a configuration is a mapping (key: value lines), "
             f"this file holds {_show(data)}"
         )
     return data, lines
+
+
+def _parse_yaml(text: str, path: Path) -> tuple[Any, dict[KeyPath, int]]:
+    """The data of a document, and the line of every key; aliases are not followed without end."""
+    node = yaml.compose(text, Loader=_Loader)
+    walked = _walk_lines(node, (), path) if node is not None else iter(())
+    lines = dict(islice(walked, _MAX_KEYS + 1))
+    if len(lines) > _MAX_KEYS:
+        raise ConfigError(
+            f"{path}: holds more than {_MAX_KEYS:,} keys and list entries, aliases (*name) written "
+            "out. Allowed: fewer. Put rows into a file, and its path under train_dataset.path"
+        )
+    return yaml.load(text, Loader=_Loader), lines
 
 
 def _format_nearest_file(path: Path) -> str:
@@ -169,10 +197,11 @@ def _parse_override(text: str) -> tuple[list[str], Any]:
     if not equals or not all(parts):
         raise ConfigError(f"override {text!r}: expected KEY=VALUE, for example gconfig.n_samples=8")
     try:
-        return parts, yaml.load(raw, Loader=_Loader) if raw else ""
-    except yaml.YAMLError as error:
+        return parts, _parse_yaml(raw, Path(f"override {key}="))[0] if raw else ""
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"override {text!r}: the value is not valid YAML: {getattr(error, 'problem', error)}"
+            f"override {text!r:.200}: the value is not valid YAML: "
+            f"{getattr(error, 'problem', None) or error}"
         ) from None
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 import typing
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 _T = TypeVar("_T")
 
@@ -16,13 +17,55 @@ _RESUME_SAFE = "resume-safe"
 #: fast, how long or what is kept, not what is learned. For a section it holds for all its keys.
 ResumeSafe = Annotated[_T, _RESUME_SAFE]
 
+#: The largest numbers that clocks, schedulers and generators take, by name; the first name counts.
+_LARGEST: tuple[tuple[re.Pattern[str], float], ...] = (
+    (re.compile(r".*_seconds"), 1_000_000),
+    (re.compile(r"num_(threads|workers|processes|servers)|reward_workers"), 1024),
+    (re.compile(r".*"), 2**32 - 1),
+)
+_LOCAL_PATH = re.compile(r"path|.*_path|.*dir|chat_template")
+
 
 class StrictConfig(BaseModel):
     """Frozen, no unknown keys, no silent conversions; attribute docstrings are the reference."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
+
+    @field_validator("*")
+    @classmethod
+    def _is_within_reach(cls, value: Any, info: ValidationInfo) -> Any:
+        name = info.field_name or ""
+        if isinstance(value, int | float):
+            largest = next(limit for pattern, limit in _LARGEST if pattern.fullmatch(name))
+            # A learning rate may be anything; the numbers that a machine counts with may not.
+            if value > largest and (isinstance(value, int) or name.endswith("_seconds")):
+                raise ValueError(f"{value} is too large. Allowed: up to {largest:,}")
+        elif isinstance(value, str) and _LOCAL_PATH.fullmatch(name):
+            check_local_path(value)
+        return value
+
+
+def check_local_path(path: str) -> None:
+    """Refuses what is neither a path of this machine nor a name.
+
+    Raises:
+        ValueError: says what to type instead.
+    """
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.\-]*)://", path)
+    if scheme or re.match(r"[A-Za-z]:[\\/]", path):
+        kind = "an address" if scheme else "a Windows path"
+        raise ValueError(
+            f"{path!r} is {kind}, and this key takes names and paths of this machine. Copy it to "
+            "a folder here (under WSL, C:\\ is /mnt/c/), and type that folder's path"
+        )
+    if "\0" in path:
+        raise ValueError(f"{path!r} holds a NUL character, which no path may have. Remove it")
 
 
 def is_resume_safe(config_class: type[BaseModel], key_path: Sequence[str]) -> bool:

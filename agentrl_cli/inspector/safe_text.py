@@ -9,10 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-
-def clean(text: str) -> str:
-    """``text`` with control characters spelled out: a model must not move the cursor."""
-    return "".join(c if c in "\n\t" or (c.isprintable() or c == " ") else _spell(c) for c in text)
+from agentrl_cli.log import clean
 
 
 def one_line(text: str, width: int) -> str:
@@ -86,11 +83,6 @@ _ROLE_STYLES = {
     "assistant": "bold green",
     "tool": "bold magenta",
 }
-
-
-def _spell(character: str) -> str:
-    # Python's own escape, so that \x1b reads as \x1b.
-    return character.encode("unicode_escape").decode()
 
 
 def _to_json(value: Any) -> str:

@@ -21,13 +21,14 @@ from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
 from agentrl_cli.log import Observer
 from agentrl_cli.models.builtin_models import resolve_model_folder
 from agentrl_cli.models.pretrained import (
-    check_model_folder,
+    check_model_files,
     check_weight_files,
     load_tokenizer_of,
     open_whole_model,
 )
 from agentrl_cli.models.sft_training import CheckStop, never_stop
 from agentrl_cli.rollout.background_loop import BackgroundLoop
+from agentrl_cli.store.checksums import check_checksums
 from agentrl_cli.store.layout import parse_label
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.endpoint import EndpointGateway
@@ -70,6 +71,7 @@ class EngineSource:
         self.run = run
         self.label = "model"
         if checkpoint is not None:
+            check_checksums(checkpoint)
             self.label = f"checkpoint-{parse_label(checkpoint.name)}"
         self._config = config
         self._model_path = str(checkpoint or config.model.path)
@@ -110,7 +112,7 @@ class EngineSource:
         if self._servers is None:
             self.run = with_server_package(self.run, self._config)
         ChatTemplate(self.tokenizer, ReplyFormats()).check_shown(PLAIN_CONVERSATION)
-        check_model_folder(self.model_folder)
+        check_model_files(self.model_folder)
 
     def start_servers(self, log_dir: Path, stack: ExitStack) -> RunningServers:
         """Where the servers are; begins to start those that nobody else has."""

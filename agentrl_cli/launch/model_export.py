@@ -20,6 +20,7 @@ from agentrl_cli.launch.plan import find_vllm_lora_rank
 from agentrl_cli.log import format_failures
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import is_full_disk, sync_folder, sync_tree
+from agentrl_cli.store.checksums import check_checksums
 from agentrl_cli.store.resume_check import load_saved_config
 from agentrl_cli.store.run_folder import (
     EvalScore,
@@ -35,7 +36,7 @@ _DATASET_SUFFIXES = {".jsonl", ".json", ".csv", ".parquet"}
 _ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
 #: For going on with the run, not for using the model.
-_NOT_EXPORTED = {layout.DATA_CURSOR, _MODEL_CARD_NAME}
+_NOT_EXPORTED = {layout.DATA_CURSOR, layout.CHECKSUMS, _MODEL_CARD_NAME}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +182,7 @@ def _write_model(source: Path, target: Path, config: ExperimentConfig, *, merge:
                 f"{source} is damaged: it holds no weights (*.safetensors). Type --step with "
                 "another"
             )
+        check_checksums(source)
         for name in names:
             if name not in _NOT_EXPORTED and not (merge and name.startswith("adapter_")):
                 shutil.copyfile(source / name, target / name)

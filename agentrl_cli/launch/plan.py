@@ -14,6 +14,7 @@ import agentrl_cli.engine
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import Gpus, ResolvedRun, ResolvedServer
 from agentrl_cli.engine.protocol import MAX_TOP_LOGPROBS
+from agentrl_cli.secret_masking import mask_secrets
 
 #: Holds the module of agentrl's that a vLLM server imports; standard library only.
 _VLLM_PLUGIN_FOLDER = Path(agentrl_cli.engine.__file__).parent / "vllm" / "plugin"
@@ -98,11 +99,12 @@ def build_plan(
 
 
 def format_plan(plan: list[PlannedProcess]) -> str:
-    """The plan as lines to read."""
+    """The plan as lines to read, secrets masked."""
     lines = []
     for process in plan:
         env = "".join(f"{k}={shlex.quote(v)} " for k, v in process.env.items())
-        argv = shlex.join(process.argv) if process.argv else "(this command)"
+        words = mask_secrets(list(process.argv))
+        argv = shlex.join(words) if process.argv else "(this command)"
         lines.append(f"{process.name:<12} {process.role:<12} {process.devices:<8} {env}{argv}")
     return "\n".join(lines)
 

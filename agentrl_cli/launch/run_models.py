@@ -13,7 +13,8 @@ from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import ModelError
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.models.builtin_models import find_model_folder, resolve_model_folder
-from agentrl_cli.models.pretrained import check_model_folder, load_model
+from agentrl_cli.models.pretrained import check_model_files, load_model
+from agentrl_cli.store.checksums import check_checksums
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.ranks import SINGLE, Ranks
 
@@ -62,6 +63,7 @@ def load_learner(
     learner = ranks.in_turn(load)
     found = ranks.broadcast(None if checkpoint is None else str(checkpoint))
     if found is not None:
+        check_checksums(Path(found))
         learner.load(found)
     return learner
 
@@ -85,7 +87,7 @@ def find_unseen_models(config: ExperimentConfig) -> dict[str, str]:
                 unseen[key] = path
             elif key == "train.critic.path":
                 # The policy's is looked at together with its tokenizer.
-                check_model_folder(folder)
+                check_model_files(folder)
     return unseen
 
 

@@ -133,8 +133,8 @@ def has_tied_embeddings(model_folder: str) -> bool:
     from transformers import AutoConfig
 
     try:
-        model_config = AutoConfig.from_pretrained(model_folder)
-    except (OSError, ValueError, KeyError) as error:
+        model_config = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
+    except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"{model_folder}: its config.json cannot be loaded: {reason}") from error
     return bool(model_config.get_text_config().tie_word_embeddings)
@@ -174,7 +174,7 @@ def _load_local_tokenizer(config: ExperimentConfig) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception:
         # Where it is loaded to be used, the error says what is wrong with its files.
         return None

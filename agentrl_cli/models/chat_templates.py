@@ -47,10 +47,13 @@ def read_chat_template(name_or_path: str) -> str:
     if name_or_path in _TEMPLATE_FILES:
         room = resources.files("agentrl_cli.models")
         return room.joinpath(_TEMPLATE_FILES[name_or_path]).read_text("utf-8")
+    path = Path(name_or_path).expanduser()
     try:
-        return Path(name_or_path).expanduser().read_text("utf-8")
+        if path.exists() and not path.is_file():
+            raise ValueError("it is a folder, a pipe or a device")
+        return path.read_text("utf-8-sig")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or type(error).__name__
+        reason = getattr(error, "strerror", None) or error
         raise ModelError(
             f"model.chat_template: {name_or_path!r} is no template of agentrl's "
             f"({format_nearest(name_or_path, _TEMPLATE_FILES)}), and no file that can be read: "

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,12 +22,14 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from agentrl_cli.errors import ModelError, format_nearest
+from agentrl_cli.errors import MissingExtraError, ModelError, format_nearest
 from agentrl_cli.models.chat_templates import REMEDY, read_chat_template
 from agentrl_cli.models.lora import ADAPTER_CONFIG_NAME, import_peft, is_adapter_folder
 from agentrl_cli.scratch_folders import ScratchFolder
 
-_LOADING_ERRORS = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+#: agentrl never runs code that a model brings, and unpickles nothing.
+_SAFE_LOADING: Any = {"trust_remote_code": False}
+_SAFE_WEIGHTS: Any = {**_SAFE_LOADING, "use_safetensors": True}
 #: Of tensors in a message.
 _MAX_NAMES = 8
 
@@ -52,8 +54,8 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
             "or copy tokenizer.json and tokenizer_config.json into the folder"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except _LOADING_ERRORS as error:
+        tokenizer = AutoTokenizer.from_pretrained(path, **_SAFE_LOADING)
+    except Exception as error:
         raise ModelError(_explain(path, "tokenizer", error)) from error
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
@@ -75,30 +77,6 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTok
             "another, such as that of the instruct version, or model.path= with another model"
         )
     return tokenizer
-
-
-def check_model_folder(path: str) -> None:
-    """Refuses a folder without a model; what is in its files is seen when they are loaded.
-
-    Raises:
-        ModelError: naming what is missing.
-    """
-    if not Path(path).is_dir():
-        return
-    wanted = {
-        "config.json": ("config.json", ADAPTER_CONFIG_NAME),
-        "*.safetensors": ("*.safetensors", "*.bin"),
-    }
-    missing = [
-        name
-        for name, patterns in wanted.items()
-        if not any(found for pattern in patterns for found in Path(path).glob(pattern))
-    ]
-    if missing:
-        raise ModelError(
-            f"{path}: found a folder without {' and '.join(missing)}. Type model.path= with a "
-            "folder that holds config.json, tokenizer.json and *.safetensors"
-        )
 
 
 def load_model(
@@ -125,7 +103,9 @@ def load_model(
         else:
             try:
                 model = make_savable(_load_complete(path, number_type, needs_head=needs_head))
-            except _LOADING_ERRORS as error:
+            except ModelError:
+                raise
+            except Exception as error:
                 raise ModelError(_explain(path, "model", error)) from error
     model = model.to(device).eval()
     _check_finite(model, path)
@@ -138,16 +118,21 @@ def _load_complete(path: str, dtype: torch.dtype, *, needs_head: bool = True) ->
     Raises:
         ModelError: naming them.
     """
+    # Tensors of another shape are reported like missing ones, and so refused like them.
     model, report = AutoModelForCausalLM.from_pretrained(
-        path, dtype=dtype, output_loading_info=True
+        path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **_SAFE_WEIGHTS
     )
-    missing = set(report["missing_keys"])
+    misshapen = {name for name, *_ in report["mismatched_keys"]}
+    missing = {*report["missing_keys"], *misshapen}
     if not needs_head and (head := model.get_output_embeddings()) is not None:
         heads = [name for name, module in model.named_modules() if module is head]
         missing = {name for name in missing if name.rpartition(".")[0] not in heads}
     if missing:
         unused = report["unexpected_keys"]
-        lies = f" It holds {_list_names(unused)}, which that model does not have." if unused else ""
+        lies = f" {len(misshapen)} of them are there in another shape." if misshapen else ""
+        lies += (
+            f" It holds {_list_names(unused)}, which that model does not have." if unused else ""
+        )
         raise ModelError(
             f"{path}: its *.safetensors lack weights of the {type(model).__name__} that its "
             f"config.json describes: {_list_names(missing)}.{lies} They would be random numbers. "
@@ -161,6 +146,27 @@ def _load_complete(path: str, dtype: torch.dtype, *, needs_head: bool = True) ->
             "it cannot write text. Type model.path= with a causal language model"
         )
     return cast("PreTrainedModel", model)
+
+
+def check_model_files(path: str) -> None:
+    """Returns if what a folder has of a model can be read, without its weights: a second at most.
+
+    Raises:
+        ModelError: naming what is missing or damaged.
+    """
+    folder = Path(path)
+    if not folder.is_dir() or is_adapter_folder(path):
+        return
+    try:
+        AutoConfig.from_pretrained(path, **_SAFE_LOADING)
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError("no *.safetensors (pickled weights are never loaded)")
+        for file in files:
+            with safe_open(file, framework="pt"):
+                pass
+    except Exception as error:
+        raise ModelError(_explain(path, "model", error)) from error
 
 
 def check_weight_files(path: str) -> None:
@@ -179,7 +185,7 @@ def check_weight_files(path: str) -> None:
                     # What is quantized to 8 bits has no such numbers, or no test for them.
                     if tensor.itemsize > 1 and not torch.isfinite(tensor).all():
                         damaged.append(name)
-    except _LOADING_ERRORS as error:
+    except Exception as error:
         raise ModelError(_explain(path, "model", error)) from error
     _refuse(damaged, num_tensors, path)
 
@@ -225,7 +231,9 @@ def load_merged_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel
             merged: PreTrainedModel = peft.PeftModel.from_pretrained(
                 _load_complete(base, dtype), str(folder)
             ).merge_and_unload()
-    except (*_LOADING_ERRORS, UserWarning) as error:
+    except MissingExtraError:
+        raise
+    except Exception as error:
         raise ModelError(
             f"{folder}: this adapter was trained on {base!r} (base_model_name_or_path in "
             f"{ADAPTER_CONFIG_NAME}), with which it cannot be loaded: {type(error).__name__}: "
@@ -246,31 +254,40 @@ def open_whole_model(folder: str, dtype: str) -> Iterator[str]:
         return
     with ScratchFolder("merged") as merged:
         load_merged_model(folder, getattr(torch, dtype)).save_pretrained(merged.path)
-        AutoTokenizer.from_pretrained(folder).save_pretrained(merged.path)
+        AutoTokenizer.from_pretrained(folder, **_SAFE_LOADING).save_pretrained(merged.path)
         yield str(merged.path)
 
 
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
-    """Hides transformers' own bars: agentrl shows one of its own."""
+    """Hides transformers' own bars and reports: agentrl shows, and says, what matters of them."""
     shown = transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
+        transformers_logging.set_verbosity(verbosity)
         if shown:
             transformers_logging.enable_progress_bar()
 
 
 def _explain(path: str, what: str, error: Exception) -> str:
     first_lines = " ".join(str(error).split())[:300].rstrip(".")
+    if "trust_remote_code" in str(error):
+        return (
+            f"{path}: its {what} brings its own code (auto_map), which agentrl never runs. Type "
+            "model.path= with a model whose architecture transformers has itself"
+        )
     if Path(path).is_dir():
         return (
             f"{path}: its {what} cannot be loaded: {type(error).__name__}: {first_lines}. Type "
             "model.path= with a folder that holds config.json, tokenizer.json and *.safetensors"
         )
+    found = "a file, not a folder" if Path(path).exists() else "no folder of that name"
     return (
-        f"{path}: no folder of that name, and no {what} came from the hub: "
+        f"{path}: {found}, and no {what} came from the hub: "
         f"{type(error).__name__}: {first_lines}. Allowed: a folder, a hub id such as "
         "Qwen/Qwen2.5-1.5B-Instruct (with a connection or in the cache; gated ones need `hf auth "
         "login`), or builtin:calculator"
@@ -329,8 +346,8 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerFast, model_path: str) -> None
         ModelError: naming the first id too many and the size of the vocabulary.
     """
     try:
-        model_config = AutoConfig.from_pretrained(model_path)
-    except _LOADING_ERRORS as error:
+        model_config = AutoConfig.from_pretrained(model_path, **_SAFE_LOADING)
+    except Exception as error:
         raise ModelError(_explain(model_path, "config.json", error)) from error
     vocab_size = model_config.get_text_config().vocab_size
     largest = _find_largest_id(tokenizer)
@@ -347,7 +364,14 @@ def _find_largest_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """The largest id that text, a turn of the chat template, or its end is made of."""
     added = set(tokenizer.get_added_vocab().values())
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
-    turn = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    try:
+        turn = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:
+        raise ModelError(
+            f"{tokenizer.name_or_path}: its chat template does not render one question with its "
+            f"answer: {type(error).__name__}: {' '.join(str(error).split())[:300]}. {REMEDY}, or "
+            "correct the template"
+        ) from error
     made = {*tokenizer.encode(turn, add_special_tokens=False), tokenizer.eos_token_id}
     return max(made | (set(tokenizer.get_vocab().values()) - added))
 

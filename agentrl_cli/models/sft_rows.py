@@ -185,7 +185,9 @@ def build_batches(
 
 def _read_jsonl(path: Path) -> list[Mapping[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        if path.exists() and not path.is_file():
+            raise OSError("it is a folder, a pipe or a device")
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(
             f"dataset.path: {path} cannot be read: {error}. Give a .jsonl file, or "
@@ -197,7 +199,7 @@ def _read_jsonl(path: Path) -> list[Mapping[str, Any]]:
             continue
         try:
             rows.append(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DatasetError(f"{path}:{number}: not a line of JSON: {error}") from None
     return rows
 
@@ -218,6 +220,13 @@ def _call_function(config: SftDatasetConfig) -> list[Mapping[str, Any]]:
 
 def _check_row(row: Any, where: str) -> None:
     """Refuses what is no conversation, or one in which the assistant says nothing."""
+    try:
+        json.dumps(row, ensure_ascii=False, default=str).encode()
+    except (ValueError, RecursionError) as error:
+        raise DatasetError(
+            f"{where} is no text of UTF-8: {error}. A row may hold no half of a surrogate pair "
+            "(such as \\ud83d), and is nested a few levels deep"
+        ) from None
     row_or_nothing = row if isinstance(row, Mapping) else {}
     messages, tools = row_or_nothing.get("messages"), row_or_nothing.get("tools") or []
     if (

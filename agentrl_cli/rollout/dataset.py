@@ -26,6 +26,9 @@ _ALLOWED = (
     "Allowed: a .jsonl, .json, .csv or .parquet file, a hub dataset such as openai/gsm8k, "
     "or module:function that returns rows"
 )
+#: Of a row: deeper ones are a mistake, and more than Python's own parsers and Arrow can take.
+_MAX_DEPTH = 64
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.\-]*(/[\w.\-]+)?$")
 
 
@@ -319,8 +322,11 @@ def load_rows(config: DatasetConfig, key: str) -> list[Row]:
     if reader is not None and path.is_file():
         try:
             rows = list(islice(reader(path), config.limit))
-        except (OSError, UnicodeDecodeError) as error:
-            raise DatasetError(f"{where} cannot be read: {error}") from None
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise DatasetError(
+                f"{where} cannot be read: {error}. Allowed: text in UTF-8, or Parquet; write the "
+                "file again"
+            ) from None
     elif ":" in config.path:
         rows = _check_rows(_call_function(config, key), where, config.limit)
     elif is_on_hub(config):
@@ -344,6 +350,8 @@ def _describe_missing(path: Path, where: str) -> str:
         return f"{where} is a folder. {_ALLOWED}"
     if path.is_file():
         return f"{where}: files that end in {path.suffix!r} are not read. {_ALLOWED}"
+    if path.exists():
+        return f"{where} is a pipe or a device, which can be read only once. {_ALLOWED}"
     if not path.parent.is_dir():
         return f"{where}: no such file: there is no folder {str(path.parent)!r}. {_ALLOWED}"
     names = [p.name for p in path.parent.iterdir() if p.suffix.lower() in _READERS]
@@ -368,11 +376,30 @@ def _check_row(row: Any, where: str) -> Row:
             f"{where} is {type(row).__name__}, not a mapping: every row must be an object such as "
             '{"question": "...", "answer": "..."}'
         )
+    problem = _find_problem(row, _MAX_DEPTH)
+    if problem:
+        raise DatasetError(f"{where} {problem}")
     return dict(row)
 
 
+def _find_problem(value: Any, levels: int) -> str | None:
+    """What of a value can be neither stored nor tokenized, if anything."""
+    if isinstance(value, str):
+        if _SURROGATE.search(value):
+            return (
+                "holds half of a surrogate pair (such as \\ud83d), which is no character: write "
+                "the file again with whole characters, or leave it out"
+            )
+    elif isinstance(value, Mapping | list | tuple):
+        if levels == 0:
+            return f"is nested deeper than {_MAX_DEPTH} levels: give deep values as JSON text"
+        parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+        return next(filter(None, (_find_problem(part, levels - 1) for part in parts)), None)
+    return None
+
+
 def _read_jsonl(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield _check_row(
@@ -383,21 +410,28 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
 def _parse_json(text: str, path: Path, first_line: int) -> Any:
     try:
         return json.loads(text)
+    except RecursionError:
+        raise DatasetError(
+            f"{path}:{first_line}: is nested deeper than {_MAX_DEPTH} levels: give deep values as "
+            "JSON text"
+        ) from None
     except json.JSONDecodeError as error:
         line = first_line + error.lineno - 1
         hint = "; for one object per line, name the file .jsonl" if path.suffix == ".json" else ""
         raise DatasetError(
             f"{path}:{line}: not valid JSON: {error.msg} at column {error.colno}{hint}"
         ) from None
+    except ValueError as error:
+        raise DatasetError(f"{path}:{first_line}: not usable: {error}") from None
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    rows = _parse_json(path.read_text(encoding="utf-8"), path, 1)
+    rows = _parse_json(path.read_text(encoding="utf-8-sig"), path, 1)
     yield from _check_rows(rows, str(path), None)
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
         for row in reader:
             if None in row or None in row.values():
@@ -406,7 +440,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
                     f"{len(reader.fieldnames or ())} columns of the header; quote values that "
                     "hold commas"
                 )
-            yield dict(row)
+            yield _check_row(row, f"{path}:{reader.line_num}: the row")
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -414,9 +448,11 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     try:
         batches = parquet.ParquetFile(path).iter_batches()
         for batch in batches:
-            yield from batch.to_pylist()
-    except importlib.import_module("pyarrow").ArrowInvalid as error:
-        raise DatasetError(f"{path}: not a Parquet file: {error}") from None
+            yield from _check_rows(batch.to_pylist(), str(path), None)
+    except (importlib.import_module("pyarrow").ArrowException, OSError) as error:
+        raise DatasetError(
+            f"{path}: not a Parquet file, or a damaged one: {error}. Write or copy it again"
+        ) from None
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {

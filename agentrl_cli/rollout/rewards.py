@@ -406,6 +406,9 @@ def _call_imported(import_path: str, arguments: dict[str, Any]) -> tuple[Parsed,
             fn = import_object(import_path, "reward_fn_path")
             # Parsed here, so that no array or tensor has to cross between processes.
             return parse_reward_result(fn(**arguments)), None
+    except RewardError as error:
+        # Of the result: there is no line of the function's to show.
+        return (None, {}), error
     except (Exception, SystemExit) as error:
         text = "".join(traceback.format_exception(error))
         raised = _contain_exit(error)

@@ -72,6 +72,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     try:
         with store_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
+            # What agents and tools say is for the user alone.
+            temporary.touch(0o600)
             with temporary.open("wb") as file:
                 yield file
                 file.flush()

@@ -45,6 +45,7 @@ class FolderLock:
             # To open and close the file would free it.
             return "this process"
         with store_errors(self._path):
+            self._path.touch(0o600)
             self._file = self._path.open("a+")
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

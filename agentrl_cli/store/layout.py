@@ -19,6 +19,8 @@ PENDING = "pending"
 CHECKPOINTS = "checkpoints"
 #: In the run's folder and in each checkpoint's: the next step, and what identifies the rows.
 DATA_CURSOR = "data_cursor.json"
+#: In a checkpoint's folder: the SHA-256 of each of its files.
+CHECKSUMS = "checksums.json"
 LOGS = "logs"
 #: Written by the loggers of those names.
 TENSORBOARD = "tensorboard"

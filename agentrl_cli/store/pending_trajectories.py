@@ -121,6 +121,7 @@ class PendingTrajectories:
                 _read_and_mend(path)
             with store_errors(path):
                 self._folder.mkdir(parents=True, exist_ok=True)
+                path.touch(0o600)
                 self._files[step] = path.open("ab", buffering=0)
         return self._files[step]
 

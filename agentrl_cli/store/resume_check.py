@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,42 +15,11 @@ from pydantic import ValidationError
 from agentrl_cli.config.config_schema import is_resume_safe
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError, StoreError
+from agentrl_cli.secret_masking import hide_text, mask_secrets
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import store_errors, write_text
 
 _ABSENT = "(not set)"
-_MASK = "***"
-_SECRET_KEY = re.compile(
-    r"(^|_)(api_?key|secret(_key)?|password|passwd|authorization|"
-    r"(access|auth|api|bearer|hf)_token|token)$",
-    re.IGNORECASE,
-)
-_SECRET_VALUE = re.compile(r"^(sk-[A-Za-z0-9_\-]{6,}|hf_[A-Za-z0-9]{8,}|[Bb]earer \S+)$")
-
-
-def mask_secrets(value: Any, key: str = "") -> Any:
-    """``value`` with ``***`` for every text that is, or is named like, a key or password."""
-    if isinstance(value, Mapping):
-        return {name: mask_secrets(item, str(name)) for name, item in value.items()}
-    if isinstance(value, list):
-        return [mask_secrets(item, key) for item in value]
-    if isinstance(value, str) and (_SECRET_KEY.search(key) or _SECRET_VALUE.match(value)):
-        return _MASK
-    return value
-
-
-def find_secrets(value: Any) -> list[list[Any]]:
-    """Where :func:`mask_secrets` masks, and what: lists of names (or places) and the secret."""
-    return list(_find_differences(value, mask_secrets(value), []))
-
-
-def _find_differences(value: Any, masked: Any, path: list[Any]) -> Iterator[list[Any]]:
-    if isinstance(value, Mapping | list):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for name, item in items:
-            yield from _find_differences(item, masked[name], [*path, name])
-    elif value != masked:
-        yield [*path, value]
 
 
 def _restore_secrets(masked: Any, secrets: Sequence[Sequence[Any]]) -> Any:
@@ -71,12 +39,14 @@ def save_config(config: ExperimentConfig, run_dir: Path) -> None:
 
 
 def load_saved_config(run_dir: Path, secrets: Sequence[Sequence[Any]] = ()) -> ExperimentConfig:
-    """The configuration that was saved with a run, with what :func:`find_secrets` found in it.
+    """The configuration that was saved with a run, with what ``find_secrets`` found in it.
 
     Raises:
         StoreError: it is damaged.
     """
     data = _restore_secrets(_read_saved(run_dir), secrets)
+    for *_, secret in secrets:
+        hide_text(secret)
     try:
         return ExperimentConfig.model_validate(data)
     except ValidationError as error:

@@ -16,7 +16,8 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.records import Trajectory
 from agentrl_cli.store import layout
-from agentrl_cli.store.atomic_files import append_whole, atomic_folder, store_errors, write_text
+from agentrl_cli.store.atomic_files import append_whole, store_errors, write_text
+from agentrl_cli.store.checksums import checksummed_folder
 from agentrl_cli.store.folder_lock import FolderLock, check_held_by
 from agentrl_cli.store.manifest import write_manifest
 from agentrl_cli.store.pending_trajectories import PendingTrajectories
@@ -35,6 +36,7 @@ _ORPHAN_SECONDS = 20.0
 _PASS_AT = "pass_at_"
 #: Ends the name of what holds an evaluation's label until it is written.
 _CLAIMED = ".claimed.tmp"
+_NUMBERS = (int, float, type(None))
 
 
 class RunFolder:
@@ -66,8 +68,7 @@ class RunFolder:
             StoreError: it cannot be written to.
         """
         path = run_dir_of(config)
-        with store_errors(path):
-            path.mkdir(parents=True, exist_ok=True)
+        _make_folder(path)
         lock = FolderLock(path / layout.LOCK)
         try:
             if (path / layout.TRAINER_LOCK).exists():
@@ -125,9 +126,8 @@ class RunFolder:
         everything, also while the run continues.
         """
         path = run_dir_of(config)
-        with store_errors(path):
-            for name in (layout.TRAJECTORIES, layout.LOGS):
-                (path / name).mkdir(parents=True, exist_ok=True)
+        for name in (layout.TRAJECTORIES, layout.LOGS):
+            _make_folder(path / name)
         return cls(path)
 
     @classmethod
@@ -294,6 +294,8 @@ class RunFolder:
             StoreError: the disk is full, or the file cannot be written to.
         """
         path = self._metrics_path
+        with store_errors(path):
+            path.touch(0o600)
         with store_errors(path), path.open("ab", buffering=0) as file:
             append_whole(file, _format_metrics(metrics).encode())
             os.fsync(file.fileno())
@@ -309,9 +311,9 @@ class RunFolder:
         for line in text.splitlines():
             try:
                 data = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(data, dict):
+            if isinstance(data, dict) and all(isinstance(v, _NUMBERS) for v in data.values()):
                 lines.append({k: math.nan if v is None else v for k, v in data.items()})
         return lines
 
@@ -339,7 +341,7 @@ class RunFolder:
 
     def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
         """A folder to write a checkpoint into; it appears once the block ends without an error."""
-        return atomic_folder(self.path / layout.CHECKPOINTS / layout.step_name(step))
+        return checksummed_folder(self.path / layout.CHECKPOINTS / layout.step_name(step))
 
     def list_checkpoints(self) -> list[tuple[int, Path]]:
         """Complete checkpoints, oldest first."""
@@ -423,6 +425,17 @@ def _format_metrics(metrics: Mapping[str, float]) -> str:
     # JSON has no NaN and no infinity, and strict readers refuse what Python writes for them.
     finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
     return json.dumps(finite) + "\n"
+
+
+def _make_folder(path: Path) -> None:
+    with store_errors(path):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+            raise RunFolderError(
+                f"output_dir: the folder {path} cannot be made: {error.strerror}. Type "
+                "output_dir=FOLDER, with one that is, or can be, a folder"
+            ) from None
 
 
 def _empty(path: Path) -> None:

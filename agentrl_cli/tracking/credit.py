@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 
+#: The square of a larger one, in a group's deviation, is no number of the trainer's type.
+_MAX_REWARD = 1e9
+
+
 def parse_reward(value: Any) -> float | None:
     """A reward as a float; None (unscored) for None and NaN.
 
@@ -25,7 +29,7 @@ def parse_reward(value: Any) -> float | None:
 
     Raises:
         TypeError: ``value`` is no number.
-        ValueError: ``value`` is infinite, or too large for a float.
+        ValueError: ``value`` is infinite, or too large.
     """
     if value is None:
         return None
@@ -39,11 +43,11 @@ def parse_reward(value: Any) -> float | None:
     try:
         reward = float(value)
     except OverflowError as error:
-        raise ValueError(f"a reward must be finite, not a number this large: {error}") from None
+        raise ValueError(f"a reward must not be a number this large: {error}") from None
     if math.isnan(reward):
         return None
-    if math.isinf(reward):
-        raise ValueError(f"a reward must be finite, not {reward}")
+    if abs(reward) > _MAX_REWARD:
+        raise ValueError(f"a reward must be from -{_MAX_REWARD:g} to {_MAX_REWARD:g}, not {reward}")
     return reward
 
 

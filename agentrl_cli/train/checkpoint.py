@@ -124,7 +124,11 @@ def load_weights(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
             return load_adapter_weights(folder)
         with without_progress_bars():
             loaded, report = type(model).from_pretrained(
-                folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+                folder,
+                dtype=torch.float32,
+                local_files_only=True,
+                output_loading_info=True,
+                use_safetensors=True,
             )
     except (OSError, ValueError, SafetensorError) as error:
         raise StoreError(describe_damage(folder, error)) from error

@@ -59,6 +59,7 @@ class ManagedProcess:
         """
         with self._lock:
             try:
+                self.log_path.touch(0o600)
                 with self.log_path.open("ab") as log:
                     self._log_start = log.seek(0, os.SEEK_END)
                     started = datetime.now().astimezone().isoformat(timespec="seconds")

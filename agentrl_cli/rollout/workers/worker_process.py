@@ -22,7 +22,7 @@ from agentrl_cli.agents.agent_building import AgentSpec
 from agentrl_cli.agents.agent_environment import MODEL_VARIABLES
 from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome, run_in_thread
 from agentrl_cli.errors import UserInputError, build_error
-from agentrl_cli.log import get_logger, mask_keys
+from agentrl_cli.log import get_logger, sanitize
 from agentrl_cli.process_reaper import KILL_SIGNAL, build_reaper_command
 from agentrl_cli.records import Boundary, Failure, FailureCause
 from agentrl_cli.rollout.rollout_failures import AgentRunError
@@ -324,6 +324,7 @@ class WorkerLog:
         """Writes to ``path`` from now on, after what is there."""
         self.close()
         try:
+            path.touch(0o600)
             file = path.open("ab", buffering=0)
         except OSError as error:
             _log.warning("what agents print is not logged: %s: %s", path, error.strerror)
@@ -395,7 +396,7 @@ class WorkerOutput:
 
     def _format(self, line: bytes) -> bytes:
         text = line[:_MAX_LINE_BYTES].decode("utf-8", errors="replace").rstrip("\r")
-        text = mask_keys(text)
+        text = sanitize(text)
         self._last_lines.append(text)
         if self._num_logged_bytes > _MAX_LOGGED_BYTES:
             return b""

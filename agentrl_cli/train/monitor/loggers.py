@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from agentrl_cli.config.experiment import ExperimentConfig, LoggerConfig
 from agentrl_cli.errors import MissingExtraError
+from agentrl_cli.secret_masking import mask_secrets
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import write_text
 
@@ -91,7 +92,7 @@ class WandbLogger:
             id=_read_run_id(run_dir / layout.WANDB_RUN_ID, config),
             resume="allow",
             dir=str(run_dir),
-            config=config.model_dump(mode="json"),
+            config=mask_secrets(config.model_dump(mode="json")),
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

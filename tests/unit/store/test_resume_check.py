@@ -10,7 +10,8 @@ from agentrl_cli.config.config_file import load_config
 from agentrl_cli.config.config_schema import is_resume_safe
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError, StoreError
-from agentrl_cli.store.resume_check import find_secrets, load_saved_config
+from agentrl_cli.secret_masking import find_secrets
+from agentrl_cli.store.resume_check import load_saved_config
 from agentrl_cli.store.run_folder import RunFolder, run_dir_of
 
 
