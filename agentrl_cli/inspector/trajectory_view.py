@@ -13,14 +13,13 @@ from rich.tree import Tree
 
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.inspector.safe_text import (
-    clean,
     format_message,
     format_number,
     format_versions,
     one_line,
 )
 from agentrl_cli.inspector.trajectory_query import Source
-from agentrl_cli.log import format_count
+from agentrl_cli.log import clean, format_count
 from agentrl_cli.prefix_mismatches import (
     PrefixMismatch,
     find_prefix_mismatches,
