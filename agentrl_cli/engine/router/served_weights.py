@@ -231,6 +231,8 @@ class ServedWeights:
                 try:
                     await self._verify(server)
                 except WeightMismatchError as error:
+                    if update is not self._update:
+                        continue
                     # Its process may have been restarted in between: once.
                     if has_mismatched:
                         raise
@@ -254,13 +256,13 @@ class ServedWeights:
 
     async def _verify_late(self, server: RoutedServer) -> None:
         """Compares a healthy server with probes that came after it recovered."""
-        incarnation, version = server.incarnation, server.version
+        incarnation, update = server.incarnation, self._update
         try:
             async with server.until_unhealthy():
                 await self._verify(server)
         except WeightMismatchError as error:
-            # Not if new weights were on their way to it meanwhile.
-            if server.version == version and server.next_version is None:
+            # Not if other weights, perhaps of the same version, were on their way to it meanwhile.
+            if update is self._update:
                 self._pool.mark_unhealthy(server, incarnation, str(error))
         except EngineError:
             await asyncio.sleep(_RETRY_SECONDS)

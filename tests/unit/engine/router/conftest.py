@@ -232,10 +232,10 @@ class FakeServer:
 
 @dataclass(frozen=True)
 class FakeUpdate:
-    version: int
+    weights: int
 
     async def apply(self, server: FakeServer) -> None:
-        await server.load_weights(Path(str(self.version)))
+        await server.load_weights(Path(str(self.weights)))
 
 
 class FakeTransfer:
@@ -244,7 +244,7 @@ class FakeTransfer:
 
     async def prepare(self, version: int, weights: Mapping[str, Any]) -> FakeUpdate:
         await asyncio.sleep(0.05)
-        return FakeUpdate(version)
+        return FakeUpdate(weights.get("number", version))
 
     async def close(self) -> None:
         self.is_closed = True

@@ -199,6 +199,25 @@ async def test_probes_that_come_after_the_recovery_are_still_compared(w: Any) ->
 
 
 @in_world(version=None)
+async def test_one_is_not_judged_by_probes_of_earlier_weights_of_the_same_version(
+    w: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    for num_milliseconds in range(0, 50, 2):
+        await w.router.publish_weights(1, {"number": 2})
+        w.servers[0].start_again()
+        await w.ask_versions()
+        await asyncio.sleep(2)
+        publication = asyncio.ensure_future(w.router.publish_weights(1, {}))
+        # The server is compared while the weights are prepared, and paused for them meanwhile.
+        await asyncio.sleep(num_milliseconds / 1000)
+        w.router.expect(1, [build_probe(w, 2)])
+        await publication
+        await asyncio.sleep(2)
+        assert [s.process.weights for s in w.servers] == [1, 1]
+    assert "does not hold" not in "\n".join(caplog.messages)
+
+
+@in_world(version=None)
 async def test_probes_of_another_version_are_not_compared(w: Any) -> None:
     await w.router.publish_weights(1, {})
     w.router.expect(1, [build_probe(w, 1)])
