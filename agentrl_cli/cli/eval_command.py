@@ -34,6 +34,13 @@ def evaluate_command(
 ) -> None:
     """Measure an agent on the validation dataset: mean reward, pass@k, lengths, failures."""
     _check_endpoint(checkpoint, base_url, model)
+    from agentrl_cli.inspector.trajectory_query import TRAINING_EVALS
+
+    if name in ("all", TRAINING_EVALS):
+        raise UserInputError(
+            f"--name {name}: agentrl inspect-trajectories --evals {name} shows others too. "
+            f"Type another name, as --name {name}-1"
+        )
     from agentrl_cli.config.config_file import load_config
 
     experiment = load_config(config, overrides or [])

@@ -9,7 +9,6 @@ import os
 import pickle
 import sys
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from agentrl_cli.log import get_logger
 from agentrl_cli.process_reaper import end_with_parent
 from agentrl_cli.records import Interaction
 from agentrl_cli.rollout.background_loop import LoopSemaphore
+from agentrl_cli.rollout.rollout_failures import format_user_traceback
 from agentrl_cli.tracking.credit import parse_reward
 
 Parsed = tuple[float | None, dict[str, float]]
@@ -391,7 +391,7 @@ def _call_imported(import_path: str, arguments: dict[str, Any]) -> tuple[Parsed,
             # Parsed here, so that no array or tensor has to cross between processes.
             return parse_reward_result(fn(**arguments)), None
     except Exception as error:
-        text = "".join(traceback.format_exception(error))
+        text = format_user_traceback(error)
         try:
             pickle.loads(pickle.dumps(error))
         except Exception:

@@ -54,7 +54,7 @@ def describe_hardness(metrics: Mapping[str, float]) -> str | None:
         return (
             f"{seen}: nearly every group succeeds alike and leaves nothing to learn. Look whether "
             "the reward means what it should (agentrl inspect-trajectories RUN --step 1); then "
-            "take harder tasks, or type rollout.filter.kind=dynamic_sampling to skip those that are solved"
+            "take harder tasks, or type rollout.filter.kind=dynamic_sampling to skip what is solved"
         )
     return None
 
