@@ -45,6 +45,7 @@ def evaluate_command(
     """Measure an agent on the validation dataset (the training one where there is none): mean
     reward, pass@k, lengths, failures."""
     _check_endpoint(checkpoint, base_url, model)
+    _check_name(name)
     if checkpoint is not None:
         check_checkpoint(checkpoint)
     from agentrl_cli.config.config_file import load_config
@@ -86,6 +87,16 @@ def evaluate_command(
     build_console().print(build_report_table(report, f"{title} on {dataset}"))
     look = f"agentrl inspect-trajectories {shlex.quote(str(run_dir))} --evals {name}"
     typer.echo(f"look at its trajectories:  {look}")
+
+
+def _check_name(name: str | None) -> None:
+    from agentrl_cli.inspector.trajectory_query import TRAINING_EVALS
+
+    if name in ("all", TRAINING_EVALS):
+        raise UserInputError(
+            f"--name {name}: agentrl inspect-trajectories --evals {name} shows others too. "
+            f"Type another name, as --name {name}-1"
+        )
 
 
 def _check_endpoint(checkpoint: Path | None, base_url: str | None, model: str | None) -> None:

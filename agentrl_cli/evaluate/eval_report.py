@@ -152,18 +152,23 @@ def compare_reports(before: EvalReport, after: EvalReport) -> Comparison | None:
     """The change from ``before`` to ``after``, paired by task; None without tasks in common.
 
     With d_t the difference of a task's mean rewards, the interval is the t interval of the
-    mean of d_t: what makes tasks differ from each other cancels.
+    mean of d_t: what makes tasks differ from each other cancels. Rewards
+    from 0 to 1 change by at most 1, and the interval ends there.
     """
     tasks = [t for t in before.task_rewards if t in after.task_rewards]
     if not tasks:
         return None
     differences = [after.task_rewards[t] - before.task_rewards[t] for t in tasks]
+    interval = compute_clustered_interval([[d] for d in differences])
+    rewards = [report.task_rewards[t] for report in (before, after) for t in tasks]
+    if interval is not None and min(rewards) >= 0.0 and max(rewards) <= 1.0:
+        interval = max(-1.0, interval[0]), min(1.0, interval[1])
     return Comparison(
         num_tasks=len(tasks),
         before=statistics.fmean(before.task_rewards[t] for t in tasks),
         after=statistics.fmean(after.task_rewards[t] for t in tasks),
         difference=statistics.fmean(differences),
-        interval=compute_clustered_interval([[d] for d in differences]),
+        interval=interval,
         num_improved=sum(d > 0 for d in differences),
         num_worse=sum(d < 0 for d in differences),
     )

@@ -9,7 +9,6 @@ import os
 import pickle
 import sys
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from agentrl_cli.log import get_logger
 from agentrl_cli.process_reaper import end_with_parent
 from agentrl_cli.records import Interaction
 from agentrl_cli.rollout.background_loop import LoopSemaphore
+from agentrl_cli.rollout.rollout_failures import format_user_traceback
 from agentrl_cli.scratch_folders import name_semaphores
 from agentrl_cli.tracking.credit import parse_reward
 
@@ -410,7 +410,7 @@ def _call_imported(import_path: str, arguments: dict[str, Any]) -> tuple[Parsed,
         # Of the result: there is no line of the function's to show.
         return (None, {}), error
     except (Exception, SystemExit) as error:
-        text = "".join(traceback.format_exception(error))
+        text = format_user_traceback(error)
         raised = _contain_exit(error)
         try:
             pickle.loads(pickle.dumps(raised))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sysconfig
+import os
 import traceback
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import replace
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl_cli.agents.agent_runner import BoundaryError
+from agentrl_cli.config.import_paths import is_of_library
 from agentrl_cli.errors import (
     ContextLengthError,
     EngineError,
@@ -29,6 +30,7 @@ from agentrl_cli.tracking.client import IN_PROCESS_URL, BlockingCallError
 from agentrl_cli.tracking.session import Session
 
 _MAX_TRACEBACK_CHARS = 8_000
+_OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
 _SHOWN_LINES, _FIRST_LINES = 12, 5
 
 _ADVICE = {
@@ -126,7 +128,7 @@ def format_user_traceback(error: BaseException) -> str:
     """
     shown = traceback.TracebackException.from_exception(error)
     for one in _walk_shown(shown):
-        first = next((n for n, f in enumerate(one.stack) if is_user_file(f.filename)), 0)
+        first = next((n for n, f in enumerate(one.stack) if _is_of_user(f.filename)), 0)
         one.stack = traceback.StackSummary.from_list(list(one.stack)[first:])
     return "".join(shown.format())
 
@@ -140,16 +142,8 @@ def _walk_shown(shown: traceback.TracebackException) -> Iterator[traceback.Trace
         pending += [other for other in others if other is not None]
 
 
-def is_user_file(path: str) -> bool:
-    """Whether code of this file is neither agentrl's nor of a library or Python itself."""
-    return not path.startswith(("<", *_LIBRARY_PATHS))
-
-
-#: Where code lies that is not the user's; installed packages lie below ``purelib``.
-_LIBRARY_PATHS = (
-    str(Path(__file__).parents[1]),
-    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-)
+def _is_of_user(file: str) -> bool:
+    return not file.startswith(("<", _OWN_FOLDER)) and not is_of_library(file)
 
 
 def _attribute(failure: Failure, session: Session) -> Failure:

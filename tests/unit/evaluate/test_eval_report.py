@@ -128,6 +128,15 @@ def test_comparison_is_paired_by_task() -> None:
     assert comparison.num_worse == 0
 
 
+def test_the_interval_of_a_change_stays_in_its_range() -> None:
+    before = build_report([attempt(t, 0, 0.0) for t in range(3)])
+    after = build_report([attempt(t, 0, float(t > 0)) for t in range(3)])
+    comparison = compare_reports(before, after)
+    # Of 0, 1 and 1 the t interval is 2/3 -+ 4.3027 * 1/3.
+    assert comparison is not None
+    assert comparison.interval == pytest.approx((2 / 3 - 4.3027 / 3, 1.0), rel=1e-2)
+
+
 def test_comparison_without_common_tasks_is_none() -> None:
     before, after = build_report([attempt(0, 0, 1.0)]), build_report([attempt(1, 0, 1.0)])
     assert compare_reports(before, after) is None
