@@ -30,7 +30,8 @@ _CONFIG = Path("configs/quickstart.yaml")
 _NUM_STEPS = 3
 _COLUMNS = (
     "engine", "dtype", "steps", "trajectories (failed)", "shown the tool", "tool calls",
-    "sampled tokens", "mean logprob gap, nats", "median seconds a step", "seconds, all in",
+    "sampled tokens", "trained tokens", "gradient norms", "mean logprob gap, nats",
+    "largest probe gap, of what is allowed", "median seconds a step", "seconds, all in",
 )  # fmt: skip
 ENGINES = ("embedded", "vllm")
 DTYPES = ("float32", "bfloat16")
@@ -50,6 +51,12 @@ class RunResult:
     num_tool_calls: int
     num_tokens: int
     """Sampled ones."""
+    trained_tokens: tuple[float, ...]
+    """Passed forward and back, by step."""
+    grad_norms: tuple[float, ...]
+    """Before clipping, by step."""
+    probe_gap: float
+    """Largest of all publications after a step, in parts of what is allowed."""
     gap: float
     """Mean |rollout - proximal| logprob, in nats, over the steps."""
     step_seconds: float
@@ -57,8 +64,19 @@ class RunResult:
     seconds: float
 
     def passed(self) -> bool:
-        """Whether all steps were done, by agents that heard of their tool."""
-        return self.num_steps == _NUM_STEPS and self.num_tools_shown == self.num_trajectories > 0
+        """Whether all steps were done, on agents that heard of their tool, and taught something."""
+        return (
+            self.num_steps == _NUM_STEPS
+            and self.num_tools_shown == self.num_trajectories > 0
+            and min(self.trained_tokens) > 0
+            and min(self.grad_norms) > 0
+        )
+
+
+def reward_brevity(completions: str) -> float:
+    """More for fewer words: the model, which is small, solves no task, and equal rewards would
+    teach nothing."""
+    return 1.0 / (1 + len(completions.split()))
 
 
 def build_command(model: Path, output_dir: str, engine: str, dtype: str) -> list[str]:
@@ -69,6 +87,7 @@ def build_command(model: Path, output_dir: str, engine: str, dtype: str) -> list
         f"model.path={model}", f"model.dtype={dtype}", f"model.chat_template={DEFAULT_TEMPLATE}",
         f"engine.kind={engine}", "engine.max_num_seqs=16", "engine.start_timeout_seconds=1200",
         "train_dataset.batch_size=2", "gconfig.n_samples=4", "gconfig.max_tokens=48",
+        "reward_fn_path=benchmarks.real_model_training.reward_brevity",
         "valid_dataset=null", "rollout.max_staleness=0", "rollout.timeout_seconds=900",
         f"train.total_steps={_NUM_STEPS}", "train.learning_rate=1.0e-5",
         "train.save_every_steps=null",
@@ -104,6 +123,9 @@ def read_result(model: Path, run_dir: Path, engine: str, dtype: str, seconds: fl
         num_tools_shown=sum(_shows_tool(tokenizer, t) for t in trajectories),
         num_tool_calls=sum(t.num_tool_calls for t in trajectories),
         num_tokens=sum(i.num_completion_tokens for i in interactions),
+        trained_tokens=tuple(line["train_tokens"] for line in metrics),
+        grad_norms=tuple(line["grad_norm"] for line in metrics),
+        probe_gap=max(line["probe_gap_mean"] / line["probe_tolerance"] for line in metrics),
         gap=sum(line["logprob_gap_mean"] for line in metrics) / len(metrics),
         step_seconds=median(line["step_seconds"] for line in metrics),
         seconds=seconds,
@@ -137,8 +159,9 @@ def format_page(results: list[RunResult], refused: bool) -> str:
     """The page."""
     rows = "\n".join(
         f"| {r.engine} | {r.dtype} | {r.num_steps} | {r.num_trajectories} ({r.num_failed}) "
-        f"| {r.num_tools_shown} | {r.num_tool_calls} | {r.num_tokens} | {r.gap:.1e} "
-        f"| {r.step_seconds:.0f} | {r.seconds:.0f} |"
+        f"| {r.num_tools_shown} | {r.num_tool_calls} | {r.num_tokens} "
+        f"| {sum(r.trained_tokens):.0f} | {', '.join(f'{n:.2g}' for n in r.grad_norms)} "
+        f"| {r.gap:.1e} | {r.probe_gap:.2g} | {r.step_seconds:.0f} | {r.seconds:.0f} |"
         for r in results
     )
     own = "refused with exit code 2 and this remedy" if refused else "NOT refused"
@@ -149,13 +172,15 @@ Made by `python -m benchmarks.real_model_training` ({os.cpu_count()} CPU cores,
 {platform.machine()}, Python {platform.python_version()}): `agentrl train` with
 SmolLM2-135M-Instruct and the quickstart's agent (OpenAI Agents SDK, one tool) under
 `model.chat_template: {DEFAULT_TEMPLATE}`. Under the model's own template, which shows no
-tools, the same command is {own}.
+tools, the same command is {own}. The reward is for brevity: the model is too
+small for the task, and equal rewards would teach nothing.
 
 | {" | ".join(_COLUMNS)} |
 {"|---" * len(_COLUMNS)}|
 {rows}
 
-All {_NUM_STEPS} steps done, every prompt with the tool: {num_passed} of {len(results)} runs.
+All {_NUM_STEPS} steps done, each with an update, every prompt with the tool: {num_passed} of
+{len(results)} runs.
 """
 
 

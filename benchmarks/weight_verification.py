@@ -370,19 +370,33 @@ def main() -> None:
     parser.add_argument("--publications", type=int, default=200)
     parser.add_argument("--trials", type=int, default=5)
     parser.add_argument("--max-seconds", type=float, default=3600.0)
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "weight-verification.jsonl",
+        help="cells that are in this file are not measured again",
+    )
     arguments = parser.parse_args()
     if arguments.cell:
         print(json.dumps(measure_cell(arguments)))
         return
-    results: list[dict[str, Any]] = []
+    kept = arguments.results.read_text().splitlines() if arguments.results.exists() else []
+    results = {tuple(one["cell"]): one for one in map(json.loads, kept)}
     for cell in itertools.product(("tiny", "real"), ("float32", "bfloat16"), ("embedded", "vllm")):
-        command = [sys.executable, "-m", "benchmarks.weight_verification", "--cell", *cell]
-        for name in ("publications", "trials", "max_seconds"):
-            command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-        results.append(json.loads(done.stdout.splitlines()[-1]))
-        print(results[-1], flush=True)
-        _PAGE.write_text(format_page(results))
+        if cell not in results:
+            results[cell] = _measure_apart(cell, arguments)
+            with arguments.results.open("a") as file:
+                file.write(json.dumps(results[cell]) + "\n")
+    _PAGE.write_text(format_page(list(results.values())))
+
+
+def _measure_apart(cell: tuple[str, ...], arguments: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.weight_verification", "--cell", *cell]
+    for name in ("publications", "trials", "max_seconds"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return measured
 
 
 if __name__ == "__main__":

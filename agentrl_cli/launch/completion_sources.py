@@ -23,6 +23,7 @@ from agentrl_cli.log import Observer
 from agentrl_cli.models.builtin_models import resolve_model_folder
 from agentrl_cli.models.pretrained import (
     check_model_folder,
+    check_weight_files,
     load_tokenizer_of,
     open_whole_model,
 )
@@ -117,6 +118,9 @@ class EngineSource:
             return self._servers
         self._servers = RunningServers(run=self.run)
         if self.run.servers:
+            if self.run.purpose != "train":
+                # A trainer loads the weights too, and so looks at them itself.
+                check_weight_files(self.model_folder)
             run = with_output_head(self.run, self._config, self.model_folder)
             # Servers load no folder that holds an adapter alone.
             whole_model = open_whole_model(self.model_folder, self._config.model.dtype)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -163,18 +163,38 @@ def _load_complete(path: str, dtype: torch.dtype, *, needs_head: bool = True) ->
     return cast("PreTrainedModel", model)
 
 
-def _check_finite(model: PreTrainedModel, path: str) -> None:
-    """Refuses weights of which nothing can be computed.
+def check_weight_files(path: str) -> None:
+    """As :func:`load_model` does, without loading the model: for servers that would sample of it.
 
     Raises:
-        ModelError: naming them.
+        ModelError: naming the tensors that hold no numbers; or a file cannot be read.
     """
+    damaged, num_tensors = [], 0
+    try:
+        for file in sorted(Path(path).glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - it is no mapping
+                    tensor = tensors.get_tensor(name)
+                    num_tensors += 1
+                    # What is quantized to 8 bits has no such numbers, or no test for them.
+                    if tensor.itemsize > 1 and not torch.isfinite(tensor).all():
+                        damaged.append(name)
+    except _LOADING_ERRORS as error:
+        raise ModelError(_explain(path, "model", error)) from error
+    _refuse(damaged, num_tensors, path)
+
+
+def _check_finite(model: PreTrainedModel, path: str) -> None:
     damaged = [name for name, w in model.named_parameters() if not torch.isfinite(w).all()]
+    _refuse(damaged, len(list(model.parameters())), path)
+
+
+def _refuse(damaged: Collection[str], num_tensors: int, path: str) -> None:
     if damaged:
         raise ModelError(
-            f"{path}: NaN or infinite numbers in {_list_names(damaged)} of its "
-            f"{len(list(model.parameters()))} tensors. Type model.path= with a sound checkpoint: "
-            "this one was damaged, or saved after its training had diverged"
+            f"{path}: NaN or infinite numbers in {_list_names(damaged)} of its {num_tensors} "
+            "tensors. Type model.path= with a sound checkpoint: this one was damaged, or saved "
+            "after its training had diverged"
         )
 
 

@@ -43,34 +43,26 @@ _ADAPTER_CHANGE = 0.2
 #: A gap above so many times what is allowed is no rounding.
 _MAX_ROUNDING_RATIO = 10.0
 
-#: The beginnings of replies that may go on in many ways: where one token is certain, no weights
-#: show.
-_CONVERSATIONS = (
-    ("Name three colours.", "I"),
-    ("What is 17 + 25?", "To find"),
-    ("Tell me a story.", "The"),
-    ("Call a tool.", ""),
-    ("Who are you?", "My"),
-    ("Write a poem.", "A"),
-    ("What is new?", "In the"),
-    ("Plan my day.", "First"),
-)
+_QUESTION = "Name three colours."
+#: Of replies that may go on in many ways: where one token is certain, no weights show.
+_BEGINNINGS = ("", "I", "The", "My", "A", "To find", "In the", "First")
 #: A server that is slow or dies between a publication and its probes is no reason to end a run.
 _MAX_ATTEMPTS = 5
 #: Long enough to reach every weight, short enough to cost nothing.
-_MAX_PROMPT_TOKENS = 16
+_MAX_QUESTION_TOKENS = 16
 
 
 def build_probes(tokenizer: Any, max_model_len: int) -> list[list[int]]:
-    """Prompts in the model's own chat format, as ids; each leaves room for its completion."""
-    longest = max(1, min(_MAX_PROMPT_TOKENS, max_model_len - 1))
-    prompts = []
-    for question, reply in _CONVERSATIONS:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
-        )
-        prompts.append(list(tokenizer.encode(text + reply, add_special_tokens=False))[-longest:])
-    return prompts
+    """Prompts in the model's own chat format, as ids; each leaves room for its completion.
+
+    They are the beginnings of replies to one question, which both sides compute once.
+    """
+    question = [{"role": "user", "content": _QUESTION}]
+    text = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
+    asked = list(tokenizer.encode(text, add_special_tokens=False))[-_MAX_QUESTION_TOKENS:]
+    replies = [tokenizer.encode(text, add_special_tokens=False) for text in _BEGINNINGS]
+    longest = max(1, max_model_len - 1)
+    return [[*asked, *reply][-longest:] for reply in replies]
 
 
 @torch.no_grad()

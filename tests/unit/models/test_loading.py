@@ -17,6 +17,7 @@ from agentrl_cli.log import SilentObserver
 from agentrl_cli.models.builtin_models import resolve_model_folder
 from agentrl_cli.models.pretrained import (
     check_tokenizer,
+    check_weight_files,
     load_model,
     load_tokenizer,
     load_tokenizer_of,
@@ -136,6 +137,20 @@ def test_weights_that_are_missing_or_no_numbers_are_named(
     with pytest.raises(ModelError, match=rf"{message}.*Type model\.path=") as caught:
         load_model(str(tmp_path), "float32", "cpu")
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_servers_are_not_started_on_weights_that_are_no_numbers(
+    tmp_path, chat_tokenizer, build_qwen2, value
+):
+    build_qwen2(chat_tokenizer, hidden_size=16).save_pretrained(tmp_path)
+    check_weight_files(str(tmp_path))
+    edit_weights(tmp_path, **{UP: value})
+    with pytest.raises(ModelError, match=rf"NaN or infinite numbers in 1 tensor \({UP}\) of its"):
+        check_weight_files(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        check_weight_files(str(tmp_path))
 
 
 def test_a_critic_may_start_from_a_checkpoint_without_head(tmp_path, chat_tokenizer, build_qwen2):
