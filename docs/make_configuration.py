@@ -26,10 +26,10 @@ _HEAD = """# Configuration
 Made by `python docs/make_configuration.py` from the classes in `agentrl_cli/config/`.
 
 A file is YAML; `KEY=VALUE` arguments after the options override any key (`gconfig.n_samples=8`,
-`loggers[0].kind=wandb` as `loggers.0.kind=wandb`, also where the list is empty), and their values are YAML too. Unknown keys and
-values of the wrong type are refused with the file and line. `agentrl train --config C --dry-run`
-prints the resolved configuration and tries all that it names; keys of AReaL and verl are in
-[coming-from.md](coming-from.md).
+`loggers[0].kind=wandb` as `loggers.0.kind=wandb`, also where the list is empty), and their values
+are YAML too. Unknown keys and values of the wrong type are refused with the file and line.
+`agentrl train --config C --dry-run` prints the resolved configuration and tries all that it names;
+keys of AReaL and verl are in [coming-from.md](coming-from.md).
 
 Keys marked ↻ may differ when a run is resumed ([checkpoints](checkpoints.md)); a marked section
 stands for all its keys.

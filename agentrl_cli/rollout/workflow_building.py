@@ -132,7 +132,7 @@ def _check_rewarded(agents: Mapping[str | None, Any]) -> None:
             raise ConfigError(
                 f"reward_fn_path is not set, and {which} ({source.runner.framework}) answers "
                 "in text, so nothing would give a reward. "
-                "Type reward_fn_path=FILE.py:FUNCTION, with a function of your own (docs/rewards.md)"
+                "Type reward_fn_path=FILE.py:NAME of a function of yours (docs/rewards.md)"
             )
 
 
