@@ -21,6 +21,7 @@ ResumeSafe = Annotated[_T, _RESUME_SAFE]
 _LARGEST: tuple[tuple[re.Pattern[str], float], ...] = (
     (re.compile(r".*_seconds"), 1_000_000),
     (re.compile(r"num_(threads|workers|processes|servers)|reward_workers"), 1024),
+    (re.compile(r"seed"), 2**63 - 1),
     (re.compile(r".*"), 2**32 - 1),
 )
 _LOCAL_PATH = re.compile(r"path|.*_path|.*dir|chat_template")

@@ -157,12 +157,16 @@ def check_model_files(path: str) -> None:
     folder = Path(path)
     if not folder.is_dir() or is_adapter_folder(path):
         return
+    missing = [name for name in ("config.json", "*.safetensors") if not any(folder.glob(name))]
+    if missing:
+        pickled = " (pickled weights are never loaded)" if any(folder.glob("*.bin")) else ""
+        raise ModelError(
+            f"{path}: found a folder without {' and '.join(missing)}{pickled}. Type model.path= "
+            "with a folder that holds config.json, tokenizer.json and *.safetensors"
+        )
     try:
         AutoConfig.from_pretrained(path, **_SAFE_LOADING)
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise FileNotFoundError("no *.safetensors (pickled weights are never loaded)")
-        for file in files:
+        for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt"):
                 pass
     except Exception as error:

@@ -252,13 +252,12 @@ def test_files_of_a_model_are_looked_at_before_anything_is_written(tmp_path) -> 
         check_model_files(str(tmp_path))
 
 
-def test_a_template_that_raises_is_refused(tmp_path) -> None:
-    from agentrl_cli.log import SilentObserver
-    from agentrl_cli.models.builtin_models import resolve_model_folder
+def test_a_template_that_raises_is_refused(tmp_path, chat_tokenizer) -> None:
     from agentrl_cli.models.pretrained import load_tokenizer_of
 
-    folder = resolve_model_folder("builtin:calculator", SilentObserver())
+    chat_tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 400}')
     for text in ("{{ raise_exception('no') }}", "{% if %}", "{{ messages[7].content }}"):
         (tmp_path / "t.jinja").write_text(text)
         with pytest.raises(ModelError, match="does not render"):
-            load_tokenizer_of(folder, None, str(tmp_path / "t.jinja"))
+            load_tokenizer_of(str(tmp_path), None, str(tmp_path / "t.jinja"))

@@ -38,6 +38,7 @@ def test_layout_is_the_one_that_is_documented(folder: RunFolder, make_config) ->
         "trajectories/step-000012.parquet",
         "trajectories/eval-000020.parquet",
         "trajectories/eval-000020.json",
+        "checkpoints/step-000050/checksums.json",
         "checkpoints/step-000050/weights",
         "logs/trainer.log",
     }
