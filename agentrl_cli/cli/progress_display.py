@@ -19,7 +19,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from agentrl_cli.log import format_count, format_failures, sanitize
+from agentrl_cli.log import clean, format_count, format_failures
 
 #: Steps whose mean duration tells how long the rest will take.
 _NUM_PACE_STEPS = 20
@@ -141,7 +141,7 @@ class PlainObserver:
             self._print(text)
 
     def _print(self, text: str) -> None:
-        print(sanitize(text), flush=True)
+        print(clean(text), flush=True)
 
 
 class RichObserver:
@@ -189,7 +189,7 @@ class RichObserver:
 
     def on_message(self, text: str) -> None:
         """Prints the text above the display, where it stays."""
-        self._console.print(Text(sanitize(text)))
+        self._console.print(Text(clean(text)))
 
     def _render(self) -> RenderableType:
         with self._lock:
