@@ -30,17 +30,18 @@ _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 #: Keys that are known by their own look, whoever formatted them.
 _KEY = re.compile(
     r"\b(sk-[\w\-]{6,}|hf_[A-Za-z0-9]{8,}|gh[opsu]_\w{16,}|github_pat_\w{16,}|glpat-[\w\-]{16,}"
-    r"|xox[abps]-[\w\-]{8,}|AKIA[A-Z0-9]{12,}|AIza[\w\-]{20,}|eyJ[\w\-]{8,}\.[\w\-]+\.[\w\-]+)"
+    r"|xox[abps]-[\w\-]{8,}|AKIA[A-Z0-9]{12,}|AIza[\w\-]{20,}|eyJ[\w\-]{8,4096}\.[\w\-]+\.[\w\-]+)"
     r"|(?<=bearer )(?-i:\S+)|(?<=://)[^/?#\s]+(?=@)"
     r"|(?<=[?&]key=)[^&#\s'\"]+|(?<=[?&]sig=)[^&#\s'\"]+|(?<=signature=)[^&#\s'\"]+",
     re.IGNORECASE,
 )
-#: ``name=value``, ``--name value``, ``"name": "value"`` and the headers of HTTP.
+#: ``name=value``, ``--name value``, ``"name": "value"`` and HTTP headers. A name begins where a word
+#: does: tried at each letter, a line of a million of them would take hours.
 _NAMED = re.compile(
-    r"(?P<name>[A-Za-z][\w\-]*)"
+    r"(?<![\w\-])(?:(?P<name>-*[A-Za-z][\w\-]*)"
     r"(?P<between>=['\"]?|['\"]: ?['\"]|(?<=key): |(?<=uthorization): (?:\w+ (?=\S))?)"
     r"(?P<value>[^\s'\"&,;]{6,})"
-    r"|(?P<flag>--[a-z][a-z\-]*)(?P<space> )(?P<word>[^\s'\"\-]\S{5,})"
+    r"|(?P<flag>--[a-z][a-z\-]*)(?P<space> )(?P<word>[^\s'\"\-]\S{5,}))"
 )
 
 _hidden: set[str] = set()

@@ -43,11 +43,13 @@ def parse_reward(value: Any) -> float | None:
     try:
         reward = float(value)
     except OverflowError as error:
-        raise ValueError(f"a reward must not be a number this large: {error}") from None
+        raise ValueError(f"a reward must be finite, and not this large: {error}") from None
     if math.isnan(reward):
         return None
     if abs(reward) > _MAX_REWARD:
-        raise ValueError(f"a reward must be from -{_MAX_REWARD:g} to {_MAX_REWARD:g}, not {reward}")
+        raise ValueError(
+            f"a reward must be finite, from -{_MAX_REWARD:g} to {_MAX_REWARD:g}, not {reward}"
+        )
     return reward
 
 
