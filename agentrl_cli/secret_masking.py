@@ -35,8 +35,8 @@ _KEY = re.compile(
     r"|(?<=[?&]key=)[^&#\s'\"]+|(?<=[?&]sig=)[^&#\s'\"]+|(?<=signature=)[^&#\s'\"]+",
     re.IGNORECASE,
 )
-#: ``name=value``, ``--name value``, ``"name": "value"`` and HTTP headers. A name begins where a word
-#: does: tried at each letter, a line of a million of them would take hours.
+#: ``name=value``, ``--name value``, ``"name": "value"`` and HTTP headers. A name begins where a
+#: word does: tried at each letter, a line of a million of them would take hours.
 _NAMED = re.compile(
     r"(?<![\w\-])(?:(?P<name>-*[A-Za-z][\w\-]*)"
     r"(?P<between>=['\"]?|['\"]: ?['\"]|(?<=key): |(?<=uthorization): (?:\w+ (?=\S))?)"

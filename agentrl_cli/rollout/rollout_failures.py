@@ -8,11 +8,12 @@ import traceback
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from agentrl_cli.agents.agent_runner import BoundaryError
 from agentrl_cli.config.import_paths import is_of_library
 from agentrl_cli.errors import (
+    AgentrlError,
     ContextLengthError,
     EngineError,
     InlineLimitError,
@@ -117,19 +118,33 @@ def _describe_chain(
             if any(map(is_raised_for_replies, chain))
             else FailureCause.SURROUNDINGS
         ),
-        traceback=format_user_traceback(error)[-_MAX_TRACEBACK_CHARS:],
+        traceback=format_user_traceback(
+            error,
+            # An error of agentrl's own says all that there is to say.
+            without_user_code="nothing" if isinstance(shown, AgentrlError) else "everything",
+        )[-_MAX_TRACEBACK_CHARS:],
     )
 
 
-def format_user_traceback(error: BaseException) -> str:
-    """The traceback from the first frame on that is the user's code; all of it where none is.
+def format_user_traceback(
+    error: BaseException, *, without_user_code: Literal["everything", "nothing"] = "everything"
+) -> str:
+    """The traceback from the first frame on that is the user's code.
 
     What stands before it, of agentrl, the framework and Python, called it and is not at fault.
+
+    Args:
+        error: what was raised.
+        without_user_code: what is shown of one in which no frame is the user's.
     """
     shown = traceback.TracebackException.from_exception(error)
+    has_user_code = False
     for one in _walk_shown(shown):
-        first = next((n for n, f in enumerate(one.stack) if _is_of_user(f.filename)), 0)
-        one.stack = traceback.StackSummary.from_list(list(one.stack)[first:])
+        first = next((n for n, f in enumerate(one.stack) if _is_of_user(f.filename)), None)
+        has_user_code |= first is not None
+        one.stack = traceback.StackSummary.from_list(list(one.stack)[first or 0 :])
+    if without_user_code == "nothing" and not has_user_code:
+        return ""
     return "".join(shown.format())
 
 
