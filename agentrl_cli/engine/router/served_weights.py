@@ -231,6 +231,7 @@ class ServedWeights:
                 try:
                     await self._verify(server)
                 except WeightMismatchError as error:
+                    # Other weights, perhaps of the same version, were published meanwhile.
                     if update is not self._update:
                         continue
                     # Its process may have been restarted in between: once.
@@ -261,7 +262,7 @@ class ServedWeights:
             async with server.until_unhealthy():
                 await self._verify(server)
         except WeightMismatchError as error:
-            # Not if other weights, perhaps of the same version, were on their way to it meanwhile.
+            # Not if other weights, perhaps of the same version, were published meanwhile.
             if update is self._update:
                 self._pool.mark_unhealthy(server, incarnation, str(error))
         except EngineError:

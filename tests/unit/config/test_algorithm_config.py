@@ -184,6 +184,27 @@ def test_k1_in_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture):
     assert "kl.estimator=k3" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("kind", "cure"),
+    [
+        ("grpo", {"advantage": {"kind": "dr_grpo"}}),
+        ("ppo", {"advantage": {"kind": "gae", "normalization": "none"}}),
+    ],
+)
+def test_a_penalty_that_is_divided_with_the_reward_is_warned_of(
+    kind: str, cure: dict[str, Any], caplog: pytest.LogCaptureFixture
+):
+    in_reward = {"kind": kind, "kl": {"coef": 0.1, "place": "reward"}}
+    with caplog.at_level(logging.WARNING):
+        check(build(**in_reward | cure))
+        check(build(kind=kind, kl={"coef": 0.1}))
+        assert not caplog.records
+        check(build(**in_reward))
+    assert "the penalty is divided by the deviation" in caplog.text
+    [(name, value)] = list(cure["advantage"].items())[-1:]
+    assert f"advantage.{name}={value}" in caplog.text
+
+
 def train(**given: Any) -> TrainConfig:
     return TrainConfig.model_validate(given)
 
