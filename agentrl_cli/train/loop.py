@@ -126,6 +126,7 @@ class RunCoordinator:
     stop: StopFlag
     _step_started: float = field(default=0.0, init=False)
     _rollout_seconds: float = field(default=0.0, init=False)
+    _is_saved: bool = field(default=True, init=False)
     _alarms: Alarms = field(init=False)
 
     def begin(self, first_step: int) -> None:
@@ -137,7 +138,8 @@ class RunCoordinator:
     def collect(self, step: int) -> list[Trajectory] | None:
         """The trajectories of a step, on disk: made now, or before an interruption; None when the
         run was asked to stop."""
-        if self.stop.is_set():
+        # A stop that comes after it was decided not to save the last step waits for the next.
+        if self.stop.is_set() and self._is_saved:
             return None
         self._step_started = time.perf_counter()
         if step < self.first_rolled_step:
@@ -195,6 +197,7 @@ class RunCoordinator:
         self, step: int, batch: Sequence[Trajectory], metrics: Mapping[str, float]
     ) -> bool:
         """Records the step and evaluates when it is due; True when it is to be saved."""
+        self._is_saved = False
         self.record(step, batch, metrics)
         if self._find_alarm(step) is not None:
             return True
@@ -251,6 +254,7 @@ class RunCoordinator:
         """Writes a checkpoint, and deletes those that are not kept."""
         self.observer.on_stage("save")
         self.saver.save(step)
+        self._is_saved = True
 
 
 class StopFlag(Protocol):

@@ -184,6 +184,8 @@ def test_train_refuses_before_it_starts(
         (("--checkpoint", "nowhere"), "no such folder"),
         (("--checkpoint", "."), "has no config.json"),
         (("--limit", "0"), "--limit"),
+        (("--name", "all"), "--name all-1"),
+        (("--name", "training"), "--name training-1"),
     ],
 )
 def test_eval_refuses_options_that_do_not_fit(

@@ -59,7 +59,7 @@ def test_a_run_is_stopped_gone_on_with_measured_and_looked_at(
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     # Whatever step was in progress: it was finished, and it is the one that was saved.
     assert steps == list(range(1, len(steps) + 1))
-    assert saved == [f"step-{len(steps):06d}"]
+    assert saved == [f"step-{len(steps):06d}"], process.text
 
     total = len(steps) + 1
     output = finish(*TRAIN, f"train.total_steps={total}")
@@ -78,6 +78,50 @@ def test_a_run_is_stopped_gone_on_with_measured_and_looked_at(
     listed = json.loads(finish("inspect-trajectories", "runs/demo/t0", "--json"))
     assert [s["step"] for s in listed["steps"]][:total] == list(range(1, total + 1))
     assert any(e["label"] for e in listed["evals"])
+
+    named = [*measure.split(), "--limit", "1", "--name", "candidate"]
+    for name in ("candidate", "candidate-2"):
+        assert f"--evals {name}\n" in finish(*named)
+        chosen = ("--evals", name, "--json")
+        listed = json.loads(finish("inspect-trajectories", "runs/demo/t0", *chosen))
+        assert len(listed["trajectories"]) == 1
+
+
+def test_nothing_that_a_run_shows_steers_the_terminal(
+    folder: Path, finish: Callable[..., str]
+) -> None:
+    """Rows and exceptions hold what a terminal obeys, and what no UTF-8 holds."""
+    (folder / "agent.py").write_text(
+        """\
+def build(client, model):
+    async def run(data):
+        messages = [{"role": "user", "content": data["question"]}]
+        reply = await client.chat.completions.create(model=model, messages=messages)
+        if data["question"].startswith("ask"):
+            messages[0]["content"] = "half \\ud83d"
+            await client.chat.completions.create(model=model, messages=messages)
+        if data["question"].startswith("raise"):
+            raise ValueError("half \\ud83d \\x1b]0;raised\\x07")
+        return 0.0
+    return run
+"""
+    )
+    rows = [{"question": f"{word} \x1b]0;asked\x07"} for word in ("ask", "raise", "pass", "pass")]
+    (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    shown = [
+        finish(*TRAIN, "train.total_steps=1", "train_dataset.batch_size=4"),
+        finish("inspect-trajectories", "runs/demo/t0"),
+        finish("inspect-trajectories", "runs/demo/t0", "--step", "1", "--failure", "any"),
+        finish("eval", "--config", "c.yaml"),
+        *(path.read_text() for path in (folder / "runs/demo/t0/logs").rglob("*.log")),
+    ]
+    text = "\n".join(shown)
+    assert "the model begins with a mean reward of 0.000" in shown[0]
+    assert "failed: 8 surroundings" in shown[0]
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "raised" in text
+    assert "asked" in text
 
 
 def test_a_warm_start_is_stopped_at_once_and_leaves_nothing(

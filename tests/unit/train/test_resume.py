@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,14 @@ import pytest
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import ConfigError, RunFolderError, StoreError
 from agentrl_cli.evaluate.eval_run import choose_k_values
+from agentrl_cli.log import SilentObserver
 from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
 from agentrl_cli.store.run_folder import (
     RunFolder,
     find_best_checkpoint,
     find_best_eval,
 )
+from agentrl_cli.train.loop import RunCoordinator
 from agentrl_cli.train.resume import (
     CheckpointSaver,
     DataCursor,
@@ -207,6 +211,29 @@ def test_what_was_made_ahead_of_a_batch_that_failed_is_made_anew(make_saver, rew
             open_cursor(folder, ROWS[:1])
     assert [t.id for t in read_unused(folder, first_step)] == ["2/0"]
     assert first_step == 2
+
+
+def test_no_run_ends_between_a_step_and_its_checkpoint(
+    make_saver, make_config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stop that comes when the step was found not to be due is obeyed after the next one."""
+    monkeypatch.setattr(RunCoordinator, "record", lambda *_: None)
+    monkeypatch.setattr(RunCoordinator, "_find_alarm", lambda *_: None)
+    names = [field.name for field in dataclasses.fields(RunCoordinator) if field.init]
+    config, saver, stop = make_config(), make_saver(), threading.Event()
+    parts = {"config": config, "folder": saver.folder, "saver": saver, "stop": stop}
+    parts |= {"observer": SilentObserver(), "first_rolled_step": 4}
+    run: Any = RunCoordinator(**(dict.fromkeys(names) | parts))
+    for step in (1, 2):
+        saver.folder.write_trajectories(step, [attempt(step, reward=0.5)])
+    assert run.collect(1)
+    assert not run.finish_step(1, [], {})
+    stop.set()
+    assert run.collect(2)
+    assert run.finish_step(2, [], {})
+    run.save(2)
+    assert run.collect(3) is None
+    assert saver.folder.latest_checkpoint()[0] == 2
 
 
 def test_a_run_goes_on_at_the_first_step_that_is_not_stored(make_saver) -> None:
