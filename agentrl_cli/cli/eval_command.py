@@ -84,7 +84,8 @@ def evaluate_command(
         described = {"model": title, "dataset": dataset, "run": str(run_dir), "name": name}
         typer.echo(json.dumps(described | report.to_dict(), indent=2))
         return
-    build_console().print(build_report_table(report, f"{title} on {dataset}"))
+    typer.secho(f"{title} on {dataset}", bold=True)
+    build_console().print(build_report_table(report))
     look = f"agentrl inspect-trajectories {shlex.quote(str(run_dir))} --evals {name}"
     typer.echo(f"look at its trajectories:  {look}")
 

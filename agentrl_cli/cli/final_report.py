@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from agentrl_cli.store.run_folder import RunFolder
 
 
-def build_report_table(report: EvalReport, title: str) -> Table:
+def build_report_table(report: EvalReport) -> Table:
     """Name and value of everything that the report holds."""
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=None)
+    table = Table(box=None)
     table.add_column("", style="dim")
     table.add_column("")
     for name, value in _list_rows(report).items():
@@ -51,9 +51,9 @@ def _list_rows(report: EvalReport) -> dict[str, str]:
     mean = "nothing was scored" if report.mean_reward is None else f"{report.mean_reward:.3f}"
     if report.interval is not None:
         low, high = report.interval
-        mean += f"  (95 %: {low:.3f} to {high:.3f})"
+        mean += f"  ({low:.3f} to {high:.3f})"
     mean += f"  {format_failures(report.num_policy_failures, report.num_surroundings_failures)}"
-    rows = {"mean reward": mean.strip()}
+    rows = {"mean reward (95 %)" if report.interval else "mean reward": mean.strip()}
     rows |= {f"reward part {name}": f"{v:.3f}" for name, v in report.reward_parts.items()}
     rows |= {f"pass@{k}": f"{value:.3f}" for k, value in report.pass_at_k.items()}
     rows["tasks / trajectories"] = f"{report.num_tasks} / {report.num_trajectories}"
@@ -139,7 +139,8 @@ def _print_evals(folder: RunFolder, console: Console) -> None:
     before, report_before = _read_eval(folder, steps[0])
     console.print()
     if len(steps) == 1:
-        console.print(build_report_table(report_before, f"evaluation after step {steps[0]}"))
+        console.print(Text(f"evaluation after step {steps[0]}", style="bold"))
+        console.print(build_report_table(report_before))
         return
     after, report_after = _read_eval(folder, steps[-1])
     console.print(build_comparison_table(report_before, report_after))

@@ -61,15 +61,20 @@ class StepLines:
         self._total_steps = total_steps
         self._seconds: deque[float] = deque(maxlen=_NUM_PACE_STEPS)
 
-    def format(self, metrics: Mapping[str, float]) -> str:
-        """The line of the step that is over."""
-        line = format_step(metrics, self._total_steps)
+    def format(self, metrics: Mapping[str, float], width: float = math.inf) -> str:
+        """The line of the step that is over, with as many of its parts as fit into ``width``."""
         seconds, step = metrics.get("step_seconds", math.nan), metrics.get("step", math.nan)
         if math.isfinite(seconds):
             self._seconds.append(seconds)
-        num_left = (self._total_steps or 0) - step
+        num_left, left = (self._total_steps or 0) - step, ""
         if self._seconds and num_left > 0:
-            line += f"  {format_duration(num_left * statistics.fmean(self._seconds))} left"
+            left = f"  {format_duration(num_left * statistics.fmean(self._seconds))} left"
+        line, shown = "", dict(metrics)
+        for name in (None, *_LEAST_PARTS):
+            shown.pop(name or "", None)
+            line = format_step(shown, self._total_steps) + left
+            if len(line) <= width:
+                break
         return line
 
 
@@ -94,6 +99,10 @@ _STEP_PARTS: dict[str, Callable[[float], str]] = {
     "server_failures": lambda v: format_count(v, "server failure") if v else "",
     "resampled_calls": lambda v: f"{format_count(v, 'call')} sampled again" if v else "",
 }
+
+
+#: What a narrow terminal does without, the first of them first.
+_LEAST_PARTS = ("tokens_per_second", "tool_calls_mean", "completion_tokens_mean")
 
 
 class PlainObserver:
@@ -183,7 +192,7 @@ class RichObserver:
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
         with self._lock:
-            line = self._lines.format(metrics)
+            line = self._lines.format(metrics, self._console.width)
             self._rewards.append(metrics.get("reward_mean", math.nan))
         self._console.print(Text(line), soft_wrap=True)
 

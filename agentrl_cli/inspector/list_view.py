@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,34 +56,47 @@ def summarize_steps(folder: RunFolder) -> list[StepSummary]:
     return summaries
 
 
+#: Columns of a step, and what its cells say.
+_STEP_COLUMNS: dict[str, Callable[[StepSummary], str | Text]] = {
+    "": lambda s: s.source.name,
+    "trajectories": lambda s: str(s.num_trajectories),
+    "reward": lambda s: format_number(s.reward_mean),
+    "unscored": lambda s: str(s.num_unscored),
+    "failed: policy": lambda s: str(s.num_policy_failures),
+    "failed: surroundings": lambda s: str(s.num_surroundings_failures),
+    "turns": lambda s: format_number(s.turns_mean, 1),
+    "tokens": lambda s: format_number(s.tokens_mean, 1),
+    "mismatches": lambda s: format_mismatches(s.prefix_mismatches),
+    "replaced groups": lambda s: str(s.num_filtered_groups),
+    "alarms": lambda s: Text(" ".join(s.alarms), style="red"),
+}
+#: Of these, those that say something only in runs that had any.
+_COUNTS_OF_TROUBLE: dict[str, Callable[[StepSummary], object]] = {
+    "unscored": lambda s: s.num_unscored,
+    "failed: policy": lambda s: s.num_policy_failures,
+    "failed: surroundings": lambda s: s.num_surroundings_failures,
+    "mismatches": lambda s: s.prefix_mismatches.total.num_turns,
+    "replaced groups": lambda s: s.num_filtered_groups,
+    "alarms": lambda s: s.alarms,
+}
+
+
 def build_step_table(summaries: Sequence[StepSummary]) -> Table:
-    """One row a step; its replaced groups and its alarms, where the run had any."""
+    """One row a step; what went wrong has columns where the run had any of it."""
     table = Table(box=None)
-    names = ["", "trajectories", "reward", "unscored", "failed: policy", "surroundings"]
-    names += ["turns", "tokens", "mismatches"]
-    has_replaced = any(s.num_filtered_groups for s in summaries)
-    has_alarms = any(s.alarms for s in summaries)
-    for name in [*names, "replaced groups"] if has_replaced else names:
-        table.add_column(name, justify="left" if not name else "right")
-    if has_alarms:
-        table.add_column("alarms", overflow="fold")
+    shown = {
+        name: cell
+        for name, cell in _STEP_COLUMNS.items()
+        if name not in _COUNTS_OF_TROUBLE or any(map(_COUNTS_OF_TROUBLE[name], summaries))
+    }
+    for name in shown:
+        is_text = name in ("", "alarms")
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
     for s in summaries:
         if s.problem is not None:
             table.add_row(s.source.name, Text("damaged", style="red"))
-            continue
-        table.add_row(
-            s.source.name,
-            str(s.num_trajectories),
-            format_number(s.reward_mean),
-            str(s.num_unscored),
-            str(s.num_policy_failures),
-            str(s.num_surroundings_failures),
-            format_number(s.turns_mean, 1),
-            format_number(s.tokens_mean, 1),
-            format_mismatches(s.prefix_mismatches),
-            *([str(s.num_filtered_groups)] if has_replaced else []),
-            *([Text(" ".join(s.alarms), style="red")] if has_alarms else []),
-        )
+        else:
+            table.add_row(*(cell(s) for cell in shown.values()))
     return table
 
 

@@ -323,7 +323,7 @@ def _build_table(
             str(row.position),
             str(row.token_id),
             Text(clean(spell(row.token_id)).replace("\n", "\\n") if spell else ""),
-            "" if row.logprob is None else f"{row.logprob:.4f}",
+            "" if row.logprob is None else f"{row.logprob:z.4f}",
             "" if row.version is None else str(row.version),
             "trained" if row.trained else "",
             style=None if row.trained else "dim",

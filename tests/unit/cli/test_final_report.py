@@ -103,7 +103,7 @@ def test_a_report_shows_what_went_wrong_and_what_to_type() -> None:
     )
     console = Console(file=io.StringIO(), width=300, color_system=None)
     for trajectories in ([attempt(0, 1.0), failed], [failed]):
-        console.print(build_report_table(build_report(trajectories), "t"))
+        console.print(build_report_table(build_report(trajectories)))
     both, alone = console.file.getvalue().split("mean reward")[1:]
     for text in (
         *("pass@1", "timeout 1", "unscored", "prefix mismatches: template_changed"),

@@ -51,6 +51,19 @@ def test_a_step_says_how_long_the_rest_will_take() -> None:
     assert "left" not in StepLines(None).format({"step": 1, "step_seconds": 1.0})
 
 
+def test_a_step_fits_into_a_line_of_the_terminal() -> None:
+    metrics = {"step": 10, "reward_mean": 0.5, "completion_tokens_mean": 120.0}
+    metrics |= {"tool_calls_mean": 1.5, "tokens_per_second": 2254.0, "step_seconds": 14.0}
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    with RichObserver(total_steps=1000, console=console) as observer:
+        observer.on_step(metrics)
+    line = "step 10/1000  reward 0.500  120 tokens/trajectory  14.0 s  3 h 51 min left"
+    assert line in console.file.getvalue()
+    assert StepLines(1000).format(metrics) == line.replace(
+        "  14.0 s", "  1.5 tool calls  2,254 tokens/s  14.0 s"
+    )
+
+
 @pytest.mark.parametrize("value", ["1", ""])
 def test_no_color_takes_the_colours_alone(value: str, monkeypatch) -> None:
     monkeypatch.setenv("NO_COLOR", value)

@@ -10,9 +10,15 @@ from rich.console import Console
 
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.inspector.inspect_run import inspect_run
-from agentrl_cli.inspector.list_view import format_alarms, format_ranges
+from agentrl_cli.inspector.list_view import (
+    build_step_table,
+    format_alarms,
+    format_ranges,
+    summarize_steps,
+)
 from agentrl_cli.inspector.trajectory_query import TrajectoryQuery
 from agentrl_cli.inspector.trajectory_view import build_tree, find_new_messages, list_tokens
+from agentrl_cli.prefix_mismatches import MismatchSummary
 from agentrl_cli.records import (
     Boundary,
     Failure,
@@ -169,6 +175,29 @@ def test_a_run_is_shown_as_its_steps(show) -> None:
     assert "eval 0" in text
     assert "eval 2 manual" in text
     assert "--step 2" in text
+
+
+def test_steps_have_columns_for_the_trouble_that_they_had(tmp_path, folder: RunFolder) -> None:
+    def heads(summaries, width: int) -> str:
+        console = Console(file=io.StringIO(), width=width, color_system=None)
+        console.print(build_step_table(summaries))
+        lines = console.file.getvalue().splitlines()
+        assert max(map(len, lines)) <= width
+        return " ".join(" ".join(lines[:2]).split())
+
+    troubled = summarize_steps(folder)
+    assert "failed: surroundings" in heads(troubled, 200)
+    assert "…" not in heads(troubled, 80)
+    quiet = dataclasses.replace(
+        troubled[0],
+        num_unscored=0,
+        num_policy_failures=0,
+        num_surroundings_failures=0,
+        num_filtered_groups=0,
+        prefix_mismatches=MismatchSummary(),
+        alarms=(),
+    )
+    assert heads([quiet], 80).startswith("trajectories reward turns tokens step")
 
 
 def test_a_list_numbers_its_trajectories(show) -> None:

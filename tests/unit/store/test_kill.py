@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl_cli.store.layout import CHECKSUMS
 from agentrl_cli.store.run_folder import RunFolder
 
 WRITER = """
@@ -61,8 +62,8 @@ def check_whole(run: RunFolder) -> None:
         assert len(trajectories) == 2
         assert report == {"step": step}
     for step, path in run.list_checkpoints():
-        assert {p.name for p in path.iterdir()} == {"a", "b"}
-        assert all(p.read_text() == f"{step}" * 50_000 for p in path.iterdir())
+        assert {p.name for p in path.iterdir()} == {"a", "b", CHECKSUMS}
+        assert all((path / name).read_text() == f"{step}" * 50_000 for name in "ab")
     lines = [m["step"] for m in run.read_metrics()]
     assert lines == list(range(1, len(lines) + 1))
     # A line of metrics is written after its trajectories.
