@@ -272,7 +272,7 @@ def is_alive(process: psutil.Process) -> bool:
 def name_program(process: psutil.Process) -> str:
     """What the process is, by the words of its command line."""
     try:
-        words, parent = " ".join(process.cmdline()), process.parent()
+        words = " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return "gone"
     for part, name in (
@@ -287,7 +287,7 @@ def name_program(process: psutil.Process) -> str:
     ):
         if part in words:
             return name
-    return f"child of {name_program(parent)}" if parent is not None else words
+    return "another process"
 
 
 def find_shared_memory() -> set[str]:
