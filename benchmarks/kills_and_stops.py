@@ -216,6 +216,8 @@ class StruckRun:
         if chance.random() >= command_share and (kinds := self._wait_for_processes()):
             name = chance.choice(sorted(kinds))
             victim = chance.choice(kinds[name])
+        if not is_alive(victim):
+            victim, name = self._command, "the command"
         try:
             victim.send_signal(signal_number)
         except psutil.NoSuchProcess:
