@@ -101,7 +101,7 @@ def build(client, model):
             messages[0]["content"] = "half \\ud83d"
             await client.chat.completions.create(model=model, messages=messages)
         if data["question"].startswith("raise"):
-            raise ValueError("half \\ud83d \\x1b]0;raised\\x07")
+            raise ValueError("\\x1b]0;raised\\x07 half \\ud83d")
         return 0.0
     return run
 """

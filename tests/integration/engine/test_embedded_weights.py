@@ -149,5 +149,7 @@ async def test_a_pause_holds_calls_and_lets_weights_in(open_engine, build_tiny_m
         await engine.resume()
         rest = [await piece, *[piece async for piece in stream]]
         assert {version for piece in rest for version in piece.versions} == {1}
-        assert seen + sum(len(piece.completion_ids) for piece in rest) == 60
+        num_tokens = seen + sum(len(piece.completion_ids) for piece in rest)
+        # Wherever the pause came, the new weights may end the completion.
+        assert num_tokens == 60 or rest[-1].finish_reason == "stop"
         assert (await held).versions == (1, 1)
