@@ -151,12 +151,15 @@ def is_alive(process: psutil.Process) -> bool:
 def classify(process: psutil.Process) -> str:
     try:
         command, parent = process.cmdline(), process.parent()
+        if any(part.endswith("process_reaper.py") for part in command):
+            return "reaper"
+        if parent is not None and parent.cmdline() == command:
+            # Just forked, to become something else.
+            return "other"
+        if "agentrl_cli.launch.processes.trainer_program" in command:
+            return "trainer" if process.environ()["RANK"] == "0" else "rank"
     except psutil.NoSuchProcess:
         return "gone"
-    if any(part.endswith("process_reaper.py") for part in command):
-        return "reaper"
-    if "agentrl_cli.launch.processes.trainer_program" in command:
-        return "trainer" if process.environ()["RANK"] == "0" else "rank"
     if "agentrl_vllm_start" in command:
         return "server"
     # The engine's core has no command line of its own; beside it is a tracker of resources.
