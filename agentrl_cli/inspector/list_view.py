@@ -16,7 +16,7 @@ from agentrl_cli.inspector.trajectory_query import Found, Source, list_sources
 from agentrl_cli.prefix_mismatches import REMEDIES, MismatchSummary
 from agentrl_cli.records import FailureCause
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.store.trajectory_file import TrajectorySummary
+from agentrl_cli.store.trajectory_summary import TrajectorySummary
 
 #: Characters of a text that a table's cell may show.
 _MAX_CELL = 120

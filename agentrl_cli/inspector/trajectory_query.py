@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from agentrl_cli.errors import AgentrlError, UserInputError, format_nearest
 from agentrl_cli.records import Trajectory
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.store.trajectory_file import TrajectorySummary
+from agentrl_cli.store.trajectory_summary import TrajectorySummary
 
 #: The name of the evaluations that training makes.
 TRAINING_EVALS = "training"

@@ -61,8 +61,8 @@ def check_whole(run: RunFolder) -> None:
         assert len(trajectories) == 2
         assert report == {"step": step}
     for step, path in run.list_checkpoints():
-        assert {p.name for p in path.iterdir()} == {"a", "b"}
-        assert all(p.read_text() == f"{step}" * 50_000 for p in path.iterdir())
+        assert {p.name for p in path.iterdir()} == {"a", "b", "checksums.json"}
+        assert all(p.read_text() == f"{step}" * 50_000 for p in map(path.joinpath, "ab"))
     lines = [m["step"] for m in run.read_metrics()]
     assert lines == list(range(1, len(lines) + 1))
     # A line of metrics is written after its trajectories.
