@@ -265,5 +265,5 @@ def test_a_shared_sequence_may_begin_with_a_part_of_its_parent() -> None:
             assert one.count_shared(other) == num_shared
         assert SharedSequence((7,), part).count_shared(SharedSequence((), part, 1)) == 1
     # Equal, and held twice.
-    assert first.count_shared(SharedSequence((1, 2, 3))) == 0
+    assert first.count_shared(SharedSequence([1, 2, 3])) == 0
     assert SharedSequence((6,), second).count_shared(SharedSequence((6,), first, 2)) == 2
