@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
@@ -14,9 +13,9 @@ from agentrl_cli.errors import AgentrlError
 from agentrl_cli.inspector.safe_text import format_number, one_line
 from agentrl_cli.inspector.trajectory_query import Found, Source, list_sources
 from agentrl_cli.prefix_mismatches import REMEDIES, MismatchSummary
-from agentrl_cli.records import FailureCause
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.store.trajectory_summary import TrajectorySummary
+from agentrl_cli.store.trajectory_file import read_totals
+from agentrl_cli.store.trajectory_summary import TrajectorySummary, TrajectoryTotals
 
 #: Characters of a text that a table's cell may show.
 _MAX_CELL = 120
@@ -26,21 +25,18 @@ _WIDE = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
-    """One stored file of trajectories in numbers; all None where it cannot be read."""
+    """One stored file of trajectories in numbers, or why it cannot be read."""
 
     source: Source
-    num_trajectories: int | None = None
-    reward_mean: float | None = None
-    num_unscored: int | None = None
-    num_policy_failures: int | None = None
-    num_surroundings_failures: int | None = None
-    num_filtered_groups: int | None = None
-    turns_mean: float | None = None
-    tokens_mean: float | None = None
-    prefix_mismatches: MismatchSummary = field(default_factory=MismatchSummary)
+    totals: TrajectoryTotals | None = None
     alarms: tuple[str, ...] = ()
     """Those that were active in the step."""
     problem: str | None = None
+
+    @property
+    def prefix_mismatches(self) -> MismatchSummary:
+        """Those of its trajectories."""
+        return MismatchSummary() if self.totals is None else self.totals.prefix_mismatches
 
 
 def summarize_steps(folder: RunFolder) -> list[StepSummary]:
@@ -50,7 +46,8 @@ def summarize_steps(folder: RunFolder) -> list[StepSummary]:
     for source in list_sources(folder):
         names = () if source.is_eval else tuple(alarms.get(source.step, ()))
         try:
-            summaries.append(_summarize(source, source.summarize(folder), names))
+            totals = read_totals(source.find_file(folder))
+            summaries.append(StepSummary(source=source, totals=totals, alarms=names))
         except AgentrlError as error:
             summaries.append(StepSummary(source=source, problem=str(error)))
     return summaries
@@ -61,27 +58,28 @@ def build_step_table(summaries: Sequence[StepSummary]) -> Table:
     table = Table(box=None)
     names = ["", "trajectories", "reward", "unscored", "failed: policy", "surroundings"]
     names += ["turns", "tokens", "mismatches"]
-    has_replaced = any(s.num_filtered_groups for s in summaries)
+    has_replaced = any(s.totals and s.totals.num_filtered_groups for s in summaries)
     has_alarms = any(s.alarms for s in summaries)
     for name in [*names, "replaced groups"] if has_replaced else names:
         table.add_column(name, justify="left" if not name else "right")
     if has_alarms:
         table.add_column("alarms", overflow="fold")
     for s in summaries:
-        if s.problem is not None:
+        totals = s.totals
+        if totals is None:
             table.add_row(s.source.name, Text("damaged", style="red"))
             continue
         table.add_row(
             s.source.name,
-            str(s.num_trajectories),
-            format_number(s.reward_mean),
-            str(s.num_unscored),
-            str(s.num_policy_failures),
-            str(s.num_surroundings_failures),
-            format_number(s.turns_mean, 1),
-            format_number(s.tokens_mean, 1),
+            str(totals.num_trajectories),
+            format_number(totals.reward_mean),
+            str(totals.num_unscored),
+            str(totals.num_policy_failures),
+            str(totals.num_surroundings_failures),
+            format_number(totals.turns_mean, 1),
+            format_number(totals.tokens_mean, 1),
             format_mismatches(s.prefix_mismatches),
-            *([str(s.num_filtered_groups)] if has_replaced else []),
+            *([str(totals.num_filtered_groups)] if has_replaced else []),
             *([Text(" ".join(s.alarms), style="red")] if has_alarms else []),
         )
     return table
@@ -140,31 +138,6 @@ def format_end(summary: TrajectorySummary) -> Text:
     if summary.replaced_by is not None:
         parts.append("replaced")
     return Text("\n".join(parts), style="red" if summary.failure_boundary else "yellow")
-
-
-def _summarize(
-    source: Source, trajectories: Sequence[TrajectorySummary], alarms: tuple[str, ...]
-) -> StepSummary:
-    rewards = [t.reward for t in trajectories if t.reward is not None and not math.isnan(t.reward)]
-    num_failed = sum(t.failure_boundary is not None for t in trajectories)
-    num_policy_failures = sum(t.failure_cause is FailureCause.POLICY for t in trajectories)
-    return StepSummary(
-        source=source,
-        num_trajectories=len(trajectories),
-        reward_mean=_mean(rewards),
-        num_unscored=len(trajectories) - len(rewards),
-        num_policy_failures=num_policy_failures,
-        num_surroundings_failures=num_failed - num_policy_failures,
-        num_filtered_groups=len({t.group_id for t in trajectories if t.replaced_by is not None}),
-        turns_mean=_mean([t.num_turns for t in trajectories]),
-        tokens_mean=_mean([t.num_completion_tokens for t in trajectories]),
-        prefix_mismatches=sum((t.prefix_mismatches for t in trajectories), MismatchSummary()),
-        alarms=alarms,
-    )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
 
 
 def format_alarms(alarms: Mapping[int, Sequence[str]]) -> list[str]:

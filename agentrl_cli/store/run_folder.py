@@ -242,6 +242,14 @@ class RunFolder:
         """As :meth:`read_trajectories`, without tokens and messages: fast for large steps."""
         return read_summaries(self._step_path(step, must_exist=True))
 
+    def find_trajectory_file(
+        self, step: int, *, is_eval: bool = False, label: str | None = None
+    ) -> Path:
+        """The file of a step, or of an evaluation, for the functions of ``trajectory_file.py``."""
+        if is_eval:
+            return self._eval_path(step, label).with_suffix(".parquet")
+        return self._step_path(step, must_exist=True)
+
     def trajectory_steps(self) -> list[int]:
         """The steps whose trajectories are stored, ascending."""
         self.flush()
@@ -307,12 +315,6 @@ class RunFolder:
                 return dict(json.loads(path.read_text(encoding="utf-8")))
         except (TypeError, ValueError) as error:
             raise StoreError(f"{path}: is damaged ({error})") from None
-
-    def list_eval_trajectories(
-        self, step: int, *, label: str | None = None
-    ) -> list[TrajectorySummary]:
-        """An evaluation's trajectories without tokens and messages."""
-        return read_summaries(self._eval_path(step, label).with_suffix(".parquet"))
 
     def eval_steps(self) -> list[int]:
         """The steps after which training has evaluated, ascending."""

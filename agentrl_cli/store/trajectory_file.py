@@ -193,8 +193,9 @@ def find_matches(
             values = table[_find_column(name)].combine_chunks().dictionary_encode()
             known = [_parse(name, value) for value in values.dictionary.to_pylist()]
             # The last verdict is of rows without a value.
-            verdicts = np.array([*map(accepts, known), accepts(None)])
-            passes &= verdicts[values.indices.fill_null(len(known)).to_numpy()]
+            known += [None] if values.null_count else []
+            verdicts = np.array([*map(accepts, known)], dtype=bool)
+            passes &= verdicts[values.indices.fill_null(len(known) - 1).to_numpy()]
         numbers = np.flatnonzero(passes)
         keys: Sequence[Any] = [None] * len(numbers)
         if sort_by is not None:
