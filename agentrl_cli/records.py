@@ -56,7 +56,7 @@ class SharedSequence(Sequence[ItemT]):
         num_before = 0 if parent is None else len(parent)
         self.num_shared = num_before if num_shared is None else num_shared
         self._length = len(own) + self.num_shared
-        self._depth = 0 if parent is None else parent._depth + 1
+        self._depth: int = 0 if parent is None else parent._depth + 1
 
     def _read_from(self, start: int) -> Iterator[ItemT]:
         """The items from one that lies at ``start`` or before it."""

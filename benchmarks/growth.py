@@ -15,10 +15,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import os
+import io
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import tracemalloc
@@ -27,9 +25,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from rich.console import Console
 
 from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.inspector.inspect_run import inspect_run
+from agentrl_cli.inspector.trajectory_query import TrajectoryQuery
 from agentrl_cli.models.tokenizer_training import train_tokenizer
 from agentrl_cli.records import Interaction, Trajectory
 from agentrl_cli.store.run_folder import RunFolder
@@ -61,7 +61,7 @@ async def converse(num_turns: int) -> tuple[Trajectory, float]:
     say = long_conversations._say
     tokenizer = train_tokenizer([say(n, 60) for n in range(40)], 500)
     tokenizer.chat_template = case.template
-    engine = long_conversations.InstantEngine(tokenizer, case.reasons)
+    engine: Any = long_conversations.InstantEngine(tokenizer, case.reasons)
     gateway = long_conversations._ClockedGateway(
         engine, tokenizer, tool_call_parser="hermes", reasoning_parser="qwen3"
     )
@@ -137,7 +137,7 @@ def measure_stored(trajectory: Trajectory, num_written: int) -> list[tuple[str, 
         rows.append(("one in Parquet", f"{size / len(made) / 1024:.1f} KiB"))
         rows.append(("read them all", f"{1e3 * clock(lambda: folder.read_trajectories(1)):.0f} ms"))
         name = made[len(made) // 2].id
-        rows.append(("inspect one of them", f"{time_command(folder, name):.2f} s"))
+        rows.append(("inspect one of them", f"{time_view(folder, name, {}):.2f} s"))
         folder.close()
     return rows
 
@@ -157,7 +157,7 @@ def clock(work: Callable[[], object]) -> float:
 
 
 def measure_reading(num_steps: int, num_trajectories: int) -> list[tuple[str, str]]:
-    """The inspector on a run of many steps: the whole command, from its start to its end."""
+    """The inspector on a run of many steps."""
     call = Interaction(
         id="c",
         messages=({"role": "user", "content": "What is 17 + 25?"},),
@@ -177,30 +177,28 @@ def measure_reading(num_steps: int, num_trajectories: int) -> list[tuple[str, st
         first = folder.write_trajectories(1, batch)
         wait(folder)
         folder.close()
-        # Every step has the same, but for what its name says: writing them is not what counts.
+        # Every step has the same: writing them is not what counts.
         for step in range(2, num_steps + 1):
             (first.parent / f"step-{step:06d}.parquet").write_bytes(first.read_bytes())
-        last = batch[-1].id
-        options: Sequence[tuple[str, tuple[str, ...]]] = (
-            ("only start the command", ("--help",)),
-            ("overview", ()),
-            ("list of all steps", ("--step", "all")),
-            ("sort by reward", ("--step", "all", "--sort", "reward")),
-            ("filter and sort", ("--step", "all", "--max-reward", "0.3", "--sort", "tokens")),
-            ("filter by failure", ("--step", "all", "--failure", "none")),
-            ("one trajectory", (last,)),
-            ("its tokens", (last, "--tokens")),
+        queries: Sequence[tuple[str, str | None, dict[str, Any]]] = (
+            ("overview", None, {}),
+            ("list of all steps", None, {"steps": "all"}),
+            ("sort by reward", None, {"steps": "all", "sort": "reward"}),
+            ("filter and sort", None, {"steps": "all", "max_reward": 0.3, "sort": "tokens"}),
+            ("filter by failure", None, {"steps": "all", "failure": "none"}),
+            ("one trajectory", batch[-1].id, {}),
         )
-        return [(name, f"{time_command(folder, *given):.2f} s") for name, given in options]
+        return [
+            (f"{num_steps} x {num_trajectories}: {name}", f"{time_view(folder, one, given):.2f} s")
+            for name, one, given in queries
+        ]
 
 
-def time_command(folder: RunFolder, *options: str) -> float:
-    """Wall seconds of ``agentrl inspect-trajectories``; the second of two runs."""
-    command = [sys.executable, "-m", "agentrl_cli", "inspect-trajectories"]
-    command += [str(folder.path), *options]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    run = lambda: subprocess.run(command, check=True, capture_output=True, env=environment)  # noqa: E731
-    return min(clock(run) for _ in range(2))
+def time_view(folder: RunFolder, trajectory: str | None, query: dict[str, Any]) -> float:
+    """Wall seconds of what ``agentrl inspect-trajectories`` does once it is loaded."""
+    console = Console(file=io.StringIO(), width=160)
+    asked = TrajectoryQuery(limit=50, **query)
+    return clock(lambda: inspect_run(folder.path, trajectory, asked, console=console))
 
 
 def main() -> None:

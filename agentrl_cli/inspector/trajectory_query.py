@@ -15,7 +15,6 @@ from agentrl_cli.errors import AgentrlError, UserInputError, format_nearest
 from agentrl_cli.records import Trajectory
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.trajectory_file import (
-    Match,
     find_matches,
     read_summaries,
     read_trajectory,
@@ -171,26 +170,34 @@ def select(folder: RunFolder, query: TrajectoryQuery) -> Selection:
     """
     conditions = _build_conditions(query)
     sort_by = None if query.sort is None else _SORT_FIELDS[query.sort]
-    matches: list[tuple[Source, Match]] = []
+    places: list[tuple[float, Source, int]] = []
     problems: list[str] = []
+    num_matching = 0
     for source in choose_sources(folder, query):
         try:
-            found = find_matches(source.find_file(folder), conditions, sort_by)
+            found = find_matches(
+                *(source.find_file(folder), conditions, sort_by),
+                ascending=query.ascending,
+                limit=query.limit,
+            )
         except AgentrlError as error:
             problems.append(str(error))
             continue
-        matches += [(source, match) for match in found]
-    if sort_by is not None:
-        matches.sort(key=lambda pair: _order(pair[1].key, query.ascending))
-    return Selection(_summarize(folder, matches[: query.limit], problems), len(matches), problems)
+        num_matching += found.count
+        places += [(k, source, n) for k, n in zip(found.keys, found.numbers, strict=True)]
+    # What has no value comes last either way.
+    sign = 1.0 if query.ascending else -1.0
+    places.sort(key=lambda place: (math.isnan(place[0]), sign * place[0]))
+    shown = [(source, number) for _, source, number in places[: query.limit]]
+    return Selection(_summarize(folder, shown, problems), num_matching, problems)
 
 
 def _summarize(
-    folder: RunFolder, matches: Sequence[tuple[Source, Match]], problems: list[str]
+    folder: RunFolder, places: Sequence[tuple[Source, int]], problems: list[str]
 ) -> list[Found]:
     numbers: dict[Source, list[int]] = {}
-    for source, match in matches:
-        numbers.setdefault(source, []).append(match.number)
+    for source, number in places:
+        numbers.setdefault(source, []).append(number)
     found: dict[tuple[Source, int], Found] = {}
     for source, wanted in numbers.items():
         try:
@@ -200,7 +207,6 @@ def _summarize(
             continue
         for number, summary in zip(wanted, summaries, strict=True):
             found[source, number] = Found(source, number, summary)
-    places = ((source, match.number) for source, match in matches)
     return [found[place] for place in places if place in found]
 
 
@@ -238,12 +244,12 @@ def _find_named(folder: RunFolder, query: TrajectoryQuery, name: str) -> tuple[S
     sources = sorted(list_sources(folder), key=lambda s: (s not in chosen, abs(s.step - step)))
     for source in sources:
         try:
-            found = find_matches(source.find_file(folder), {"id": partial(eq, name)}, None)
+            found = find_matches(source.find_file(folder), {"id": partial(eq, name)})
         except AgentrlError:
             # Nothing in a damaged file can be shown.
             continue
-        if found:
-            return source, found[0].number
+        if found.count:
+            return source, found.numbers[0]
     return None
 
 
@@ -280,10 +286,3 @@ _SORT_FIELDS = {
     "tokens": "num_completion_tokens",
     "seconds": "seconds",
 }
-
-
-def _order(value: float | None, ascending: bool) -> tuple[bool, float]:
-    """Largest first unless ``ascending``; what has no value comes last either way."""
-    if value is None or math.isnan(value):
-        return True, 0.0
-    return False, value if ascending else -value

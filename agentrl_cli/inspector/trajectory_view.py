@@ -223,9 +223,9 @@ def find_untrained_reason(folder: RunFolder, source: Source, trajectory: Traject
     algorithm = load_saved_config(folder.path).train.algorithm
     if algorithm.compares_within_groups and not algorithm.trains_without_advantage:
         path = source.find_file(folder)
+        same_group = {"group_id": partial(eq, trajectory.group_id)}
         group = compute_group_statistics(
-            read_trajectory(path, match.number)
-            for match in find_matches(path, {"group_id": partial(eq, trajectory.group_id)}, None)
+            read_trajectory(path, number) for number in find_matches(path, same_group).numbers
         )
         if not group[trajectory.group_id].has_signal:
             return "its group scored alike: the advantage is 0"

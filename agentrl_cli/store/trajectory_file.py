@@ -163,24 +163,33 @@ def read_summaries(path: Path, numbers: Sequence[int] | None = None) -> list[Tra
         ]
 
 
-class Match(NamedTuple):
-    """A trajectory that passed, and what it is to be sorted by."""
+class Matches(NamedTuple):
+    """The trajectories of a file that passed."""
 
-    number: int
-    """Its position in the file."""
-    key: Any
+    count: int
+    numbers: list[int]
+    """The positions of the first of them, in order."""
+    keys: list[float]
+    """What those were sorted by, NaN where there is no value; zeros if by nothing."""
 
 
 def find_matches(
-    path: Path, conditions: Mapping[str, Callable[[Any], bool]], sort_by: str | None
-) -> list[Match]:
+    path: Path,
+    conditions: Mapping[str, Callable[[Any], bool]],
+    sort_by: str | None = None,
+    *,
+    ascending: bool = False,
+    limit: int | None = None,
+) -> Matches:
     """The trajectories of a file that pass; only the columns that are named are read.
 
     Args:
         path: the file.
         conditions: what is asked of a field of :class:`TrajectorySummary`. Each of its values is
             asked about once, however many trajectories have it.
-        sort_by: the field that is given with each; None: None is.
+        sort_by: the field by which they are sorted, those without a value last; None: as stored.
+        ascending: smallest first.
+        limit: how many are given; None: all.
 
     Raises:
         StoreError: the file is missing or damaged.
@@ -197,10 +206,12 @@ def find_matches(
             verdicts = np.array([*map(accepts, known)], dtype=bool)
             passes &= verdicts[values.indices.fill_null(len(known) - 1).to_numpy()]
         numbers = np.flatnonzero(passes)
-        keys: Sequence[Any] = [None] * len(numbers)
+        keys = np.zeros(len(numbers))
         if sort_by is not None:
-            keys = table[_find_column(sort_by)].take(numbers).to_pylist()
-        return list(map(Match, numbers.tolist(), keys))
+            keys = table[sort_by].to_numpy()[numbers].astype(float)
+            order = np.argsort(keys if ascending else -keys, kind="stable")
+            numbers, keys = numbers[order], keys[order]
+        return Matches(len(numbers), numbers[:limit].tolist(), keys[:limit].tolist())
 
 
 def _find_column(name: str) -> str:

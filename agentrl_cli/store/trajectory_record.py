@@ -254,8 +254,9 @@ def as_array(values: Sequence[float], typecode: str) -> array[Any]:
     """The numbers as an array: mostly the one that they are held in."""
     if isinstance(values, SharedSequence) and values.parent is None:
         values = values.own
-    is_one = isinstance(values, array) and values.typecode == typecode
-    return values if is_one else array(typecode, values)
+    if isinstance(values, array) and values.typecode == typecode:
+        return values
+    return array(typecode, values)
 
 
 def write_json(value: Any) -> str:

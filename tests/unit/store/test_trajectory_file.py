@@ -210,7 +210,7 @@ def test_the_footer_has_the_totals(path) -> None:
     write_trajectory_file(path, [])
     assert read_totals(path) == TrajectoryTotals.of([])
     assert read_trajectory_file(path) == read_summaries(path) == []
-    assert find_matches(path, {"reward": lambda _: True}, "seconds") == []
+    assert find_matches(path, {"reward": lambda _: True}, "seconds").count == 0
 
 
 def test_one_of_many_is_found_and_read_alone(path) -> None:
@@ -221,12 +221,17 @@ def test_one_of_many_is_found_and_read_alone(path) -> None:
     write_trajectory_file(path, made)
     assert pq.ParquetFile(path).num_row_groups > 1
     high = {"reward": lambda reward: reward is not None and reward > 0.2}
-    found = find_matches(path, high, "seconds")
-    assert [(m.number, m.key) for m in found] == [(n, float(n)) for n in range(3, 600, 4)]
-    unscored = find_matches(path, {"reward": lambda reward: reward is None}, None)
-    assert [m.number for m in unscored] == [*range(1, 600, 4)]
+    found = find_matches(path, high, "seconds", ascending=True, limit=3)
+    assert found == (150, [3, 7, 11], [3.0, 7.0, 11.0])
+    assert find_matches(path, high, "seconds", limit=2).numbers == [599, 595]
+    # Unscored ones, also those with NaN, come last either way.
+    for ascending in (True, False):
+        by_reward = find_matches(path, {}, "reward", ascending=ascending).numbers
+        assert by_reward[300:] == [n for n in range(600) if n % 4 in (1, 2)]
+    unscored = find_matches(path, {"reward": lambda reward: reward is None})
+    assert unscored.numbers == [*range(1, 600, 4)]
     tools = {"failure_boundary": lambda b: b is Boundary.TOOL, "id": lambda name: name == "g7/599"}
-    assert [m.number for m in find_matches(path, tools, None)] == [599]
+    assert find_matches(path, tools).numbers == [599]
     assert read_trajectory(path, 599) == made[599]
     assert [s.id for s in read_summaries(path, [599, 3, 300])] == ["g7/599", "g7/3", "g7/300"]
 
