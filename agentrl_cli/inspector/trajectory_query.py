@@ -183,7 +183,7 @@ def select(folder: RunFolder, query: TrajectoryQuery) -> Selection:
         except AgentrlError as error:
             problems.append(str(error))
             continue
-        num_matching += found.count
+        num_matching += found.num_matching
         places += [(k, source, n) for k, n in zip(found.keys, found.numbers, strict=True)]
     # What has no value comes last either way.
     sign = 1.0 if query.ascending else -1.0
@@ -248,7 +248,7 @@ def _find_named(folder: RunFolder, query: TrajectoryQuery, name: str) -> tuple[S
         except AgentrlError:
             # Nothing in a damaged file can be shown.
             continue
-        if found.count:
+        if found.num_matching:
             return source, found.numbers[0]
     return None
 

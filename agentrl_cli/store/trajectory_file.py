@@ -166,7 +166,7 @@ def read_summaries(path: Path, numbers: Sequence[int] | None = None) -> list[Tra
 class Matches(NamedTuple):
     """The trajectories of a file that passed."""
 
-    count: int
+    num_matching: int
     numbers: list[int]
     """The positions of the first of them, in order."""
     keys: list[float]

@@ -210,7 +210,7 @@ def test_the_footer_has_the_totals(path) -> None:
     write_trajectory_file(path, [])
     assert read_totals(path) == TrajectoryTotals.of([])
     assert read_trajectory_file(path) == read_summaries(path) == []
-    assert find_matches(path, {"reward": lambda _: True}, "seconds").count == 0
+    assert find_matches(path, {"reward": lambda _: True}, "seconds").num_matching == 0
 
 
 def test_one_of_many_is_found_and_read_alone(path) -> None:
