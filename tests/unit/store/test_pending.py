@@ -116,6 +116,25 @@ def test_a_step_is_learned_from_again_whenever_its_file_was_cut_off(
         assert [p.name for p in (again.path / "pending").iterdir()] == ["2.jsonl"]
 
 
+def test_a_steps_file_is_written_while_it_is_trained_on(folder: RunFolder, monkeypatch) -> None:
+    is_trained = threading.Event()
+    real = run_folder.write_trajectory_file
+
+    def write(path: Path, trajectories: list[Trajectory]) -> None:
+        assert is_trained.wait(10.0)
+        real(path, trajectories)
+
+    monkeypatch.setattr(run_folder, "write_trajectory_file", write)
+    folder.write_trajectories(1, [make(1, 0)])
+    names = {p.name for p in (folder.path / "pending").iterdir()}
+    assert names == {"1.jsonl", "batch-000001.json"}
+    is_trained.set()
+    # A line of metrics says that the step is done.
+    folder.append_metrics({"step": 1})
+    assert list((folder.path / "pending").iterdir()) == []
+    assert folder.read_trajectories(1) == [make(1, 0)]
+
+
 def test_a_step_of_which_some_are_damaged_is_made_again(tmp_path: Path, caplog) -> None:
     pending = PendingTrajectories(tmp_path)
     pending.commit(1, [make(1, 0), make(1, 1)])
