@@ -36,25 +36,57 @@ class SharedSequence(Sequence[ItemT]):
 
     Every call of a conversation repeats what came before it: held as tuples, the messages and
     tokens of 200 turns would take a hundred times the memory of the last one's.
+
+    Args:
+        own: what follows the items of ``parent``.
+        parent: None: nothing comes before ``own``.
+        num_shared: how many items of ``parent``, from its first on, come before ``own``; None: all.
     """
 
-    __slots__ = ("_length", "_own", "parent")
+    __slots__ = ("_depth", "_length", "num_shared", "own", "parent")
 
     def __init__(
-        self, own: Sequence[ItemT] = (), parent: SharedSequence[ItemT] | None = None
+        self,
+        own: Sequence[ItemT] = (),
+        parent: SharedSequence[ItemT] | None = None,
+        num_shared: int | None = None,
     ) -> None:
-        self._own = own
+        self.own = own
         self.parent = parent
-        self._length = len(own) + (0 if parent is None else len(parent))
+        num_before = 0 if parent is None else len(parent)
+        self.num_shared = num_before if num_shared is None else num_shared
+        self._length = len(own) + self.num_shared
+        self._depth: int = 0 if parent is None else parent._depth + 1
 
     def _read_from(self, start: int) -> Iterator[ItemT]:
         """The items from one that lies at ``start`` or before it."""
-        pieces = []
+        pieces: list[Sequence[ItemT]] = []
         node: SharedSequence[ItemT] | None = self
-        while node is not None and node._length > start:
-            pieces.append(node._own)
+        end = self._length
+        while node is not None and end > start:
+            if end > node.num_shared:
+                is_whole = end == node._length
+                pieces.append(node.own if is_whole else node.own[: end - node.num_shared])
+                end = node.num_shared
             node = node.parent
         return chain.from_iterable(reversed(pieces))
+
+    def count_shared(self, other: SharedSequence[ItemT]) -> int:
+        """How many items both begin with that are held once for both."""
+        one: SharedSequence[ItemT] | None = self
+        two: SharedSequence[ItemT] | None = other
+        num_shared = min(len(self), len(other))
+        while one is not None and two is not None and not one._holds_same(two):
+            is_deeper = one._depth > two._depth
+            if one._depth >= two._depth:
+                num_shared, one = min(num_shared, one.num_shared), one.parent
+            if not is_deeper:
+                num_shared, two = min(num_shared, two.num_shared), two.parent
+        return 0 if one is None or two is None else num_shared
+
+    def _holds_same(self, other: SharedSequence[ItemT]) -> bool:
+        are_alike = self.own is other.own and self.num_shared == other.num_shared
+        return self is other or (are_alike and self.parent is other.parent)
 
     def __len__(self) -> int:
         return self._length
@@ -76,6 +108,8 @@ class SharedSequence(Sequence[ItemT]):
         items = tuple(self._read_from(start))
         num_before = self._length - len(items)
         positions = range(self._length)[index]
+        if positions.step == 1:
+            return items[positions.start - num_before : positions.stop - num_before]
         return tuple(items[position - num_before] for position in positions)
 
     def __eq__(self, other: object) -> bool:

@@ -26,7 +26,10 @@ def format_steps(run: str, summaries: Sequence[StepSummary]) -> str:
     """``{"run", "steps": [...], "evals": [...], "prefix_mismatches"}``, the last over all
     steps."""
     rows = [
-        {k: v for k, v in asdict(s).items() if k != "source"} | _locate(s.source) for s in summaries
+        ({} if s.totals is None else s.totals.to_dict())
+        | {"alarms": s.alarms, "problem": s.problem}
+        | _locate(s.source)
+        for s in summaries
     ]
     of_steps = (s.prefix_mismatches for s in summaries if not s.source.is_eval)
     return _dump(

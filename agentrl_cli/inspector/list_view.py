@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
@@ -14,9 +13,9 @@ from agentrl_cli.errors import AgentrlError
 from agentrl_cli.inspector.safe_text import format_number, one_line
 from agentrl_cli.inspector.trajectory_query import Found, Source, list_sources
 from agentrl_cli.prefix_mismatches import REMEDIES, MismatchSummary
-from agentrl_cli.records import FailureCause
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.store.trajectory_file import TrajectorySummary
+from agentrl_cli.store.trajectory_file import read_totals
+from agentrl_cli.store.trajectory_summary import TrajectorySummary, TrajectoryTotals
 
 #: Characters of a text that a table's cell may show.
 _MAX_CELL = 120
@@ -26,21 +25,18 @@ _WIDE = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSummary:
-    """One stored file of trajectories in numbers; all None where it cannot be read."""
+    """One stored file of trajectories in numbers, or why it cannot be read."""
 
     source: Source
-    num_trajectories: int | None = None
-    reward_mean: float | None = None
-    num_unscored: int | None = None
-    num_policy_failures: int | None = None
-    num_surroundings_failures: int | None = None
-    num_filtered_groups: int | None = None
-    turns_mean: float | None = None
-    tokens_mean: float | None = None
-    prefix_mismatches: MismatchSummary = field(default_factory=MismatchSummary)
+    totals: TrajectoryTotals | None = None
     alarms: tuple[str, ...] = ()
     """Those that were active in the step."""
     problem: str | None = None
+
+    @property
+    def prefix_mismatches(self) -> MismatchSummary:
+        """Those of its trajectories."""
+        return MismatchSummary() if self.totals is None else self.totals.prefix_mismatches
 
 
 def summarize_steps(folder: RunFolder) -> list[StepSummary]:
@@ -50,53 +46,56 @@ def summarize_steps(folder: RunFolder) -> list[StepSummary]:
     for source in list_sources(folder):
         names = () if source.is_eval else tuple(alarms.get(source.step, ()))
         try:
-            summaries.append(_summarize(source, source.summarize(folder), names))
+            totals = read_totals(source.find_file(folder))
+            summaries.append(StepSummary(source=source, totals=totals, alarms=names))
         except AgentrlError as error:
             summaries.append(StepSummary(source=source, problem=str(error)))
     return summaries
 
 
 #: Columns of a step, and what its cells say.
-_STEP_COLUMNS: dict[str, Callable[[StepSummary], str | Text]] = {
-    "": lambda s: s.source.name,
-    "trajectories": lambda s: str(s.num_trajectories),
-    "reward": lambda s: format_number(s.reward_mean),
-    "unscored": lambda s: str(s.num_unscored),
-    "failed: policy": lambda s: str(s.num_policy_failures),
-    "failed: surroundings": lambda s: str(s.num_surroundings_failures),
-    "turns": lambda s: format_number(s.turns_mean, 1),
-    "tokens": lambda s: format_number(s.tokens_mean, 1),
-    "mismatches": lambda s: format_mismatches(s.prefix_mismatches),
-    "replaced groups": lambda s: str(s.num_filtered_groups),
-    "alarms": lambda s: Text(" ".join(s.alarms), style="red"),
+_STEP_COLUMNS: dict[str, Callable[[TrajectoryTotals], str | Text]] = {
+    "trajectories": lambda t: str(t.num_trajectories),
+    "reward": lambda t: format_number(t.reward_mean),
+    "unscored": lambda t: str(t.num_unscored),
+    "failed: policy": lambda t: str(t.num_policy_failures),
+    "failed: surroundings": lambda t: str(t.num_surroundings_failures),
+    "turns": lambda t: format_number(t.turns_mean, 1),
+    "tokens": lambda t: format_number(t.tokens_mean, 1),
+    "mismatches": lambda t: format_mismatches(t.prefix_mismatches),
+    "replaced groups": lambda t: str(t.num_filtered_groups),
 }
 #: Of these, those that say something only in runs that had any.
-_COUNTS_OF_TROUBLE: dict[str, Callable[[StepSummary], object]] = {
-    "unscored": lambda s: s.num_unscored,
-    "failed: policy": lambda s: s.num_policy_failures,
-    "failed: surroundings": lambda s: s.num_surroundings_failures,
-    "mismatches": lambda s: s.prefix_mismatches.total.num_turns,
-    "replaced groups": lambda s: s.num_filtered_groups,
-    "alarms": lambda s: s.alarms,
+_COUNTS_OF_TROUBLE: dict[str, Callable[[TrajectoryTotals], int]] = {
+    "unscored": lambda t: t.num_unscored,
+    "failed: policy": lambda t: t.num_policy_failures,
+    "failed: surroundings": lambda t: t.num_surroundings_failures,
+    "mismatches": lambda t: t.prefix_mismatches.total.num_turns,
+    "replaced groups": lambda t: t.num_filtered_groups,
 }
 
 
 def build_step_table(summaries: Sequence[StepSummary]) -> Table:
     """One row a step; what went wrong has columns where the run had any of it."""
     table = Table(box=None)
+    table.add_column("", overflow="fold")
+    all_totals = [s.totals for s in summaries if s.totals is not None]
     shown = {
         name: cell
         for name, cell in _STEP_COLUMNS.items()
-        if name not in _COUNTS_OF_TROUBLE or any(map(_COUNTS_OF_TROUBLE[name], summaries))
+        if name not in _COUNTS_OF_TROUBLE or any(map(_COUNTS_OF_TROUBLE[name], all_totals))
     }
     for name in shown:
-        is_text = name in ("", "alarms")
-        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
+        table.add_column(name, justify="right", overflow="fold")
+    has_alarms = any(s.alarms for s in summaries)
+    if has_alarms:
+        table.add_column("alarms", overflow="fold")
     for s in summaries:
-        if s.problem is not None:
+        if s.totals is None:
             table.add_row(s.source.name, Text("damaged", style="red"))
         else:
-            table.add_row(*(cell(s) for cell in shown.values()))
+            alarms = [Text(" ".join(s.alarms), style="red")] if has_alarms else []
+            table.add_row(s.source.name, *(cell(s.totals) for cell in shown.values()), *alarms)
     return table
 
 
@@ -153,31 +152,6 @@ def format_end(summary: TrajectorySummary) -> Text:
     if summary.replaced_by is not None:
         parts.append("replaced")
     return Text("\n".join(parts), style="red" if summary.failure_boundary else "yellow")
-
-
-def _summarize(
-    source: Source, trajectories: Sequence[TrajectorySummary], alarms: tuple[str, ...]
-) -> StepSummary:
-    rewards = [t.reward for t in trajectories if t.reward is not None and not math.isnan(t.reward)]
-    num_failed = sum(t.failure_boundary is not None for t in trajectories)
-    num_policy_failures = sum(t.failure_cause is FailureCause.POLICY for t in trajectories)
-    return StepSummary(
-        source=source,
-        num_trajectories=len(trajectories),
-        reward_mean=_mean(rewards),
-        num_unscored=len(trajectories) - len(rewards),
-        num_policy_failures=num_policy_failures,
-        num_surroundings_failures=num_failed - num_policy_failures,
-        num_filtered_groups=len({t.group_id for t in trajectories if t.replaced_by is not None}),
-        turns_mean=_mean([t.num_turns for t in trajectories]),
-        tokens_mean=_mean([t.num_completion_tokens for t in trajectories]),
-        prefix_mismatches=sum((t.prefix_mismatches for t in trajectories), MismatchSummary()),
-        alarms=alarms,
-    )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
 
 
 def format_alarms(alarms: Mapping[int, Sequence[str]]) -> list[str]:

@@ -6,11 +6,20 @@ import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import eq
+from pathlib import Path
+from typing import Any
 
 from agentrl_cli.errors import AgentrlError, UserInputError, format_nearest
 from agentrl_cli.records import Trajectory
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.store.trajectory_file import TrajectorySummary
+from agentrl_cli.store.trajectory_file import (
+    find_matches,
+    read_summaries,
+    read_trajectory,
+)
+from agentrl_cli.store.trajectory_summary import TrajectorySummary
 
 #: The name of the evaluations that training makes.
 TRAINING_EVALS = "training"
@@ -64,17 +73,9 @@ class Source:
         kind = "eval" if self.is_eval else "step"
         return f"{kind} {self.step}" + (f" {self.label}" if self.label else "")
 
-    def summarize(self, folder: RunFolder) -> list[TrajectorySummary]:
-        """Its trajectories, without tokens."""
-        if self.is_eval:
-            return folder.list_eval_trajectories(self.step, label=self.label)
-        return folder.list_trajectories(self.step)
-
-    def read(self, folder: RunFolder) -> list[Trajectory]:
-        """Its trajectories with their tokens."""
-        if self.is_eval:
-            return folder.read_eval(self.step, label=self.label)[0]
-        return folder.read_trajectories(self.step)
+    def find_file(self, folder: RunFolder) -> Path:
+        """Where it is stored."""
+        return folder.find_trajectory_file(self.step, is_eval=self.is_eval, label=self.label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class Found:
     """A trajectory that a query found, and where it is stored."""
 
     source: Source
+    number: int
+    """Its position in the file, from 0."""
     summary: TrajectorySummary
 
 
@@ -161,19 +164,50 @@ def parse_steps(text: str) -> list[tuple[int, int]]:
 
 
 def select(folder: RunFolder, query: TrajectoryQuery) -> Selection:
-    """What ``query`` finds; a file that cannot be read is listed as a problem."""
-    found: list[Found] = []
+    """What ``query`` finds; a file that cannot be read is listed as a problem.
+
+    Of what is not shown in the end, only the columns that are asked about are read.
+    """
+    conditions = _build_conditions(query)
+    sort_by = None if query.sort is None else _SORT_FIELDS[query.sort]
+    places: list[tuple[float, Source, int]] = []
     problems: list[str] = []
+    num_matching = 0
     for source in choose_sources(folder, query):
         try:
-            summaries = source.summarize(folder)
+            found = find_matches(
+                *(source.find_file(folder), conditions, sort_by),
+                ascending=query.ascending,
+                limit=query.limit,
+            )
         except AgentrlError as error:
             problems.append(str(error))
             continue
-        found += [Found(source, s) for s in summaries if _matches(s, query)]
-    if query.sort is not None:
-        found = _sort(found, _SORT_KEYS[query.sort], query.ascending)
-    return Selection(found[: query.limit], len(found), problems)
+        num_matching += found.num_matching
+        places += [(k, source, n) for k, n in zip(found.keys, found.numbers, strict=True)]
+    # What has no value comes last either way.
+    sign = 1.0 if query.ascending else -1.0
+    places.sort(key=lambda place: (math.isnan(place[0]), sign * place[0]))
+    shown = [(source, number) for _, source, number in places[: query.limit]]
+    return Selection(_summarize(folder, shown, problems), num_matching, problems)
+
+
+def _summarize(
+    folder: RunFolder, places: Sequence[tuple[Source, int]], problems: list[str]
+) -> list[Found]:
+    numbers: dict[Source, list[int]] = {}
+    for source, number in places:
+        numbers.setdefault(source, []).append(number)
+    found: dict[tuple[Source, int], Found] = {}
+    for source, wanted in numbers.items():
+        try:
+            summaries = read_summaries(source.find_file(folder), wanted)
+        except AgentrlError as error:
+            problems.append(str(error))
+            continue
+        for number, summary in zip(wanted, summaries, strict=True):
+            found[source, number] = Found(source, number, summary)
+    return [found[place] for place in places if place in found]
 
 
 def find_one(folder: RunFolder, query: TrajectoryQuery, name: str) -> tuple[Source, Trajectory]:
@@ -182,84 +216,73 @@ def find_one(folder: RunFolder, query: TrajectoryQuery, name: str) -> tuple[Sour
     Raises:
         UserInputError: there is none.
     """
+    if not name.isdigit():
+        place = _find_named(folder, query, name)
+        if place is not None:
+            return place[0], read_trajectory(place[0].find_file(folder), place[1])
     selection = select(folder, query)
-    if name.isdigit() and 1 <= int(name) <= len(selection.found):
-        return _read(folder, selection.found[int(name) - 1])
-    found = next((f for f in selection.found if f.summary.id == name), None)
-    if found is None and not name.isdigit():
-        found = _find_anywhere(folder, name)
+    shown = selection.found
+    found = next((f for f in shown if f.summary.id == name), None)
+    if found is None and name.isdigit() and 1 <= int(name) <= len(shown):
+        found = shown[int(name) - 1]
     if found is None:
         raise UserInputError(
             f"{folder.path}: no trajectory {name!r}. Allowed: an id, or a number from 1 to "
-            f"{len(selection.found)} of the list. List them with: agentrl inspect-trajectories "
+            f"{len(shown)} of the list. List them with: agentrl inspect-trajectories "
             f"{folder.path} --step all"
         )
-    return _read(folder, found)
+    return found.source, read_trajectory(found.source.find_file(folder), found.number)
 
 
-def _find_anywhere(folder: RunFolder, name: str) -> Found | None:
-    for source in reversed(list_sources(folder)):
+def _find_named(folder: RunFolder, query: TrajectoryQuery, name: str) -> tuple[Source, int] | None:
+    """Where the trajectory of that id is, first of all in what the query names.
+
+    An id begins with the step that its task was chosen for, and few are trained on much later.
+    """
+    chosen = set(choose_sources(folder, query))
+    step = int(re.sub(r"\D.*", "", name) or 0)
+    sources = sorted(list_sources(folder), key=lambda s: (s not in chosen, abs(s.step - step)))
+    for source in sources:
         try:
-            summaries = source.summarize(folder)
+            found = find_matches(source.find_file(folder), {"id": partial(eq, name)})
         except AgentrlError:
             # Nothing in a damaged file can be shown.
             continue
-        for summary in summaries:
-            if summary.id == name:
-                return Found(source, summary)
+        if found.num_matching:
+            return source, found.numbers[0]
     return None
 
 
-def _read(folder: RunFolder, found: Found) -> tuple[Source, Trajectory]:
-    for trajectory in found.source.read(folder):
-        if trajectory.id == found.summary.id:
-            return found.source, trajectory
-    raise UserInputError(
-        f"{folder.path}: {found.source.name} was rewritten at this moment. Type it again"
-    )
-
-
-def _matches(summary: TrajectorySummary, query: TrajectoryQuery) -> bool:
-    reward = summary.reward
+def _build_conditions(query: TrajectoryQuery) -> dict[str, Callable[[Any], bool]]:
+    """What a query asks of the fields of a summary."""
+    conditions: dict[str, Callable[[Any], bool]] = {}
     if query.min_reward is not None or query.max_reward is not None:
         low = -math.inf if query.min_reward is None else query.min_reward
         high = math.inf if query.max_reward is None else query.max_reward
-        if reward is None or not low <= reward <= high:
-            return False
-    return (
-        _is_one([summary.failure_boundary] if summary.failure_boundary else [], query.failure)
-        and _is_one([*summary.prefix_mismatches.by_cause], query.mismatch)
-        and query.malformed in (None, "any" if summary.num_malformed_calls else "none")
-        and query.replaced in (None, "none" if summary.replaced_by is None else "any")
-        and query.task_id in (None, summary.task_id)
-        and query.agent_name in (None, summary.agent_name)
-    )
+        conditions["reward"] = lambda reward: reward is not None and low <= reward <= high
+    if query.failure is not None:
+        conditions["failure_boundary"] = lambda b: _is_one([b] if b else [], query.failure)
+    if query.mismatch is not None:
+        conditions["prefix_mismatches"] = lambda m: _is_one([*m.by_cause], query.mismatch)
+    if query.malformed is not None:
+        conditions["num_malformed_calls"] = lambda n: query.malformed == ("any" if n else "none")
+    if query.replaced is not None:
+        conditions["replaced_by"] = lambda other: query.replaced == ("any" if other else "none")
+    for name in ("task_id", "agent_name"):
+        wanted = getattr(query, name)
+        if wanted is not None:
+            conditions[name] = partial(eq, wanted)
+    return conditions
 
 
 def _is_one(kinds: Collection[str], wanted: str | None) -> bool:
     """Whether a trajectory of these ``kinds`` passes the filter for a kind, ``any`` or ``none``."""
-    if wanted in ("any", "none"):
-        return bool(kinds) == (wanted == "any")
-    return wanted is None or wanted in kinds
+    return bool(kinds) == (wanted == "any") if wanted in ("any", "none") else wanted in kinds
 
 
-_SORT_KEYS: dict[str, Callable[[TrajectorySummary], float | None]] = {
-    "reward": lambda s: s.reward,
-    "turns": lambda s: s.num_turns,
-    "tokens": lambda s: s.num_completion_tokens,
-    "seconds": lambda s: s.seconds,
+_SORT_FIELDS = {
+    "reward": "reward",
+    "turns": "num_turns",
+    "tokens": "num_completion_tokens",
+    "seconds": "seconds",
 }
-
-
-def _sort(
-    found: Sequence[Found], key: Callable[[TrajectorySummary], float | None], ascending: bool
-) -> list[Found]:
-    """Largest first unless ``ascending``; what has no value comes last either way."""
-
-    def order(item: Found) -> tuple[bool, float]:
-        value = key(item.summary)
-        missing = value is None or math.isnan(value)
-        number = 0.0 if value is None or missing else float(value)
-        return missing, number if ascending else -number
-
-    return sorted(found, key=order)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import eq
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +31,7 @@ from agentrl_cli.records import Interaction, InteractionStatus, Message, Traject
 from agentrl_cli.scores import compute_group_statistics, compute_score
 from agentrl_cli.store.resume_check import load_saved_config
 from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.store.trajectory_file import find_matches, read_trajectory
 
 
 def build_tree(trajectory: Trajectory, title: str) -> Tree:
@@ -219,8 +222,10 @@ def find_untrained_reason(folder: RunFolder, source: Source, trajectory: Traject
         return f"step {source.step} has not been trained yet"
     algorithm = load_saved_config(folder.path).train.algorithm
     if algorithm.compares_within_groups and not algorithm.trains_without_advantage:
+        path = source.find_file(folder)
+        same_group = {"group_id": partial(eq, trajectory.group_id)}
         group = compute_group_statistics(
-            t for t in source.read(folder) if t.group_id == trajectory.group_id
+            read_trajectory(path, number) for number in find_matches(path, same_group).numbers
         )
         if not group[trajectory.group_id].has_signal:
             return "its group scored alike: the advantage is 0"

@@ -1,29 +1,36 @@
-"""Finished trajectories whose step is not complete yet: each on disk as soon as it ends.
+"""Finished trajectories that are in no step's file yet: each on disk as soon as it ends.
 
-A step's file is written when its last trajectory has ended. What ended before that, for this
-step and for later ones that are sampled ahead, is kept here, so that a run that is killed does
-not have to make it again.
+A step's file is written while the step is trained on, from trajectories that ended long before.
+What ended is kept here until that file is complete, so that a run that is killed does not have to
+make it again; and which trajectories a step is made of, so that it learns from the same ones. A
+group goes into one step, whole.
 
-One file a step, in JSON Lines: a line per trajectory, with the CRC-32 of its record. Nothing in
-the file says how long anything is, so damage cannot be mistaken for a length, and each line
-counts by itself. The first line that is incomplete or has another checksum (a torn write, or the
-zeros that a power cut leaves) ends the file: it is cut there before anything is appended.
+A file holds one group in JSON Lines: a line per trajectory, with the CRC-32 of its record. Nothing
+in it says how long anything is, so damage cannot be mistaken for a length, and each line counts by
+itself. The first line that is incomplete or has another checksum (a torn write, or the zeros that a
+power cut leaves) ends the file: it is cut there before anything is appended. ``batch-000012.json``
+lists a step's trajectories, from before it is trained on until its file is written.
 """
 
 from __future__ import annotations
 
+import json
 import re
-import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
+from urllib.parse import quote
 
+from agentrl_cli.errors import StoreError
 from agentrl_cli.log import get_logger
 from agentrl_cli.records import Trajectory
-from agentrl_cli.store import layout
-from agentrl_cli.store.atomic_files import append_whole, store_errors
-from agentrl_cli.store.trajectory_file import format_record, parse_record
+from agentrl_cli.store.atomic_files import append_whole, store_errors, write_text
+from agentrl_cli.store.trajectory_record import format_record, parse_record
+
+ResultT = TypeVar("ResultT")
 
 _log = get_logger(__name__)
 
@@ -36,18 +43,81 @@ class PendingTrajectories:
     """The trajectories kept in ``folder``. Its methods may be called from any thread.
 
     They outlive this process. After a power cut some of the last may be missing, which does
-    no harm: they are made again.
+    no harm: they are made again. All writing is done by a thread of its own, in the order of the
+    calls: whoever finishes a trajectory is an event loop with others to attend to.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[int, BinaryIO] = {}
+        #: Used by that thread alone.
         self._ids: set[str] = set()
-        self._complete_steps: set[int] = set()
-        self._lock = threading.Lock()
+        self._mended: set[Path] = set()
+        self._error: StoreError | None = None
+        self._writer = ThreadPoolExecutor(1, "agentrl-pending")
+        self._last: Future[None] | None = None
 
-    def read(self, first_step: int) -> list[Trajectory]:
-        """Those of steps from ``first_step`` on; files of earlier steps, now complete, are deleted.
+    def add(self, trajectory: Trajectory) -> None:
+        """Keeps a trajectory soon, if it is not here already.
+
+        Raises:
+            StoreError: an earlier one could not be kept.
+        """
+        self._raise_error()
+        self._last = self._writer.submit(self._add_noting_error, trajectory)
+
+    def flush(self) -> None:
+        """Returns when all that was added is kept.
+
+        Raises:
+            StoreError: the disk is full, or the folder cannot be written to.
+        """
+        if self._last is not None:
+            # One thread does one after the other.
+            wait([self._last])
+        self._raise_error()
+
+    def commit(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Notes that ``step`` is made of these: from now on :meth:`restore` gives them.
+
+        Raises:
+            StoreError: the disk is full, or the folder cannot be written to.
+        """
+        self._do(self._commit, step, trajectories)
+        self._raise_error()
+
+    def drop(self, step: int, trajectories: Iterable[Trajectory]) -> None:
+        """Deletes a step's trajectories, which are in a file of their own now.
+
+        Raises:
+            StoreError: a file cannot be deleted.
+        """
+        self._do(self._drop, step, [*trajectories])
+
+    def restore(self, write: Callable[[int, list[Trajectory]], object]) -> None:
+        """Has the steps written that were committed when the run was interrupted, and drops them.
+
+        For the process that holds the run folder alone, as :meth:`read`.
+
+        Raises:
+            StoreError: a file cannot be read, written or deleted.
+        """
+        for path in sorted(self._folder.glob("batch-*.json")):
+            found = _read_batch(path)
+            if found is None:
+                _log.warning(
+                    "%s: some of its trajectories are damaged (by a power cut): the step is made "
+                    "again, from those that are not",
+                    path,
+                )
+                with store_errors(path, "deleted"):
+                    path.unlink()
+                continue
+            step, trajectories = found
+            write(step, trajectories)
+            self.drop(step, trajectories)
+
+    def read(self) -> list[Trajectory]:
+        """All that are kept, group by group.
 
         One that failed through its surroundings is not among them: it is made again, since what
         made it fail may have been what ended the run. For the process that holds the run folder
@@ -56,18 +126,7 @@ class PendingTrajectories:
         Raises:
             StoreError: a file cannot be read.
         """
-        found: dict[str, Trajectory] = {}
-        with self._lock:
-            for step, path in self._list_files():
-                if step < first_step:
-                    with store_errors(path, "deleted"):
-                        path.unlink()
-                    continue
-                for trajectory in _read_and_mend(path):
-                    if trajectory.failure is None or trajectory.is_policy_failure:
-                        found[trajectory.id] = trajectory
-            self._ids = set(found)
-        return list(found.values())
+        return self._do(self._read)
 
     def discard(self) -> None:
         """Deletes all of them.
@@ -75,81 +134,120 @@ class PendingTrajectories:
         Raises:
             StoreError: a file cannot be deleted.
         """
-        self.close()
-        with self._lock:
-            self._ids.clear()
-            for _, path in self._list_files():
-                with store_errors(path, "deleted"):
-                    path.unlink()
+        self._do(self._discard)
 
-    def add(self, trajectory: Trajectory) -> None:
-        """Keeps a trajectory, if it is not here already and its step is not complete.
+    def close(self) -> None:
+        """Ends the thread when all is written; what is kept stays."""
+        self._writer.shutdown()
 
-        Raises:
-            StoreError: the disk is full, or the folder cannot be written to.
-        """
-        with self._lock:
-            if trajectory.id in self._ids or trajectory.step in self._complete_steps:
-                return
-            record = format_record(trajectory)
-            line = b'{"crc32": %d, "trajectory": %s}\n' % (zlib.crc32(record), record)
-            append_whole(self._open(trajectory.step), line)
-            self._ids.add(trajectory.id)
+    def _do(self, work: Callable[..., ResultT], *given: Any) -> ResultT:
+        """The result of work in the thread, after all that it was given before."""
+        return self._writer.submit(work, *given).result()
 
-    def drop(self, step: int) -> None:
-        """Deletes those of a step that is complete now."""
-        with self._lock:
-            self._complete_steps.add(step)
-            file = self._files.pop(step, None)
-            if file is not None:
-                file.close()
-            path = self._path(step)
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _add_noting_error(self, trajectory: Trajectory) -> None:
+        try:
+            self._add(trajectory)
+        except StoreError as error:
+            self._error = error
+
+    def _add(self, trajectory: Trajectory) -> None:
+        if trajectory.id in self._ids:
+            return
+        path = self._path(trajectory)
+        if path not in self._mended and path.exists():
+            _read_group(path, mend=True)
+        self._mended.add(path)
+        record = format_record(trajectory)
+        with store_errors(path):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path.touch(0o600)
+            with path.open("ab", buffering=0) as file:
+                crc = zlib.crc32(record)
+                append_whole(file, b'{"crc32": %d, "trajectory": %s}\n' % (crc, record))
+        self._ids.add(trajectory.id)
+
+    def _commit(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        for trajectory in trajectories:
+            self._add(trajectory)
+        batch = {
+            "step": step,
+            "groups": [*dict.fromkeys(self._path(t).name for t in trajectories)],
+            "trajectories": [[t.id, t.replaced_by] for t in trajectories],
+        }
+        write_text(self._batch_path(step), json.dumps(batch) + "\n")
+
+    def _drop(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        self._ids.difference_update(t.id for t in trajectories)
+        # The list goes last: while it is there, its step is written again.
+        for path in [*dict.fromkeys(map(self._path, trajectories)), self._batch_path(step)]:
+            self._mended.discard(path)
             with store_errors(path, "deleted"):
                 path.unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """Closes the files; what they hold stays."""
-        with self._lock:
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
+    def _read(self) -> list[Trajectory]:
+        found = {
+            t.id: t for path in self._list_groups() for t in _read_group(path, mend=True).values()
+        }
+        kept = [t for t in found.values() if t.failure is None or t.is_policy_failure]
+        self._ids = {t.id for t in kept}
+        return kept
 
-    def _open(self, step: int) -> BinaryIO:
-        if step not in self._files:
-            path = self._path(step)
-            if path.exists():
-                _read_and_mend(path)
-            with store_errors(path):
-                self._folder.mkdir(parents=True, exist_ok=True)
-                path.touch(0o600)
-                self._files[step] = path.open("ab", buffering=0)
-        return self._files[step]
+    def _discard(self) -> None:
+        self._ids.clear()
+        self._mended.clear()
+        for path in [*self._list_groups(), *self._folder.glob("batch-*.json")]:
+            with store_errors(path, "deleted"):
+                path.unlink()
 
-    def _path(self, step: int) -> Path:
-        return self._folder / f"{layout.step_name(step)}.jsonl"
+    def _path(self, trajectory: Trajectory) -> Path:
+        # A name of any letters becomes that of a file.
+        return self._folder / f"{quote(trajectory.group_id, safe='')}.jsonl"
 
-    def _list_files(self) -> list[tuple[int, Path]]:
-        """Step and path of every file, oldest first."""
-        if not self._folder.is_dir():
-            return []
-        found = [(layout.parse_step(path.stem), path) for path in self._folder.glob("*.jsonl")]
-        return sorted((step, path) for step, path in found if step is not None)
+    def _batch_path(self, step: int) -> Path:
+        return self._folder / f"batch-{step:06d}.json"
+
+    def _list_groups(self) -> list[Path]:
+        return sorted(self._folder.glob("*.jsonl"))
 
 
-def _read_and_mend(path: Path) -> list[Trajectory]:
-    """The trajectories up to the first damaged line, where the file ends from then on."""
-    with store_errors(path, "read"), path.open("r+b") as file:
-        trajectories = []
+def _read_batch(path: Path) -> tuple[int, list[Trajectory]] | None:
+    """Step and trajectories of a committed batch; None: some are damaged."""
+    with store_errors(path, "read"):
+        batch = json.loads(path.read_text(encoding="utf-8"))
+    kept: dict[str, Trajectory] = {}
+    for name in batch["groups"]:
+        group = path.with_name(name)
+        if group.exists():
+            kept |= _read_group(group)
+    step: int = batch["step"]
+    try:
+        found = [(kept[name], replaced_by) for name, replaced_by in batch["trajectories"]]
+    except KeyError:
+        return None
+    return step, [replace(t, step=step, replaced_by=other) for t, other in found]
+
+
+def _read_group(path: Path, *, mend: bool = False) -> dict[str, Trajectory]:
+    """The trajectories up to the first damaged line, by id: the latest of each; with ``mend`` the
+    file ends there from then on."""
+    with store_errors(path, "read"), path.open("r+b" if mend else "rb") as file:
+        trajectories = {}
         end = 0
         for record in _read_records(file):
             try:
-                trajectories.append(parse_record(record))
+                trajectory = parse_record(record)
             except (KeyError, TypeError, ValueError):
                 # Intact, but with the columns of another version of agentrl.
                 break
+            trajectories[trajectory.id] = trajectory
             end = file.tell()
         size = file.seek(0, 2)
-        if size > end:
+        if mend and size > end:
             _log.warning(
                 "%s: its last %d bytes are damaged (by a kill or a power cut) or were written by "
                 "another version of agentrl: they are removed, and what they held is made again",

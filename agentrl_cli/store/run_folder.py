@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -23,11 +24,11 @@ from agentrl_cli.store.manifest import write_manifest
 from agentrl_cli.store.pending_trajectories import PendingTrajectories
 from agentrl_cli.store.resume_check import check_same_config, save_config
 from agentrl_cli.store.trajectory_file import (
-    TrajectorySummary,
     read_summaries,
     read_trajectory_file,
     write_trajectory_file,
 )
+from agentrl_cli.store.trajectory_summary import TrajectorySummary
 
 #: What the metrics of alarms begin with: ``alarm_<name>`` is 1 in the steps in which it is active.
 ALARM_PREFIX = "alarm_"
@@ -48,6 +49,8 @@ class RunFolder:
         self._lock = lock
         self._metrics_path = path / layout.METRICS
         self._pending = PendingTrajectories(path / layout.PENDING)
+        self._writer = ThreadPoolExecutor(1, "agentrl-store")
+        self._writing: Future[None] | None = None
 
     @classmethod
     def create_or_resume(
@@ -59,9 +62,9 @@ class RunFolder:
     ) -> Self:
         """The folder of a training run, held for this process alone until :meth:`close`.
 
-        What a killed process left incomplete is removed; with ``overwrite``
-        everything of an earlier run is. ``versions`` are of packages in other
-        environments, for the manifest.
+        What a killed process left incomplete is removed, or completed if it is a step that was
+        trained on; with ``overwrite`` everything of an earlier run is removed. ``versions``
+        are of packages in other environments, for the manifest.
 
         Raises:
             RunFolderError: another process holds it, or it belongs to another configuration.
@@ -83,10 +86,12 @@ class RunFolder:
                     (path / name).mkdir(exist_ok=True)
             save_config(config, path)
             write_manifest(config, path, versions)
+            folder = cls(path, lock)
+            folder._pending.restore(folder._write_step)
         except BaseException:
             lock.release()
             raise
-        return cls(path, lock)
+        return folder
 
     @classmethod
     def join(cls, path: str | Path, owner_pid: int) -> Self:
@@ -102,10 +107,11 @@ class RunFolder:
         """
         path = Path(path)
         check_held_by(path / layout.LOCK, owner_pid)
-        lock = FolderLock(path / layout.TRAINER_LOCK, wait_seconds=_ORPHAN_SECONDS)
+        folder = cls(path, FolderLock(path / layout.TRAINER_LOCK, wait_seconds=_ORPHAN_SECONDS))
         with store_errors(path):
             _remove_temporaries(path)
-        return cls(path, lock)
+        folder._pending.restore(folder._write_step)
+        return folder
 
     @classmethod
     def check_resumable(cls, config: ExperimentConfig, *, overwrite: bool = False) -> None:
@@ -140,10 +146,18 @@ class RunFolder:
         return cls(layout.find_run_folder(Path(path)))
 
     def close(self) -> None:
-        """Lets other processes train in this folder; may be called twice."""
-        self._pending.close()
-        if self._lock is not None:
-            self._lock.release()
+        """Lets other processes train in this folder, when all is written; may be called twice.
+
+        Raises:
+            StoreError: something could not be written.
+        """
+        try:
+            self.flush()
+        finally:
+            self._writer.shutdown()
+            self._pending.close()
+            if self._lock is not None:
+                self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -171,24 +185,50 @@ class RunFolder:
     # Trajectories
 
     def write_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> Path:
-        """Writes the trajectories that ``step`` trains on; replaces those written before."""
-        path = self._step_path(step)
-        write_trajectory_file(path, trajectories)
-        self._pending.drop(step)
-        return path
+        """Writes the trajectories that ``step`` trains on; replaces those written before.
 
-    def add_pending(self, trajectory: Trajectory) -> None:
-        """Keeps a trajectory on disk until its step is complete. From any thread.
+        When this returns the next start has them, whatever happens: they are pending, and noted as
+        the step's. Their own file is written meanwhile; whoever reads it here waits for it.
 
         Raises:
             StoreError: the disk is full, or the folder cannot be written to.
         """
+        self.flush()
+        self._pending.commit(step, trajectories)
+        self._writing = self._writer.submit(self._complete_step, step, [*trajectories])
+        return self._step_path(step)
+
+    def _complete_step(self, step: int, trajectories: list[Trajectory]) -> None:
+        self._write_step(step, trajectories)
+        self._pending.drop(step, trajectories)
+
+    def _write_step(self, step: int, trajectories: list[Trajectory]) -> None:
+        write_trajectory_file(self._step_path(step), trajectories)
+
+    def flush(self) -> None:
+        """Returns when all trajectories that were given to this object are written.
+
+        Raises:
+            StoreError: the disk is full, or the folder cannot be written to.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+        self._pending.flush()
+
+    def add_pending(self, trajectory: Trajectory) -> None:
+        """Keeps a trajectory on disk, soon, until its step is complete. From any thread.
+
+        Raises:
+            StoreError: an earlier one could not be kept.
+        """
         self._pending.add(trajectory)
 
-    def read_pending(self, first_step: int) -> list[Trajectory]:
-        """What an interrupted run had finished of the steps from ``first_step`` on, which are not
-        complete; without failures that were not the policy's, which are made again."""
-        return self._pending.read(first_step)
+    def read_pending(self) -> list[Trajectory]:
+        """What an interrupted run had finished and trained no step on; without failures that were
+        not the policy's, which are made again."""
+        self.flush()
+        return self._pending.read()
 
     def discard_pending(self) -> None:
         """Deletes what an interrupted run had finished of steps that are not complete."""
@@ -202,13 +242,24 @@ class RunFolder:
         """As :meth:`read_trajectories`, without tokens and messages: fast for large steps."""
         return read_summaries(self._step_path(step, must_exist=True))
 
+    def find_trajectory_file(
+        self, step: int, *, is_eval: bool = False, label: str | None = None
+    ) -> Path:
+        """The file of a step, or of an evaluation, for the functions of ``trajectory_file.py``."""
+        if is_eval:
+            return self._eval_path(step, label).with_suffix(".parquet")
+        return self._step_path(step, must_exist=True)
+
     def trajectory_steps(self) -> list[int]:
         """The steps whose trajectories are stored, ascending."""
+        self.flush()
         found = (self.path / layout.TRAJECTORIES).glob("*.parquet")
         return sorted(s for path in found if (s := layout.parse_step(path.name)) is not None)
 
     def _step_path(self, step: int, *, must_exist: bool = False) -> Path:
         path = self.path / layout.TRAJECTORIES / f"{layout.step_name(step)}.parquet"
+        if must_exist:
+            self.flush()
         if must_exist and not path.is_file():
             steps = self.trajectory_steps()
             stored = f"{steps[0]} to {steps[-1]} ({len(steps)} steps)" if steps else "none yet"
@@ -265,12 +316,6 @@ class RunFolder:
         except (TypeError, ValueError) as error:
             raise StoreError(f"{path}: is damaged ({error})") from None
 
-    def list_eval_trajectories(
-        self, step: int, *, label: str | None = None
-    ) -> list[TrajectorySummary]:
-        """An evaluation's trajectories without tokens and messages."""
-        return read_summaries(self._eval_path(step, label).with_suffix(".parquet"))
-
     def eval_steps(self) -> list[int]:
         """The steps after which training has evaluated, ascending."""
         return [step for step, label in self.list_evals() if label is None]
@@ -293,6 +338,8 @@ class RunFolder:
         Raises:
             StoreError: the disk is full, or the file cannot be written to.
         """
+        # Its trajectories come first: a line of metrics says that a step is done.
+        self.flush()
         path = self._metrics_path
         with store_errors(path):
             path.touch(0o600)

@@ -1,161 +1,82 @@
 """One parquet file of trajectories: written completely or not at all, read column by column.
 
-Ids, log-probabilities and versions are lists of numbers; what has a free form
-(messages, tools, dataset rows) is JSON text; floats are float64, so that they
-come back bit for bit. Texts lose nothing but lone surrogates, which no UTF-8 holds.
+Its columns are those of ``trajectory_record.py``, and what lists and filters need of a trajectory.
+Ids, log-probabilities and versions are lists of numbers; what has a free form (messages, tools,
+dataset rows) is JSON text; floats are float64, so that they come back bit for bit. Texts lose
+nothing but lone surrogates, which no UTF-8 holds. The footer has the totals of the file.
 """
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from enum import StrEnum
+from dataclasses import fields
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from agentrl_cli.errors import StoreError
 from agentrl_cli.prefix_mismatches import MismatchSummary, summarize_prefix_mismatches
-from agentrl_cli.records import (
-    Boundary,
-    Failure,
-    FailureCause,
-    Interaction,
-    InteractionStatus,
-    MismatchCause,
-    SharedSequence,
-    StopReason,
-    Trajectory,
-)
+from agentrl_cli.records import Boundary, FailureCause, StopReason, Trajectory
 from agentrl_cli.scores import compute_score
 from agentrl_cli.store.atomic_files import atomic_file, store_errors
+from agentrl_cli.store.trajectory_record import (
+    ARRAYS,
+    CALL_COLUMNS,
+    COLUMNS,
+    JSON_ENDING,
+    Kind,
+    as_array,
+    build_row,
+    parse_row,
+    read_column,
+    write_json,
+)
+from agentrl_cli.store.trajectory_summary import TrajectorySummary, TrajectoryTotals
 
-FORMAT_VERSION = "1"
+FORMAT_VERSION = "2"
+_FORMAT = b"agentrl_format"
+_TOTALS = b"agentrl_totals"
 
-#: What a column's name ends with if it holds JSON.
-_JSON = "_json"
+#: Computed when a trajectory is written, for who reads no interactions.
+_COMPUTED: Mapping[str, Kind] = {
+    "score": "float", "question": "text", "expected": "text", "is_cut_short": "bool",
+    "num_turns": "int", "num_prompt_tokens": "int", "num_completion_tokens": "int",
+    "num_tool_calls": "int", "num_malformed_calls": "int", "prefix_mismatches_json": "json",
+}  # fmt: skip
 
+_TYPES: dict[Kind, pa.DataType] = {
+    "text": pa.string(),
+    "json": pa.string(),
+    "int": pa.int64(),
+    "float": pa.float64(),
+    "bool": pa.bool_(),
+    "ints": pa.list_(pa.int32()),
+    "floats": pa.list_(pa.float64()),
+    "texts": pa.list_(pa.string()),
+}
+_TYPES["calls"] = pa.list_(pa.struct([(n, _TYPES[k]) for n, k in CALL_COLUMNS.items()]))
+SCHEMA = pa.schema([(name, _TYPES[kind]) for name, kind in {**COLUMNS, **_COMPUTED}.items()])
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectorySummary:
-    """What a list shows of a trajectory: everything but its tokens and messages."""
-
-    id: str
-    group_id: str
-    task_id: str
-    sample_index: int
-    step: int
-    replaced_by: str | None = None
-    """The group that took its group's place; None also in files of versions without this."""
-    agent_name: str | None
-    reward: float | None
-    score: float | None = None
-    """What groups are compared by; None: unscored, or a file of a version without this."""
-    question: str = ""
-    """Empty also in files of versions without this, as what follows."""
-    expected: str = ""
-    final_answer: str | None
-    stop_reason: StopReason | None = None
-    is_cut_short: bool = False
-    failure_boundary: Boundary | None
-    failure_cause: FailureCause | None = None
-    """None also in files of versions without this."""
-    failure_kind: str | None
-    failure_message: str | None
-    seconds: float
-    num_turns: int
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    num_tool_calls: int
-    num_malformed_calls: int = 0
-    prefix_mismatches: MismatchSummary
-
-
-#: Of the columns whose text is a member of an enumeration.
-_ENUMS: Mapping[str, type[StrEnum]] = {
-    "mismatch_cause": MismatchCause,
-    "status": InteractionStatus,
+_SUMMARY = tuple(field.name for field in fields(TrajectorySummary))
+_MISMATCHES = "prefix_mismatches"
+_ENUMS: Mapping[str, Callable[[str], Any]] = {
     "stop_reason": StopReason,
     "failure_boundary": Boundary,
     "failure_cause": FailureCause,
+    _MISMATCHES: lambda text: MismatchSummary.from_dict(json.loads(text)),
 }
 
-_Record = TypeVar("_Record", Trajectory, Interaction, TrajectorySummary)
-
-_INTERACTION = pa.struct(
-    [
-        ("id", pa.string()),
-        ("parent_id", pa.string()),
-        ("extends_parent", pa.bool_()),
-        ("mismatch_cause", pa.string()),
-        ("messages_json", pa.string()),
-        ("tools_json", pa.string()),
-        ("reply_json", pa.string()),
-        ("prompt_ids", pa.list_(pa.int32())),
-        ("completion_ids", pa.list_(pa.int32())),
-        ("rollout_logprobs", pa.list_(pa.float64())),
-        ("versions", pa.list_(pa.int64())),
-        ("num_reported_tokens", pa.int64()),
-        ("has_malformed_call", pa.bool_()),
-        ("temperature", pa.float64()),
-        ("top_p", pa.float64()),
-        ("structural_tag", pa.string()),
-        ("finish_reason", pa.string()),
-        ("status", pa.string()),
-        ("error", pa.string()),
-        ("started", pa.int64()),
-        ("ended", pa.int64()),
-        ("started_at", pa.float64()),
-        ("seconds", pa.float64()),
-        ("reward", pa.float64()),
-        ("turn_return", pa.float64()),
-    ]
-)
-
-SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("group_id", pa.string()),
-        ("task_id", pa.string()),
-        ("sample_index", pa.int64()),
-        ("step", pa.int64()),
-        ("replaced_by", pa.string()),
-        ("agent_name", pa.string()),
-        ("reward", pa.float64()),
-        ("score", pa.float64()),
-        ("reward_parts_json", pa.string()),
-        ("export_style", pa.string()),
-        ("question", pa.string()),
-        ("expected", pa.string()),
-        ("final_answer", pa.string()),
-        ("stop_reason", pa.string()),
-        ("is_cut_short", pa.bool_()),
-        ("failure_boundary", pa.string()),
-        ("failure_cause", pa.string()),
-        ("failure_kind", pa.string()),
-        ("failure_message", pa.string()),
-        ("failure_traceback", pa.string()),
-        ("seconds", pa.float64()),
-        ("reward_seconds", pa.float64()),
-        ("num_turns", pa.int64()),
-        ("num_prompt_tokens", pa.int64()),
-        ("num_completion_tokens", pa.int64()),
-        ("num_tool_calls", pa.int64()),
-        ("num_malformed_calls", pa.int64()),
-        ("prefix_mismatches_json", pa.string()),
-        ("task_json", pa.string()),
-        ("interactions", pa.list_(_INTERACTION)),
-    ],
-    metadata={"agentrl_format": FORMAT_VERSION},
-)
-
-#: Rows that are turned into columns at a time: bounds the memory of writing a large step.
-_ROWS_PER_GROUP = 64
+#: Rows that are turned into columns at a time, which take many times the memory of columns.
+_ROWS_AT_A_TIME = 64
+#: Rows that are read at once where one is wanted.
+_ROWS_PER_GROUP = 256
 
 
 def write_trajectory_file(path: Path, trajectories: Sequence[Trajectory]) -> None:
@@ -169,8 +90,12 @@ def write_trajectory_file(path: Path, trajectories: Sequence[Trajectory]) -> Non
         pq.ParquetWriter(file, SCHEMA, compression="zstd") as writer,
     ):
         for start in range(0, len(trajectories), _ROWS_PER_GROUP):
-            rows = [_to_row(t) for t in trajectories[start : start + _ROWS_PER_GROUP]]
-            writer.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
+            group = trajectories[start : start + _ROWS_PER_GROUP]
+            parts = range(0, len(group), _ROWS_AT_A_TIME)
+            tables = [_build_table(group[part : part + _ROWS_AT_A_TIME]) for part in parts]
+            writer.write_table(pa.concat_tables(tables), row_group_size=_ROWS_PER_GROUP)
+        totals = write_json(TrajectoryTotals.of(trajectories).to_dict())
+        writer.add_key_value_metadata({_FORMAT: FORMAT_VERSION, _TOTALS: totals})
 
 
 def read_trajectory_file(path: Path) -> list[Trajectory]:
@@ -179,32 +104,134 @@ def read_trajectory_file(path: Path) -> list[Trajectory]:
     Raises:
         StoreError: the file is missing or damaged.
     """
-    with _reading(path):
-        return [_from_row(row) for row in pq.read_table(path, partitioning=None).to_pylist()]
+    with _opened(path) as file:
+        # Row by row: as Python's own numbers the columns of a step would take gigabytes.
+        return [
+            _parse_row(row)
+            for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=[*COLUMNS])
+            for row in batch.to_pylist()
+        ]
 
 
-def read_summaries(path: Path) -> list[TrajectorySummary]:
-    """As :func:`read_trajectory_file`, reading the scalar columns only."""
-    names = [field.name for field in fields(TrajectorySummary)]
-    with _reading(path):
-        stored = set(pq.read_schema(path).names)
-        columns = [name for name in (*names, *(n + _JSON for n in names)) if name in stored]
-        rows = pq.read_table(path, columns=columns, partitioning=None).to_pylist()
-        return [_to_summary(row) for row in rows]
+def read_trajectory(path: Path, number: int) -> Trajectory:
+    """The trajectory at a position of the file, from 0.
+
+    Raises:
+        StoreError: the file is missing or damaged.
+    """
+    with _opened(path) as file:
+        group = file.read_row_group(number // _ROWS_PER_GROUP, columns=[*COLUMNS])
+        [row] = group.slice(number % _ROWS_PER_GROUP, 1).to_pylist()
+        return _parse_row(row)
 
 
-def _to_summary(row: Mapping[str, Any]) -> TrajectorySummary:
-    mismatches = MismatchSummary.from_dict(json.loads(row["prefix_mismatches_json"]))
-    return _from_columns(TrajectorySummary, row, prefix_mismatches=mismatches)
+def _parse_row(row: dict[str, Any]) -> Trajectory:
+    calls = row["interactions"]
+    row["interactions"] = {name: [call[name] for call in calls] for name in CALL_COLUMNS}
+    return parse_row(row)
+
+
+def read_totals(path: Path) -> TrajectoryTotals:
+    """The totals of a file, which are in its footer.
+
+    Raises:
+        StoreError: the file is missing or damaged.
+    """
+    with _opened(path) as file:
+        return TrajectoryTotals.from_dict(json.loads(file.metadata.metadata[_TOTALS]))
+
+
+def read_summaries(path: Path, numbers: Sequence[int] | None = None) -> list[TrajectorySummary]:
+    """The trajectories at these positions of the file, in this order, or all; without tokens and
+    messages.
+
+    Raises:
+        StoreError: the file is missing or damaged.
+    """
+    columns = [_find_column(name) for name in _SUMMARY]
+    with _opened(path) as file:
+        if numbers is None:
+            rows = file.read(columns=columns)
+        else:
+            groups = sorted({number // _ROWS_PER_GROUP for number in numbers})
+            first = {group: n * _ROWS_PER_GROUP for n, group in enumerate(groups)}
+            places = (first[n // _ROWS_PER_GROUP] + n % _ROWS_PER_GROUP for n in numbers)
+            rows = file.read_row_groups(groups, columns=columns).take([*places])
+        return [
+            TrajectorySummary(**{name: _parse(name, row[_find_column(name)]) for name in _SUMMARY})
+            for row in rows.to_pylist()
+        ]
+
+
+class Matches(NamedTuple):
+    """The trajectories of a file that passed."""
+
+    num_matching: int
+    numbers: list[int]
+    """The positions of the first of them, in order."""
+    keys: list[float]
+    """What those were sorted by, NaN where there is no value; zeros if by nothing."""
+
+
+def find_matches(
+    path: Path,
+    conditions: Mapping[str, Callable[[Any], bool]],
+    sort_by: str | None = None,
+    *,
+    ascending: bool = False,
+    limit: int | None = None,
+) -> Matches:
+    """The trajectories of a file that pass; only the columns that are named are read.
+
+    Args:
+        path: the file.
+        conditions: what is asked of a field of :class:`TrajectorySummary`. Each of its values is
+            asked about once, however many trajectories have it.
+        sort_by: the field by which they are sorted, those without a value last; None: as stored.
+        ascending: smallest first.
+        limit: how many are given; None: all.
+
+    Raises:
+        StoreError: the file is missing or damaged.
+    """
+    names = {*conditions, *([] if sort_by is None else [sort_by])}
+    with _opened(path) as file:
+        table = file.read(columns=[_find_column(name) for name in sorted(names)])
+        passes = np.ones(file.metadata.num_rows, dtype=bool)
+        for name, accepts in conditions.items():
+            values = table[_find_column(name)].combine_chunks().dictionary_encode()
+            known = [_parse(name, value) for value in values.dictionary.to_pylist()]
+            # The last verdict is of rows without a value.
+            known += [None] if values.null_count else []
+            verdicts = np.array([*map(accepts, known)], dtype=bool)
+            passes &= verdicts[values.indices.fill_null(len(known) - 1).to_numpy()]
+        numbers = np.flatnonzero(passes)
+        keys = np.zeros(len(numbers))
+        if sort_by is not None:
+            keys = table[sort_by].to_numpy()[numbers].astype(float)
+            order = np.argsort(keys if ascending else -keys, kind="stable")
+            numbers, keys = numbers[order], keys[order]
+        return Matches(len(numbers), numbers[:limit].tolist(), keys[:limit].tolist())
+
+
+def _find_column(name: str) -> str:
+    """The column of a field of a summary."""
+    return name if name in SCHEMA.names else name + JSON_ENDING
+
+
+def _parse(name: str, value: Any) -> Any:
+    return _ENUMS[name](value) if value is not None and name in _ENUMS else value
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def _opened(path: Path) -> Iterator[pq.ParquetFile]:
     if not path.is_file():
         raise StoreError(f"{path}: there is no such file")
     try:
-        with store_errors(path, "read"):
-            yield
+        with store_errors(path, "read"), pq.ParquetFile(path) as file:
+            if (file.metadata.metadata or {}).get(_FORMAT) != FORMAT_VERSION.encode():
+                raise ValueError(f"its format is not {FORMAT_VERSION}")
+            yield file
     except (pa.ArrowException, KeyError, TypeError, ValueError, StoreError) as error:
         raise StoreError(
             f"{path}: is damaged, or was written by another version of agentrl "
@@ -212,105 +239,49 @@ def _reading(path: Path) -> Iterator[None]:
         ) from error
 
 
-def format_record(trajectory: Trajectory) -> bytes:
-    """The trajectory's row as one line of JSON."""
-    return _to_json(_to_row(trajectory)).encode()
-
-
-def parse_record(record: bytes) -> Trajectory:
-    """The trajectory of :func:`format_record`.
-
-    Raises:
-        KeyError, TypeError, ValueError: it was written by another version.
-    """
-    return _from_row(json.loads(record))
-
-
-def _to_row(trajectory: Trajectory) -> dict[str, Any]:
-    """One row of the file."""
-    failure = trajectory.failure
-    return _to_columns(
-        trajectory,
-        SCHEMA,
-        {
-            "score": compute_score(trajectory),
-            "failure_boundary": failure and failure.boundary,
-            "failure_cause": failure and failure.cause,
-            "failure_kind": failure and failure.kind,
-            "failure_message": failure and failure.message,
-            "failure_traceback": failure and failure.traceback,
-            "num_prompt_tokens": sum(len(i.prompt_ids) for i in trajectory.interactions),
-            "prefix_mismatches_json": summarize_prefix_mismatches([trajectory]).to_dict(),
-            "interactions": [_to_columns(i, _INTERACTION) for i in trajectory.interactions],
-        },
+def _build_table(trajectories: Sequence[Trajectory]) -> pa.Table:
+    rows = []
+    for trajectory in trajectories:
+        row = build_row(trajectory)
+        mismatches = summarize_prefix_mismatches([trajectory])
+        row["score"] = compute_score(trajectory)
+        row["num_prompt_tokens"] = sum(len(i.prompt_ids) for i in trajectory.interactions)
+        row["prefix_mismatches_json"] = write_json(mismatches.to_dict())
+        missing = ((name, kind) for name, kind in _COMPUTED.items() if name not in row)
+        rows.append(row | {name: read_column(trajectory, name, kind) for name, kind in missing})
+    columns = {
+        name: _build_column([row[name] for row in rows], kind)
+        for name, kind in {**COLUMNS, **_COMPUTED}.items()
+        if kind != "calls"
+    }
+    calls = [row["interactions"] for row in rows]
+    fields = {
+        name: _build_column([*chain.from_iterable(call[name] for call in calls)], kind)
+        for name, kind in CALL_COLUMNS.items()
+    }
+    structs = pa.StructArray.from_arrays([*fields.values()], names=[*fields])
+    columns["interactions"] = pa.ListArray.from_arrays(
+        _find_offsets([len(call["id"]) for call in calls]), structs
     )
+    return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
-def _from_row(row: Mapping[str, Any]) -> Trajectory:
-    """The trajectory of one row."""
-    failure = None
-    if row["failure_boundary"] is not None:
-        failure = Failure(
-            boundary=Boundary(row["failure_boundary"]),
-            cause=FailureCause(row.get("failure_cause") or FailureCause.SURROUNDINGS),
-            kind=row["failure_kind"],
-            message=row["failure_message"],
-            traceback=row["failure_traceback"],
-        )
-    interactions = tuple(_from_columns(Interaction, struct) for struct in row["interactions"])
-    return _from_columns(Trajectory, row, failure=failure, interactions=interactions)
+def _build_column(values: Sequence[Any], kind: Kind) -> pa.Array:
+    if kind in ARRAYS:
+        # Whole arrays, and not number by number.
+        numbers = array(ARRAYS[kind])
+        for value in values:
+            numbers += as_array(value, numbers.typecode)
+        offsets = _find_offsets([len(value) for value in values])
+        return pa.ListArray.from_arrays(offsets, pa.array(np.asarray(numbers)))
+    if kind == "text":
+        values = [None if v is None else _replace_surrogates(v) for v in values]
+    return pa.array(values, _TYPES[kind])
 
 
-def _to_columns(
-    record: object, columns: Iterable[pa.Field], computed: Mapping[str, Any] = {}
-) -> dict[str, Any]:
-    """The value of each column: ``computed``, else the record's attribute of the same name."""
-    row = {}
-    for column in columns:
-        name = column.name
-        value = computed[name] if name in computed else getattr(record, name.removesuffix(_JSON))
-        if value is not None:
-            if isinstance(value, SharedSequence):
-                value = tuple(value)
-            if name.endswith(_JSON):
-                value = _to_json(value)
-            elif pa.types.is_string(column.type):
-                value = value.encode("utf-8", "backslashreplace").decode()
-            elif pa.types.is_floating(column.type):
-                value = float(value)
-        row[name] = value
-    return row
+def _find_offsets(lengths: Sequence[int]) -> pa.Array:
+    return pa.array(np.cumsum([0, *lengths]), pa.int32())
 
 
-def _from_columns(kind: type[_Record], row: Mapping[str, Any], **values: Any) -> _Record:
-    """The record of a row; columns that an older version did not write get their defaults."""
-    for name in (field.name for field in fields(kind) if field.name not in values):
-        text = row.get(name + _JSON)
-        if text is not None:
-            values[name] = json.loads(text)
-        elif name in row:
-            values[name] = row[name]
-            if name in _ENUMS and row[name] is not None:
-                values[name] = _ENUMS[name](row[name])
-        if isinstance(values.get(name), list):
-            values[name] = tuple(values[name])
-    return kind(**values)
-
-
-def _to_json(value: Any) -> str:
-    # ASCII, so that lone surrogates in messages are kept as escapes. A key that is no text
-    # (a dataset row's number) becomes text, as JSON has no other keys.
-    return json.dumps(value, default=_to_plain)
-
-
-def _to_plain(value: Any) -> Any:
-    """The nearest JSON value of something that a dataset row held: no row may fail to be saved."""
-    if isinstance(value, bytes):
-        return {"base64": base64.b64encode(value).decode()}
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, set | frozenset):
-        return sorted(value, key=repr)
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
-    return value.tolist() if hasattr(value, "tolist") else repr(value)
+def _replace_surrogates(text: str) -> str:
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

@@ -246,7 +246,7 @@ class MessageHistory(SharedSequence[Message]):
     @property
     def message(self) -> Message:
         """The last message."""
-        return self._own[0]
+        return self.own[0]
 
     @property
     def read(self) -> Message:

@@ -14,6 +14,7 @@ import marshal
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from jinja2 import nodes
@@ -60,7 +61,8 @@ class TailTemplate:
         # Not public, but what apply_chat_template renders with: filters, globals and syntax.
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
-        environment = _compile_jinja_template(source).environment
+        environment = _compile_jinja_template(source).environment.overlay()
+        environment.is_safe_attribute = partial(_is_safe, environment.is_safe_attribute)
         tree = environment.parse(source)
         if _has_side_effects(tree) or not _rewrite_loops(tree):
             return None
@@ -140,6 +142,12 @@ def _to_plain(value: Any) -> Any:
         attributes = object.__getattribute__(value, "_Namespace__attrs")
         return ["namespace", *sorted(attributes.items())]
     return ["undefined"] if isinstance(value, Undefined) else [value]
+
+
+def _is_safe(ask: Callable[..., bool], obj: object, name: str, value: object) -> bool:
+    """Whether a template may read an attribute; of its own namespaces it may, and loops do so for
+    every message, where the sandbox takes long to come to the same answer."""
+    return (type(obj) is Namespace and not name.startswith("_")) or ask(obj, name, value)
 
 
 def _has_side_effects(tree: nodes.Template) -> bool:

@@ -379,11 +379,15 @@ class ConversationTree:
         restored = SharedSequence(_restore_reasoning(parent, tuple(history), shown))
         text = self._template.render(restored, inputs)
         ids, known_ids = self._template.encode(text), parent.ids
-        extends = ids[: len(known_ids)] == known_ids
+        differing = (
+            n for n, pair in enumerate(zip(ids, known_ids, strict=False)) if pair[0] != pair[1]
+        )
+        num_known = next(differing, min(len(ids), len(known_ids)))
+        extends = num_known == len(known_ids)
         self._last_text = (restored, text)
         sampled = frozenset(n.interaction.id for n in parent.path if n.reasoning)
         return PromptPlan(
-            prompt_ids=pack_ids(ids[len(known_ids) :], known_ids) if extends else pack_ids(ids),
+            prompt_ids=pack_ids(ids[num_known:], known_ids, num_known),
             parent_id=parent.interaction.id,
             extends_parent=extends,
             mismatch_cause=edit if extends else cause,
@@ -524,6 +528,10 @@ def _find_system_digest(beginnings: Sequence[MessageHistory]) -> bytes:
     return beginnings[len(list(leading))].digest
 
 
-def pack_ids(ids: Sequence[int], parent: SharedSequence[int] | None = None) -> SharedSequence[int]:
-    """Token ids after those of ``parent``, in 4 bytes each."""
-    return SharedSequence(array("i", ids), parent)
+def pack_ids(
+    ids: Sequence[int],
+    parent: SharedSequence[int] | None = None,
+    num_shared: int | None = None,
+) -> SharedSequence[int]:
+    """Token ids after the first ``num_shared`` of ``parent``, in 4 bytes each."""
+    return SharedSequence(array("i", ids), parent, num_shared)

@@ -18,7 +18,7 @@ from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.store.trajectory_file import format_record, parse_record
+from agentrl_cli.store.trajectory_record import format_record, parse_record
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.monitor.alarms import Alarms
 from agentrl_cli.train.monitor.batch_metrics import (

@@ -140,7 +140,7 @@ def read_unused(folder: RunFolder, first_step: int) -> list[Trajectory]:
     if first_step in folder.trajectory_steps():
         folder.discard_pending()
         return []
-    return folder.read_pending(first_step)
+    return folder.read_pending()
 
 
 @dataclass(frozen=True, slots=True)

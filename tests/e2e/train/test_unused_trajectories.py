@@ -74,7 +74,7 @@ def test_what_had_finished_is_used_and_the_rest_made_again(
     killed.kill()
     killed.communicate()
     assert RunFolder.open(run_dir).trajectory_steps() == []
-    finished = {t.id: t for t in RunFolder.open(run_dir).read_pending(1)}
+    finished = {t.id: t for t in RunFolder.open(run_dir).read_pending()}
     assert {t.step for t in finished.values()} == {1, 2}
 
     (project / "go").touch()

@@ -138,4 +138,5 @@ def folder(config: ExperimentConfig):
         run.append_metrics({"step": 1})
         run.write_eval(0, [make_simple(0, 0, 0.0)], {})
         run.write_eval(2, [make_simple(900, 0, 1.0)], {}, label="manual")
+        run.flush()
         yield run

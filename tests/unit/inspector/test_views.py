@@ -39,6 +39,7 @@ def render(renderable) -> str:
 @pytest.fixture
 def show(folder: RunFolder):
     def do(trajectory: str | None = None, tokens: bool = False, **query) -> str:
+        folder.flush()
         console = Console(file=io.StringIO(), width=200, color_system=None)
         inspect_run(
             folder.path, trajectory, TrajectoryQuery(**query), tokens=tokens, console=console
@@ -51,6 +52,7 @@ def show(folder: RunFolder):
 @pytest.fixture
 def show_json(folder: RunFolder, capsys):
     def do(trajectory: str | None = None, tokens: bool = False, **query):
+        folder.flush()
         inspect_run(folder.path, trajectory, TrajectoryQuery(**query), tokens=tokens, as_json=True)
         text = capsys.readouterr().out
         return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -229,6 +231,7 @@ def test_a_list_at_80_columns_says_what_was_asked_expected_and_said(folder: RunF
 
     def list_at_80(**query: str) -> list[str]:
         console = Console(file=io.StringIO(), width=80, color_system=None)
+        folder.flush()
         inspect_run(folder.path, None, TrajectoryQuery(steps="3", **query), console=console)
         return console.file.getvalue().splitlines()
 

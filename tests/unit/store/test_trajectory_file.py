@@ -4,7 +4,9 @@ import dataclasses
 import datetime
 import json
 import math
+import random
 import struct
+from array import array
 from pathlib import Path
 
 import numpy as np
@@ -21,17 +23,22 @@ from agentrl_cli.records import (
     FailureCause,
     Interaction,
     InteractionStatus,
+    Message,
     MismatchCause,
+    SharedSequence,
     StopReason,
     Trajectory,
 )
 from agentrl_cli.store.trajectory_file import (
-    format_record,
-    parse_record,
+    find_matches,
     read_summaries,
+    read_totals,
+    read_trajectory,
     read_trajectory_file,
     write_trajectory_file,
 )
+from agentrl_cli.store.trajectory_record import format_record, parse_record
+from agentrl_cli.store.trajectory_summary import TrajectoryTotals
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"b":1,"a":2}'}}
 
@@ -105,9 +112,6 @@ def test_every_field_survives(path) -> None:
     for field in dataclasses.fields(Trajectory):
         assert getattr(first, field.name) == getattr(FULL, field.name), field.name
     assert second == Trajectory(id="a/0", group_id="a", task_id="0")
-    # The types too: tuples, so that records stay hashable and comparable with live ones.
-    assert type(first.interactions[0].prompt_ids) is tuple
-    assert type(first.interactions[0].messages) is tuple
     assert str(first.interactions[1].reward) == "-0.0"
     assert parse_record(format_record(FULL)) == FULL
 
@@ -154,7 +158,7 @@ def test_rows_with_values_that_json_has_not_are_saved(path) -> None:
         Trajectory(
             id=f"a/{i}", group_id="a", task_id="0", task=task, final_answer="x\ud83dy", reward=r
         )
-        for i, r in enumerate(rewards * 30)
+        for i, r in enumerate(rewards * 100)
     ]
     write_trajectory_file(path, made)
     assert pq.ParquetFile(path).num_row_groups > 1
@@ -177,13 +181,13 @@ def test_rows_with_values_that_json_has_not_are_saved(path) -> None:
 def test_summaries_count_and_read_no_tokens(path, monkeypatch) -> None:
     write_trajectory_file(path, [FULL])
     read: list[str] = []
-    real = pq.read_table
+    real = pq.ParquetFile.read
 
-    def spy(source, columns=None, **kwargs):
+    def spy(file, columns, **options):
         read.extend(columns)
-        return real(source, columns=columns, **kwargs)
+        return real(file, columns=columns, **options)
 
-    monkeypatch.setattr(pq, "read_table", spy)
+    monkeypatch.setattr(pq.ParquetFile, "read", spy)
     (summary,) = read_summaries(path)
     assert "interactions" not in read
     assert "task_json" not in read
@@ -198,15 +202,114 @@ def test_summaries_count_and_read_no_tokens(path, monkeypatch) -> None:
     assert summary.failure_boundary is Boundary.TOOL
 
 
-def test_files_of_versions_without_scores_are_read(path) -> None:
-    write_trajectory_file(path, [FULL])
-    table = pq.read_table(path, partitioning=None)
-    pq.write_table(table.drop_columns(["replaced_by", "score", "stop_reason"]), path)
-    (summary,) = read_summaries(path)
-    assert (summary.id, summary.reward) == (FULL.id, FULL.reward)
-    assert summary.replaced_by is summary.score is None
-    (trajectory,) = read_trajectory_file(path)
-    assert trajectory == dataclasses.replace(FULL, replaced_by=None, stop_reason=None)
+def test_the_footer_has_the_totals(path) -> None:
+    made = [FULL, Trajectory(id="a/0", group_id="a", task_id="0", reward=math.nan)]
+    write_trajectory_file(path, made)
+    assert read_totals(path) == TrajectoryTotals.of(made)
+    assert read_totals(path).num_policy_failures == read_totals(path).num_unscored == 1
+    write_trajectory_file(path, [])
+    assert read_totals(path) == TrajectoryTotals.of([])
+    assert read_trajectory_file(path) == read_summaries(path) == []
+    assert find_matches(path, {"reward": lambda _: True}, "seconds").num_matching == 0
+
+
+def test_one_of_many_is_found_and_read_alone(path) -> None:
+    made = [
+        dataclasses.replace(FULL, id=f"g7/{n}", reward=[0.0, None, math.nan, 0.5][n % 4], seconds=n)
+        for n in range(600)
+    ]
+    write_trajectory_file(path, made)
+    assert pq.ParquetFile(path).num_row_groups > 1
+    high = {"reward": lambda reward: reward is not None and reward > 0.2}
+    found = find_matches(path, high, "seconds", ascending=True, limit=3)
+    assert found == (150, [3, 7, 11], [3.0, 7.0, 11.0])
+    assert find_matches(path, high, "seconds", limit=2).numbers == [599, 595]
+    # Unscored ones, also those with NaN, come last either way.
+    for ascending in (True, False):
+        by_reward = find_matches(path, {}, "reward", ascending=ascending).numbers
+        assert by_reward[300:] == [n for n in range(600) if n % 4 in (1, 2)]
+    unscored = find_matches(path, {"reward": lambda reward: reward is None})
+    assert unscored.numbers == [*range(1, 600, 4)]
+    tools = {"failure_boundary": lambda b: b is Boundary.TOOL, "id": lambda name: name == "g7/599"}
+    assert find_matches(path, tools).numbers == [599]
+    assert read_trajectory(path, 599) == made[599]
+    assert [s.id for s in read_summaries(path, [599, 3, 300])] == ["g7/599", "g7/3", "g7/300"]
+
+
+def converse(num_turns: int, *, is_shared: bool = True) -> Trajectory:
+    """A conversation as the gateway records it, in which each call repeats what came before."""
+    rng = random.Random(num_turns)
+    messages: SharedSequence[Message] = SharedSequence()
+    ids: SharedSequence[int] = SharedSequence()
+    calls: list[Interaction] = []
+    for turn in range(num_turns):
+        asked = {"role": "tool", "content": f"{rng.random()} is what was found"}
+        messages = SharedSequence((asked,), messages)
+        prompt_ids = SharedSequence(array("i", (rng.randrange(50_000) for _ in range(60))), ids)
+        completion_ids = SharedSequence(array("i", (rng.randrange(50_000) for _ in range(60))))
+        reply = {"role": "assistant", "content": f"{rng.random()} it is"}
+        call = Interaction(
+            id=f"c{turn}",
+            parent_id=f"c{turn - 1}" if turn else None,
+            extends_parent=turn > 0,
+            messages=messages if is_shared else tuple(messages),
+            tools=({"type": "function", "function": {"name": "f"}},),
+            reply=reply,
+            prompt_ids=prompt_ids if is_shared else tuple(prompt_ids),
+            completion_ids=completion_ids,
+            rollout_logprobs=tuple(rng.random() for _ in range(60)),
+            versions=(turn,) * 60,
+            started=turn,
+        )
+        calls.append(call)
+        messages = SharedSequence(({**reply},), messages)
+        ids = SharedSequence(completion_ids, prompt_ids)
+    return Trajectory(id="a/0", group_id="a", task_id="0", interactions=tuple(calls))
+
+
+def test_a_conversation_grows_by_what_is_new(path) -> None:
+    """In the record, in the file, and in memory after both were read: not with its square."""
+    sizes = []
+    for num_turns in (25, 100):
+        made = converse(num_turns)
+        record = format_record(made)
+        write_trajectory_file(path, [made])
+        sizes.append((len(record), path.stat().st_size))
+        for read in (parse_record(record), *read_trajectory_file(path)):
+            assert read == made
+            calls = read.interactions
+            assert all(len(call.prompt_ids.own) == 60 for call in calls)
+            assert format_record(read) == record
+            # A reply that came back as it was given is the same message.
+            assert calls[1].messages[1] is calls[0].reply
+    assert all(large < 4.5 * small for small, large in zip(*sizes, strict=True))
+
+
+def test_what_is_held_apart_is_stored_all_the_same(path) -> None:
+    made = converse(5, is_shared=False)
+    assert parse_record(format_record(made)) == made == converse(5)
+    write_trajectory_file(path, [made])
+    assert read_trajectory_file(path) == [made]
+
+
+def test_a_prompt_that_shares_a_part_of_its_parents_tokens(path) -> None:
+    """Reasoning that the template strips: what comes before it is the parent's."""
+    first, second, *_ = converse(2).interactions
+    ids = SharedSequence(first.completion_ids, first.prompt_ids)
+    other = SharedSequence(array("i", [7, 8]), ids, 70)
+    made = Trajectory(
+        id="a/0",
+        group_id="a",
+        task_id="0",
+        interactions=(first, dataclasses.replace(second, prompt_ids=other, extends_parent=False)),
+    )
+    assert parse_record(format_record(made)) == made
+    write_trajectory_file(path, [made])
+    (read,) = read_trajectory_file(path)
+    assert read == made
+    assert read.interactions[1].prompt_ids[68:] == (*ids[68:70], 7, 8)
+    (call, *_) = pq.read_table(path).column("interactions").to_pylist()[0][1:]
+    assert (call["num_parent_ids"], call["new_prompt_ids"]) == (70, [7, 8])
 
 
 def test_other_tools_can_read_the_columns(path) -> None:
@@ -214,8 +317,9 @@ def test_other_tools_can_read_the_columns(path) -> None:
     table = pq.read_table(path)
     assert table.column("reward").to_pylist() == [FULL.reward]
     call = table.column("interactions").to_pylist()[0][0]
-    assert call["prompt_ids"] == [1, 2, 151643]
-    assert json.loads(call["reply_json"])["tool_calls"] == [CALL]
+    assert call["new_prompt_ids"] == [1, 2, 151643]
+    messages = table.column("messages_json").to_pylist()[0]
+    assert json.loads(messages[call["reply"]])["tool_calls"] == [CALL]
 
 
 @pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "text", "foreign"])

@@ -251,3 +251,19 @@ def test_a_shared_sequence_is_a_tuple_to_its_readers(parts: list[list[int]]) -> 
     assert [shared[n] for n in range(-len(whole), len(whole))] == [*whole, *whole]
     with pytest.raises(IndexError):
         shared[len(whole)]
+
+
+def test_a_shared_sequence_may_begin_with_a_part_of_its_parent() -> None:
+    first: SharedSequence[int] = SharedSequence((1, 2, 3))
+    second = SharedSequence((4, 5), first)
+    for num_shared in range(6):
+        part = SharedSequence((8, 9), second, num_shared)
+        whole = (*tuple(second)[:num_shared], 8, 9)
+        assert (tuple(part), len(part), part[1:]) == (whole, len(whole), whole[1:])
+        assert [part[n] for n in range(len(whole))] == [*whole]
+        for one, other in ((part, second), (second, part)):
+            assert one.count_shared(other) == num_shared
+        assert SharedSequence((7,), part).count_shared(SharedSequence((), part, 1)) == 1
+    # Equal, and held twice.
+    assert first.count_shared(SharedSequence([1, 2, 3])) == 0
+    assert SharedSequence((6,), second).count_shared(SharedSequence((6,), first, 2)) == 2
