@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -23,15 +22,11 @@ from agentrl_cli.agents.agent_environment import MODEL_VARIABLES
 from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome, run_in_thread
 from agentrl_cli.errors import UserInputError, build_error
 from agentrl_cli.log import get_logger, sanitize
+from agentrl_cli.process_channel import Message, build_program_command, encode_message
 from agentrl_cli.process_reaper import KILL_SIGNAL, build_reaper_command
 from agentrl_cli.records import Boundary, Failure, FailureCause
 from agentrl_cli.rollout.rollout_failures import AgentRunError
-from agentrl_cli.rollout.workers.worker_program import (
-    MAX_MESSAGE_BYTES,
-    REWARD_CALLS,
-    Message,
-    encode_message,
-)
+from agentrl_cli.rollout.workers.worker_program import MAX_MESSAGE_BYTES, REWARD_CALLS
 
 _log = get_logger(__name__)
 
@@ -46,10 +41,7 @@ _MAX_LINE_BYTES = 4096
 _NUM_QUOTED_LINES = 30
 #: Of one trajectory. An agent that prints in an endless loop would fill the disk for all.
 _MAX_LOGGED_BYTES = 4 * 2**20
-_CODE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "from agentrl_cli.rollout.workers.worker_program import main; main(int(sys.argv[1]))"
-)
+_PROGRAM = "agentrl_cli.rollout.workers.worker_program"
 _KILLED_HINT = (
     ", and agentrl did not: most often the system ran out of memory. Lower rollout.num_workers, "
     "or set rollout.worker_max_memory_gib"
@@ -272,19 +264,12 @@ class AgentWorker:
 
 
 def _start(connection: int) -> subprocess.Popen[bytes]:
-    """A worker under a reaper of its own.
-
-    The modules that a user's agent imports are found there as they are here, be it beside the
-    YAML, by PYTHONPATH, or by what a test has added to ``sys.path``.
-    """
-    # "" stands for the current folder, which an agent may leave.
-    path = json.dumps([str(Path(entry).absolute()) for entry in sys.path])
+    """A worker under a reaper of its own."""
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     # One thread for each process, since many share the cores; and nobody's keys.
     own = {name: value for name, value in os.environ.items() if name not in MODEL_VARIABLES}
     return subprocess.Popen(
-        # Unbuffered: what an agent printed last is not lost with its process.
-        build_reaper_command([sys.executable, "-u", "-c", _CODE, path, str(connection)]),
+        build_reaper_command(build_program_command(_PROGRAM, connection)),
         env={**dict.fromkeys(names, "1"), **own},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
