@@ -11,31 +11,22 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 Message = dict[str, Any]
 
-#: The program's own path of imports replaces the one that Python finds.
-_CODE = (
-    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "importlib.import_module(sys.argv.pop(1)).main(int(sys.argv[1]))"
-)
 #: As multiprocessing's connections have it, which may be the other end.
 _LENGTH = struct.Struct("!i")
 _READ_BYTES = 2**20
 
 
-def build_program_command(module: str, descriptor: int) -> list[str]:
-    """The command line that runs ``main`` of a module on the socket with this file descriptor.
-
-    The modules that a user's agent imports are found there as they are here, be it beside the
-    YAML, by PYTHONPATH, or by what a test has added to ``sys.path``.
-    """
+def list_import_path() -> list[str]:
+    """Where modules are imported from here, for a process that is to find the same: beside the
+    YAML, by PYTHONPATH, or by what a test has added to ``sys.path``."""
     # "" stands for the current folder, which an agent may leave.
-    path = json.dumps([str(Path(entry).absolute()) for entry in sys.path])
-    # Unbuffered: what an agent printed last is not lost with its process.
-    return [sys.executable, "-u", "-c", _CODE, path, module, str(descriptor)]
+    return [str(Path(entry).absolute()) for entry in sys.path]
 
 
 def encode_message(message: Mapping[str, Any]) -> bytes:
@@ -87,5 +78,11 @@ class MessageStream:
         return json.loads(text), payload
 
     def close(self) -> None:
-        """Closes the connection, once what was sent has arrived; may be called twice."""
+        """Closes the connection; may be called twice."""
         self._writer.close()
+
+    async def wait_closed(self, timeout_seconds: float) -> None:
+        """Returns when what was sent has been taken, after :meth:`close`; not later than that."""
+        with suppress(TimeoutError, OSError):
+            async with asyncio.timeout(timeout_seconds):
+                await self._writer.wait_closed()

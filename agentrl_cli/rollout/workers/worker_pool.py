@@ -202,13 +202,13 @@ class WorkerAgents(WorkerPool):
 
     def __init__(self, config: ExperimentConfig) -> None:
         self._specs = list_agent_specs(config)
-        rollout = config.rollout
-        max_gib = rollout.worker_max_memory_gib
+        rollout, limits = config.rollout, config.rollout.subprocess
+        max_gib = limits.max_memory_gib
         self._log = WorkerLog()
         super().__init__(
-            rollout.count_parallel(),
-            partial(AgentWorker, self._log, max_gib, rollout.worker_modules),
-            max_tasks=rollout.worker_max_tasks,
+            rollout.count_agent_processes(),
+            partial(AgentWorker, self._log, max_gib, limits.modules),
+            max_tasks=limits.max_tasks,
         )
         self._max_memory_bytes = None if max_gib is None else int(max_gib * 2**30)
         self._starting = threading.Lock()

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from agentrl_cli.agents.agent_environment import MODEL_VARIABLES
 from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome, run_in_thread
 from agentrl_cli.errors import UserInputError, build_error
 from agentrl_cli.log import get_logger, sanitize
-from agentrl_cli.process_channel import Message, build_program_command, encode_message
+from agentrl_cli.process_channel import Message, encode_message, list_import_path
 from agentrl_cli.process_reaper import KILL_SIGNAL, build_reaper_command
 from agentrl_cli.records import Boundary, Failure, FailureCause
 from agentrl_cli.rollout.rollout_failures import AgentRunError
@@ -41,10 +42,13 @@ _MAX_LINE_BYTES = 4096
 _NUM_QUOTED_LINES = 30
 #: Of one trajectory. An agent that prints in an endless loop would fill the disk for all.
 _MAX_LOGGED_BYTES = 4 * 2**20
-_PROGRAM = "agentrl_cli.rollout.workers.worker_program"
+_CODE = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from agentrl_cli.rollout.workers.worker_program import main; main(int(sys.argv[1]))"
+)
 _KILLED_HINT = (
-    ", and agentrl did not: most often the system ran out of memory. Lower rollout.num_workers, "
-    "or set rollout.worker_max_memory_gib"
+    ", and agentrl did not: most often the system ran out of memory. Lower "
+    "rollout.subprocess.max_processes, or set rollout.subprocess.max_memory_gib"
 )
 
 
@@ -220,7 +224,7 @@ class AgentWorker:
         if self.memory_bytes is not None:
             return AgentMemoryError(
                 f"the agent's process was killed: it used {self.memory_bytes / 2**30:.2f} GiB of "
-                f"memory, and rollout.worker_max_memory_gib is {self._max_memory_gib:g}{tail}"
+                f"memory, and rollout.subprocess.max_memory_gib is {self._max_memory_gib:g}{tail}"
             )
         name = _name_signal(status)
         if name is not None:
@@ -265,11 +269,13 @@ class AgentWorker:
 
 def _start(connection: int) -> subprocess.Popen[bytes]:
     """A worker under a reaper of its own."""
+    path = json.dumps(list_import_path())
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     # One thread for each process, since many share the cores; and nobody's keys.
     own = {name: value for name, value in os.environ.items() if name not in MODEL_VARIABLES}
     return subprocess.Popen(
-        build_reaper_command(build_program_command(_PROGRAM, connection)),
+        # Unbuffered: what an agent printed last is not lost with its process.
+        build_reaper_command([sys.executable, "-u", "-c", _CODE, path, str(connection)]),
         env={**dict.fromkeys(names, "1"), **own},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -86,7 +86,7 @@ async def test_agents_in_workers(
     config = make_vllm_config(
         untied_folder,
         agent_builder_path=f"{AGENT}:build",
-        rollout={"agent_mode": "subprocess", "num_workers": 2},
+        rollout={"agent_mode": "subprocess", "subprocess": {"max_processes": 2}},
     )
     with open_workers(config) as workers:
         workflow = build_workflow(config, None, open_client=open_client, workers=workers)
