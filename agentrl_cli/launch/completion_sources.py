@@ -146,7 +146,7 @@ class EngineSource:
         if self.workers is not None:
             stack.callback(self.workers.close)
             servers = self.start_servers(log_dir, stack)
-            self.workers.start(background, servers, self.model_folder, log_dir)
+            self.workers.start(background, servers, self.model_folder, self.tokenizer, log_dir)
 
     def open_engine(
         self,

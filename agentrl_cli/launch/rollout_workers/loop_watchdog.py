@@ -15,7 +15,7 @@ from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.rollout_failures import is_of_user
 
 #: An event loop that is only busy answers sooner.
-STALL_SECONDS = 5.0
+STALL_SECONDS = 3.0
 #: Between two signs of life of a worker.
 HEARTBEAT_SECONDS = 1.0
 #: Code that holds the interpreter's lock stops a worker's main thread too: then the stacks of all

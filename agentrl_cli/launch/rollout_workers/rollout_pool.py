@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedTokenizerFast
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine
@@ -14,12 +17,17 @@ from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.errors import AgentrlError, DatasetError, RunError
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.launch.rollout_workers.loop_watchdog import SILENCE_SECONDS, Stall
-from agentrl_cli.launch.rollout_workers.rollout_worker import RolloutWorker, WorkerLostError
+from agentrl_cli.launch.rollout_workers.rollout_worker import (
+    NotBegunError,
+    RolloutWorker,
+    WorkerLostError,
+)
 from agentrl_cli.log import Observer, get_logger
 from agentrl_cli.process_channel import Message, find_unsendable, list_import_path
 from agentrl_cli.records import Boundary, Failure, StopReason, Trajectory
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
+from agentrl_cli.scratch_folders import ScratchFolder
 from agentrl_cli.tracking.credit import TokenSequence
 
 _log = get_logger(__name__)
@@ -39,8 +47,8 @@ class RolloutWorkers:
     """Processes that run the trajectories of a run, each with a gateway of its own.
 
     An attempt goes to the worker with the fewest trajectories. One that dies is replaced, and its
-    trajectories are made once more, by others; one whose event loop is blocked gets no more until
-    it answers, and is ended when the trajectories that it had are past their deadlines.
+    trajectories are made once more, by others; one whose event loop is blocked keeps those that it
+    has begun, gets no more until it answers, and is ended when they are past their deadlines.
 
     Args:
         config: the experiment.
@@ -60,6 +68,7 @@ class RolloutWorkers:
         self._tasks: list[asyncio.Task[None]] = []
         self._error: AgentrlError | None = None
         self._changed = asyncio.Event()
+        self._stack = ExitStack()
         rollout = config.rollout
         self._max_stall_seconds = (
             rollout.timeout_seconds + rollout.reward_timeout_seconds + _GRACE_SECONDS
@@ -72,6 +81,7 @@ class RolloutWorkers:
         background: BackgroundLoop,
         servers: RunningServers,
         model_folder: str,
+        tokenizer: Any,
         log_dir: Path,
         splits: Sequence[str] = ("train", "eval"),
     ) -> None:
@@ -84,6 +94,7 @@ class RolloutWorkers:
             "engine_kind": servers.run.engine_kind,
             "endpoints": [asdict(endpoint) for endpoint in servers.endpoints],
             "model_folder": model_folder,
+            "tokenizer_folder": self._save_tokenizer(tokenizer),
             "log_dir": str(log_dir.absolute()),
             "splits": list(splits),
         }
@@ -91,6 +102,15 @@ class RolloutWorkers:
         names = names if self._num_workers > 1 else "rollout-0"
         self._observer.on_message(f"starting {names} (logs: {log_dir})")
         background.submit(self._start_tasks(spec, log_dir)).result()
+
+    def _save_tokenizer(self, tokenizer: Any) -> str | None:
+        """A folder from which any process loads the same tokenizer without its model's code; None
+        where that would be another one."""
+        folder = self._stack.enter_context(ScratchFolder("tokenizer")).path
+        tokenizer.save_pretrained(folder)
+        copy = PreTrainedTokenizerFast.from_pretrained(folder)
+        is_same = _describe_tokenizer(copy) == _describe_tokenizer(tokenizer)
+        return str(folder) if is_same else None
 
     def attach(self, router: EngineRouter) -> None:
         """Has them call the servers of this router from now on."""
@@ -107,6 +127,7 @@ class RolloutWorkers:
         finally:
             for worker in self._started:
                 worker.end_at_once()
+            self._stack.close()
 
     # -- on the background loop ------------------------------------------------------------
 
@@ -117,21 +138,19 @@ class RolloutWorkers:
             UserInputError: a mistake that would repeat itself in every trajectory.
             RunError: workers cannot be kept running.
         """
-        started = asyncio.get_running_loop().time()
-        worker = await self._choose()
-        try:
-            return await worker.run(split, attempt)
-        except WorkerLostError as error:
-            lost, where = error, worker.name
-        if lost.blocked_by != attempt.id:
-            _log.warning("%s was lost with %s and is made once more", attempt.id, where)
+        loop, has_been_lost = asyncio.get_running_loop(), False
+        started = loop.time()
+        while True:
             worker = await self._choose()
             try:
                 return await worker.run(split, attempt)
+            except NotBegunError:
+                continue
             except WorkerLostError as error:
-                lost, where = error, worker.name
-        seconds = asyncio.get_running_loop().time() - started
-        return _build_lost(attempt, where, lost, seconds)
+                if has_been_lost or error.blocked_by == attempt.id:
+                    return _build_lost(attempt, worker.name, error, loop.time() - started)
+                has_been_lost = True
+                _log.warning("%s was lost with %s: made once more", attempt.id, worker.name)
 
     async def _choose(self) -> RolloutWorker:
         """The worker with the fewest trajectories, as soon as one may have another.
@@ -278,6 +297,15 @@ class RemoteWorkflow(RolloutWorkflow):
                     "process, as it is. Allowed: text, numbers, true, false, null, lists, and "
                     "mappings with text as keys. Convert it, or type rollout.num_workers=0"
                 )
+
+
+def _describe_tokenizer(tokenizer: Any) -> tuple[Any, ...]:
+    return (
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.chat_template,
+        tokenizer.special_tokens_map,
+        tokenizer.clean_up_tokenization_spaces,
+    )
 
 
 def share_limits(config: ExperimentConfig, index: int, num_workers: int) -> ExperimentConfig:

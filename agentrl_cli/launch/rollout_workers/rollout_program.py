@@ -67,17 +67,12 @@ class RolloutProgram:
         Raises:
             UserInputError: an agent or a reward cannot be used.
         """
-        # Deferred: it loads torch.
-        from agentrl_cli.models.pretrained import load_tokenizer_of
-
         config = ExperimentConfig.model_validate(spec["config"])
         for *_, secret in find_secrets(spec["config"]):
             hide_text(secret)
         log_dir = Path(spec["log_dir"])
         stack.enter_context(file_log(log_dir / f"{spec['name']}.log"))
-        tokenizer = load_tokenizer_of(
-            spec["model_folder"], config.tokenizer_path, config.model.chat_template
-        )
+        tokenizer = _load_tokenizer(spec, config)
         self._engine = self._background.run(self._open_engine(spec, config), _OPEN_SECONDS)
         agents = stack.enter_context(open_workers(config))
         gconfigs = {"train": config.gconfig, "eval": config.resolve_eval_gconfig()}
@@ -140,6 +135,7 @@ class RolloutProgram:
         """Makes one trajectory and sends its record, or what it raised."""
         attempt = Attempt(**{**message["attempt"], "task": Task(**message["attempt"]["task"])})
         await self._watchdog.name_trajectory(attempt.id)
+        self._report({"op": "begun", "key": message["key"]})
         record, error = b"", None
         try:
             workflow = self._workflows[message["split"]]
@@ -158,6 +154,19 @@ class RolloutProgram:
         """Sends from the event loop of the rollouts."""
         with suppress(RuntimeError):  # The program is ending.
             self._control.call_soon_threadsafe(self._stream.send, message, payload)
+
+
+def _load_tokenizer(spec: Message, config: ExperimentConfig) -> Any:
+    if spec["tokenizer_folder"] is None:
+        from agentrl_cli.models.pretrained import load_tokenizer_of
+
+        return load_tokenizer_of(
+            spec["model_folder"], config.tokenizer_path, config.model.chat_template
+        )
+    from transformers import PreTrainedTokenizerFast
+
+    # Without torch, which has nothing to do here: 4 s of CPU time and 330 MB less.
+    return PreTrainedTokenizerFast.from_pretrained(spec["tokenizer_folder"])
 
 
 async def _serve(end: socket.socket) -> None:

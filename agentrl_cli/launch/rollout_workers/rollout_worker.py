@@ -49,6 +49,10 @@ class WorkerLostError(Exception):
         self.blocked_by = blocked_by
 
 
+class NotBegunError(Exception):
+    """The worker ended, or was found blocked, before it began the trajectory."""
+
+
 class RolloutWorker:
     """A rollout worker's process and the connection to it, on one event loop.
 
@@ -76,6 +80,7 @@ class RolloutWorker:
         self._keys = itertools.count()
         self._running: dict[int, asyncio.Future[Trajectory]] = {}
         self._attempts: dict[int, Attempt] = {}
+        self._begun: set[int] = set()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._stream: MessageStream | None = None
         self._process: ManagedProcess | None = None
@@ -132,6 +137,7 @@ class RolloutWorker:
         """The record of one attempt, made there.
 
         Raises:
+            NotBegunError: it is to be made elsewhere; nothing has happened.
             WorkerLostError: it ended before the trajectory had.
             AgentrlError: what the workflow raised.
         """
@@ -144,8 +150,9 @@ class RolloutWorker:
             return replace(await future, task=attempt.task.row)
         finally:
             del self._running[key], self._attempts[key]
-            if future.cancelled():
+            if key not in self._begun or future.cancelled():
                 self.send({"op": "cancel", "key": key})
+            self._begun.discard(key)
 
     def send(self, message: Message) -> None:
         """Sends, without waiting."""
@@ -216,6 +223,7 @@ class RolloutWorker:
         self.end_reason = str(lost)
         if self.mirror is not None:
             self.mirror.close()
+        self._give_back()
         waiting_for: list[asyncio.Future[Any]] = [self._ready, *self._running.values()]
         for future in waiting_for:
             if not future.done():
@@ -223,11 +231,19 @@ class RolloutWorker:
         # Where nobody waits for it.
         self._ready.exception()
 
+    def _give_back(self) -> None:
+        """Has what it has not begun made elsewhere."""
+        for key, future in self._running.items():
+            if key not in self._begun and not future.done():
+                future.set_exception(NotBegunError())
+
     def _take(self, message: Message, payload: bytes) -> None:
         op, self.heard_at = message["op"], self._loop.time()
         if op == "alive":
             told = message["stall"]
             self._take_stall(None if told is None else Stall(**told))
+        elif op == "begun":
+            self._begun.add(message["key"])
         elif op == "ended":
             self._end_one(message, payload)
         elif op == "ready":
@@ -250,5 +266,7 @@ class RolloutWorker:
         was_stalled, self.stall = self.stall is not None, stall
         if self.mirror is not None:
             self.mirror.is_stalled = stall is not None
+        if stall is not None and not was_stalled:
+            self._give_back()
         if was_stalled != (stall is not None):
             self._on_stall(self, stall)

@@ -148,8 +148,10 @@ class Messages(SilentObserver):
 class Site:
     """Stub servers, a router over them, and rollout workers, as a trainer has them."""
 
-    def __init__(self, folder: Path, reply_ids: list[int], num_servers: int = 1) -> None:
+    def __init__(self, folder: Path, tokenizer: Any, num_servers: int = 1) -> None:
         self.folder = folder
+        self._tokenizer = tokenizer
+        reply_ids = [*tokenizer.encode("4", add_special_tokens=False), tokenizer.eos_token_id]
         self.log_dir = folder / "logs"
         self.log_dir.mkdir()
         self.messages = Messages()
@@ -184,7 +186,9 @@ class Site:
         )
         self.workers = RolloutWorkers(config, num_workers, self.messages)
         running = RunningServers(run=run, endpoints=endpoints)
-        self.workers.start(self.background, running, config.model.path, self.log_dir)
+        self.workers.start(
+            self.background, running, config.model.path, self._tokenizer, self.log_dir
+        )
         self.router = self.background.run(self._open_router(config, running), 30)
         self.workers.attach(self.router)
         return self.workers
@@ -201,14 +205,14 @@ class Site:
         task = Task(task_id=str(number), row={"question": question}, group_id=f"1.{number}")
         return self.background.submit(self.workers.run(split, Attempt(task=task, step=1)))
 
-    def run(self, *questions: str, timeout_seconds: float = 90) -> list[Trajectory]:
+    def run(self, *questions: str, timeout_seconds: float = 240) -> list[Trajectory]:
         futures = [self.submit(question, number) for number, question in enumerate(questions)]
         return [future.result(timeout_seconds) for future in futures]
 
     def publish(self, version: int) -> None:
         self.background.run(self.router.publish_weights(version, {}), 60)
 
-    def wait_for(self, condition: Callable[[], Any], what: str, seconds: float = 60) -> None:
+    def wait_for(self, condition: Callable[[], Any], what: str, seconds: float = 240) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, what
@@ -240,11 +244,10 @@ def site(
     (tmp_path / "my_agents.py").write_text(AGENTS)
     chat_tokenizer.save_pretrained(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
-    reply_ids = [*chat_tokenizer.encode("4", add_special_tokens=False), chat_tokenizer.eos_token_id]
     sites: list[Site] = []
 
     def make(num_servers: int = 1) -> Site:
-        sites.append(Site(tmp_path, reply_ids, num_servers))
+        sites.append(Site(tmp_path, chat_tokenizer, num_servers))
         return sites[-1]
 
     yield make

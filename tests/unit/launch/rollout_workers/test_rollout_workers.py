@@ -74,7 +74,9 @@ def test_blocking_code_stalls_its_worker_alone_and_is_named(site: Sites, code: s
     s.start(num_workers=2, timeout_seconds=600)
     s.wait_until_ready()
     blocked = s.submit(code, number=77)
-    started = time.monotonic()
+    s.wait_for(lambda: s.servers[0].num_calls, "no call")
+    # Some go to the worker that nobody knows is blocked, and come back from there.
+    sooner = [s.submit("4", number=number) for number in range(4)]
     s.wait_for(lambda: any("blocked" in text for text in s.messages.texts), "nobody is told")
     [text] = [text for text in s.messages.texts if "blocked" in text]
     assert "by code of trajectory 1.77/0" in text
@@ -82,8 +84,9 @@ def test_blocking_code_stalls_its_worker_alone_and_is_named(site: Sites, code: s
     assert "agent_mode=subprocess" in text
     # All go to the other worker, and weights are published without waiting for it.
     assert [t.reward for t in s.run(*["1", "2", "3"])] == [1.0, 2.0, 3.0]
+    assert [call.result(240).reward for call in sooner] == [4.0] * 4
     s.publish(1)
-    assert time.monotonic() - started < 30
+    # The others did not wait for it.
     assert not blocked.done()
     assert s.workers._workers[0].num_running + s.workers._workers[1].num_running == 1
 
@@ -94,12 +97,12 @@ def test_a_worker_that_is_blocked_beyond_every_deadline_is_replaced(site: Sites)
     s.wait_until_ready(1)
     s.workers._max_stall_seconds = 7.0
     other = s.submit("await asyncio.sleep(1.0)", number=1)
-    culprit = s.submit("time.sleep(600)", number=0).result(60)
+    culprit = s.submit("time.sleep(600)", number=0).result(240)
     assert culprit.failure.boundary is Boundary.TIMEOUT
     assert "blocked for" in culprit.failure.message
     assert "returned = eval(question)" in culprit.failure.message
     # What stood beside it is made once more.
-    assert other.result(60).failure is None
+    assert other.result(240).failure is None
 
 
 def test_a_worker_that_awaits_again_gets_trajectories_again(site: Sites) -> None:
@@ -109,8 +112,8 @@ def test_a_worker_that_awaits_again_gets_trajectories_again(site: Sites) -> None
     blocked, waiting = s.submit("time.sleep(8)"), None
     s.wait_for(lambda: any("blocked" in text for text in s.messages.texts), "nobody is told")
     waiting = s.submit("2", number=1)
-    assert blocked.result(60).failure is None
-    assert waiting.result(60).reward == 2.0
+    assert blocked.result(240).failure is None
+    assert waiting.result(240).reward == 2.0
     assert any("answers again" in text for text in s.messages.texts)
 
 
@@ -135,7 +138,7 @@ def test_what_ends_the_engine_ends_calls_in_workers(site: Sites) -> None:
     call = s.submit("1")
     s.wait_for(lambda: s.servers[0].num_calls, "no call")
     s.router.fail(EngineError("vllm-0 died too often"))
-    trajectory = call.result(30)
+    trajectory = call.result(240)
     assert trajectory.failure.boundary is Boundary.ENGINE
     assert "died too often" in trajectory.failure.message
 
@@ -149,7 +152,7 @@ def test_a_server_that_dies_costs_no_trajectory(site: Sites) -> None:
     calls = [s.submit("1", number=number) for number in range(8)]
     s.wait_for(lambda: sum(server.num_calls for server in s.servers) == 8, "no calls")
     s.background.run(s.servers[0].close(), 10)
-    assert [call.result(60).failure for call in calls] == [None] * 8
+    assert [call.result(240).failure for call in calls] == [None] * 8
     metrics = s.router.take_fault_metrics()
     assert metrics["server_failures"] == 1
     assert metrics["resampled_calls"] >= 1
