@@ -128,10 +128,10 @@ def start_workers(
     stack: ExitStack,
 ) -> RemoteWorkflow:
     """A workflow whose trajectories so many workers make."""
-    workers = RolloutWorkers(config, num_workers, SilentObserver())
+    workers = RolloutWorkers(config, num_workers, ["eval"], SilentObserver())
     stack.callback(workers.close)
     log_dir = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    workers.start(background, servers, config.model.path, tokenizer, log_dir, ["eval"])
+    workers.start(background, servers, config.model.path, tokenizer, log_dir)
     workers.attach(router)
     # Its rows are known to be good.
     return RemoteWorkflow(workers, "eval", local=None)  # type: ignore[arg-type]

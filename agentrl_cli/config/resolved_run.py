@@ -167,21 +167,26 @@ def resolve_run(config: ExperimentConfig, machine: Machine, *, purpose: Purpose)
     # is left to the agents and the gateway.
     fair_share = max(1, (machine.num_cores - 1) // engine.num_servers)
     python = engine.python
+    transfer = _resolve_transfer(config, kind, servers, trainers)
     return ResolvedRun(
         purpose=purpose,
         engine_kind=kind,
         num_gpus=len(machine.gpu_ids),
         servers=servers,
         trainers=trainers,
-        weight_transfer=_resolve_transfer(config, kind, servers, trainers),
+        weight_transfer=transfer,
         num_server_threads=engine.num_threads or fair_share,
         server_python=str(Path(python).expanduser()) if python else sys.executable,
         python_path=machine.python_path,
-        num_rollout_workers=_count_rollout_workers(config, kind, machine),
+        num_rollout_workers=_count_rollout_workers(
+            config, kind, machine, sends_adapters=purpose == "train" and transfer == "lora"
+        ),
     )
 
 
-def _count_rollout_workers(config: ExperimentConfig, kind: EngineKind, machine: Machine) -> int:
+def _count_rollout_workers(
+    config: ExperimentConfig, kind: EngineKind, machine: Machine, *, sends_adapters: bool
+) -> int:
     """Those that the configuration asks for, if there can be any.
 
     Raises:
@@ -192,8 +197,8 @@ def _count_rollout_workers(config: ExperimentConfig, kind: EngineKind, machine: 
         problem = "call engine servers, and the embedded engine is in the trainer's process"
     elif rollout.agent_mode == "external":
         problem = "run agents, and with rollout.agent_mode external other programs do"
-    elif config.model.lora is not None:
-        problem = "keep calling the adapter that the trainer unloads (model.lora)"
+    elif sends_adapters:
+        problem = "would keep calling adapters that the trainer unloads (weight_transfer.kind lora)"
     if problem is None:
         num_workers = rollout.num_workers
         if num_workers is None:

@@ -144,8 +144,8 @@ class EngineSource:
     def start_workers(self, log_dir: Path, background: BackgroundLoop, stack: ExitStack) -> None:
         """Begins to start the rollout workers, where there are to be any; at once."""
         if self.workers is not None:
-            stack.callback(self.workers.close)
             servers = self.start_servers(log_dir, stack)
+            stack.callback(self.workers.close)
             self.workers.start(background, servers, self.model_folder, self.tokenizer, log_dir)
 
     def open_engine(

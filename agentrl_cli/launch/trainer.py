@@ -433,7 +433,7 @@ def build_workflows(
     if not isinstance(source, EngineSource) or not source.run.num_rollout_workers:
         return workflows
     local.close()
-    source.workers = RolloutWorkers(config, source.run.num_rollout_workers, observer)
+    source.workers = RolloutWorkers(config, source.run.num_rollout_workers, splits, observer)
     return [
         RemoteWorkflow(source.workers, split, workflow)
         for split, workflow in zip(splits, workflows, strict=True)

@@ -38,7 +38,7 @@ _RESTART_WINDOW_SECONDS = 3600.0
 _WATCH_SECONDS = 1.0
 #: What a trajectory may take longer than its deadlines.
 _GRACE_SECONDS = 30.0
-_CLOSE_SECONDS = 20.0
+_START_SECONDS = _CLOSE_SECONDS = 20.0
 #: Of the trajectories that a message names.
 _MAX_NAMED = 4
 
@@ -53,11 +53,19 @@ class RolloutWorkers:
     Args:
         config: the experiment.
         num_workers: how many processes.
+        splits: what trajectories they make: for ``train``, for ``eval``.
         observer: is told what a person should know.
     """
 
-    def __init__(self, config: ExperimentConfig, num_workers: int, observer: Observer) -> None:
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        num_workers: int,
+        splits: Sequence[str],
+        observer: Observer,
+    ) -> None:
         self._config = config
+        self._splits = list(splits)
         self._num_workers = num_workers
         self._observer = observer
         self._background: BackgroundLoop | None = None
@@ -83,7 +91,6 @@ class RolloutWorkers:
         model_folder: str,
         tokenizer: Any,
         log_dir: Path,
-        splits: Sequence[str] = ("train", "eval"),
     ) -> None:
         """Begins to start them, once; returns at once."""
         if self._background is not None:
@@ -96,12 +103,12 @@ class RolloutWorkers:
             "model_folder": model_folder,
             "tokenizer_folder": self._save_tokenizer(tokenizer),
             "log_dir": str(log_dir.absolute()),
-            "splits": list(splits),
+            "splits": self._splits,
         }
         names = f"rollout-0 to rollout-{self._num_workers - 1}"
         names = names if self._num_workers > 1 else "rollout-0"
         self._observer.on_message(f"starting {names} (logs: {log_dir})")
-        background.submit(self._start_tasks(spec, log_dir)).result()
+        background.run(self._start_tasks(spec, log_dir), _START_SECONDS)
 
     def _save_tokenizer(self, tokenizer: Any) -> str | None:
         """A folder from which any process loads the same tokenizer without its model's code; None
@@ -328,8 +335,10 @@ def share_limits(config: ExperimentConfig, index: int, num_workers: int) -> Expe
 def describe_stall(worker: RolloutWorker, stall: Stall, max_seconds: float) -> str:
     """What a person should know of a worker whose event loop does not answer."""
     running = worker.list_running()
-    named = ", ".join(running[:_MAX_NAMED]) + (", ..." if len(running) > _MAX_NAMED else "")
-    whose = f"trajectory {stall.trajectory}" if stall.trajectory else f"one of {named or 'none'}"
+    named = ", ".join(list(running.values())[:_MAX_NAMED])
+    named += ", ..." if len(running) > _MAX_NAMED else ""
+    culprit = running.get(stall.trajectory or "", stall.trajectory)
+    whose = f"trajectory {culprit}" if culprit else f"one of {named or 'none'}"
     lines = "".join(f"\n  | {line}" for line in stall.stack.rstrip().splitlines())
     where = f". It executes:{lines}\n" if lines else f" (threads: {worker.log_path}). "
     return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -33,6 +34,11 @@ _START_SECONDS = 600.0
 _END_SECONDS = 5.0
 _KILL_SECONDS = 10.0
 _NUM_QUOTED_LINES = 20
+_SIGKILLED = 128 + signal.SIGKILL
+_KILLED_HINT = (
+    ", and agentrl did not: most often the system ran out of memory (lower rollout.num_workers or "
+    "rollout.max_concurrent)"
+)
 #: One thread for each process, since many share the cores.
 _THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -159,9 +165,10 @@ class RolloutWorker:
         if self._stream is not None:
             self._stream.send(message)
 
-    def list_running(self) -> list[str]:
-        """The ids of the trajectories in progress."""
-        return [attempt.id for attempt in self._attempts.values()]
+    def list_running(self) -> dict[str, str]:
+        """The trajectories in progress: their ids, and what to call them."""
+        names = {a.id: a.task.row.get("agent_name") for a in self._attempts.values()}
+        return {key: key + (f" (agent {name})" if name else "") for key, name in names.items()}
 
     def note_silence(self, seconds: float) -> None:
         """Takes it for blocked when it has given no sign of life for so long."""
@@ -219,6 +226,8 @@ class RolloutWorker:
         waiting = partial(self._wait_or_kill, seconds)
         status = await run_in_thread(waiting, f"end of {self.name}")
         ended = "cannot be killed" if status is None else describe_status(status)
+        if status == _SIGKILLED:
+            ended += _KILLED_HINT
         lost = self._killed_for or WorkerLostError(f"{problem}it {ended}{self._quote_log()}")
         self.end_reason = str(lost)
         if self.mirror is not None:

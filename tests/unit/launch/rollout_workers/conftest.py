@@ -184,7 +184,7 @@ class Site:
             )
             for number, server in enumerate(self.servers)
         )
-        self.workers = RolloutWorkers(config, num_workers, self.messages)
+        self.workers = RolloutWorkers(config, num_workers, ["train"], self.messages)
         running = RunningServers(run=run, endpoints=endpoints)
         self.workers.start(
             self.background, running, config.model.path, self._tokenizer, self.log_dir

@@ -68,13 +68,13 @@ def test_an_agent_that_kills_every_worker_fails_alone_and_then_ends_the_run(site
     assert "about to os._exit(9)" in str(raised.value)
 
 
-@pytest.mark.parametrize("code", ["time.sleep(60)", "exec('while True: pass')"])
+@pytest.mark.parametrize("code", ["time.sleep(600)", "exec('while True: pass')"])
 def test_blocking_code_stalls_its_worker_alone_and_is_named(site: Sites, code: str) -> None:
     s = site()
     s.start(num_workers=2, timeout_seconds=600)
     s.wait_until_ready()
-    blocked = s.submit(code, number=77)
-    s.wait_for(lambda: s.servers[0].num_calls, "no call")
+    blocked = s.submit(f"(HERE / 'blocked').touch() or {code}", number=77)
+    s.wait_for((s.folder / "blocked").exists, "it does not begin")
     # Some go to the worker that nobody knows is blocked, and come back from there.
     sooner = [s.submit("4", number=number) for number in range(4)]
     s.wait_for(lambda: any("blocked" in text for text in s.messages.texts), "nobody is told")
