@@ -141,7 +141,7 @@ def test_an_evaluation_or_a_plain_run_has_no_ranks() -> None:
     assert len(build_plan(config, NO_GPU, purpose="eval")) == 1
     assert len(build_plan(make_config(engine={"kind": "embedded"}), with_gpus("0", "1"))) == 1
     served = build_plan(make_config(engine={"kind": "vllm"}), with_gpus("0"), purpose="eval")
-    assert [p.name for p in served] == ["command", "vllm-0"]
+    assert [p.name for p in served] == ["command", "vllm-0", "rollout-0", "rollout-1"]
 
 
 def test_a_server_on_cpu_gets_what_vllm_needs_there() -> None:
