@@ -5,8 +5,9 @@
 Agents of the OpenAI Agents SDK, three turns each, on a server that answers at once: all that is
 left is the Python of agents, gateway and scheduling. ``in process`` is the trainer's process
 itself. Rounds of the ways alternate; the figures are medians over the rounds, and a ratio is the
-median of the ratios of the rounds. Then ``time.sleep`` blocks one of two workers while
-trajectories come and go.
+median of the ratios of the rounds. The CPU time beside them says what other programs on the machine
+do not change: the trainer's share is what workers cannot take over. Then ``time.sleep`` blocks one
+of two workers while trajectories come and go.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import Machine, resolve_run
@@ -155,6 +158,15 @@ def roll(
     return seconds, trajectories
 
 
+def read_cpu_seconds() -> tuple[float, float]:
+    """CPU time of this process, and of all that it has started and that still run."""
+    others = 0.0
+    for process in psutil.Process().children(recursive=True):
+        times = process.cpu_times()
+        others += times.user + times.system
+    return time.process_time(), others
+
+
 def compare(
     ways: Mapping[str, RolloutWorkflow],
     router: EngineRouter,
@@ -164,21 +176,28 @@ def compare(
     """Prints the throughput of every way."""
     rows = [{"question": _QUESTION}] * options.trajectories
     rates: dict[str, list[float]] = {way: [] for way in ways}
+    costs: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for number in range(options.rounds + 1):
         for way, workflow in ways.items():
+            before = read_cpu_seconds()
             seconds, _ = roll(workflow, router, background, rows, options.concurrent)
             if number:  # the first round warms up
                 rates[way].append(len(rows) / seconds)
+                spent = [b - a for a, b in zip(before, read_cpu_seconds(), strict=True)]
+                costs[way].append((1e3 * spent[0] / len(rows), 1e3 * spent[1] / len(rows)))
     print(
         f"\n{options.trajectories} trajectories of {_NUM_TURNS} turns, {options.concurrent} at "
         f"once, {options.rounds} rounds"
     )
-    print("| way | trajectories/s | of one worker |\n|---|---|---|")
+    print("| way | trajectories/s | of one worker | CPU ms each: trainer | all others |")
+    print("|---|---|---|---|---|")
     for way, found in rates.items():
         ratio = statistics.median(
             rate / one for rate, one in zip(found, rates["1 worker"], strict=True)
         )
-        print(f"| {way} | {statistics.median(found):,.1f} | {ratio:.2f} |")
+        own, others = (statistics.median(cost) for cost in zip(*costs[way], strict=True))
+        rate = statistics.median(found)
+        print(f"| {way} | {rate:,.1f} | {ratio:.2f} | {own:.1f} | {others:.1f} |")
     print(f"goal of 2 workers on 2 cores: {_GOAL}")
 
 
