@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,6 +19,7 @@ from agentrl_cli.launch.rollout_workers.rollout_pool import RemoteWorkflow, shar
 from agentrl_cli.records import Boundary
 
 Sites = Callable[..., Any]
+PROJECT = Path(__file__).parents[4]
 
 
 def test_trajectories_are_made_elsewhere_and_arrive_whole(site: Sites) -> None:
@@ -185,6 +191,53 @@ def test_closing_leaves_no_process_and_waits_for_nothing(site: Sites) -> None:
     s.workers.close()
     assert time.monotonic() - started < 15
     assert not any(process.is_running() for process in below)
+
+
+def test_no_worker_outlives_a_killed_trainer(site: Sites) -> None:
+    s = site()
+    code = """
+        import pathlib, sys, time
+        from transformers import PreTrainedTokenizerFast
+        from agentrl_cli.config.experiment import ExperimentConfig
+        from agentrl_cli.config.resolved_run import Machine, resolve_run
+        from agentrl_cli.engine.protocol import ServerEndpoint
+        from agentrl_cli.launch.processes.trainer_protocol import RunningServers
+        from agentrl_cli.launch.rollout_workers.rollout_pool import RolloutWorkers
+        from agentrl_cli.log import SilentObserver
+        from agentrl_cli.rollout.background_loop import BackgroundLoop
+        config = ExperimentConfig.model_validate_json(sys.argv[1])
+        endpoint = ServerEndpoint(name="vllm-0", base_url="http://127.0.0.1:9", api_key="k")
+        run = resolve_run(config, Machine(), purpose="train")
+        workers = RolloutWorkers(config, 2, ["train"], SilentObserver())
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(config.model.path)
+        servers = RunningServers(run=run, endpoints=(endpoint,))
+        workers.start(BackgroundLoop(), servers, config.model.path, tokenizer, pathlib.Path("logs"))
+        while len(workers._workers) < 2:
+            time.sleep(0.05)
+        print("ready", flush=True)
+        time.sleep(600)
+    """
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code), s.configure().model_dump_json()],
+        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+        stdout=subprocess.PIPE,
+    )
+    assert trainer.stdout is not None
+    try:
+        assert trainer.stdout.readline() == b"ready\n"
+        below = psutil.Process(trainer.pid).children(recursive=True)
+        assert len(below) == 4, "a reaper and a worker each"
+    finally:
+        trainer.kill()
+        trainer.communicate()
+    s.wait_for(lambda: not any(map(is_alive, below)), "they live on")
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_each_worker_has_its_share_of_what_all_may_start(site: Sites) -> None:
