@@ -190,6 +190,8 @@ class RolloutWorkers:
                 self._started.add(worker)
                 reason = await self._live(index, worker, spec)
                 self._started.discard(worker)
+                if self._error is not None:
+                    return
                 now = loop.time()
                 deaths = [t for t in deaths if now - t < _RESTART_WINDOW_SECONDS] + [now]
                 if len(deaths) > _MAX_RESTARTS:
