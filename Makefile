@@ -55,6 +55,7 @@ bench: $(VENV)/.installed-test  ## Every benchmark, one after the other.
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.frameworks
 	$(BIN)/python -m benchmarks.agent_workers
+	$(BIN)/python -m benchmarks.rollout_workers
 
 bench-vllm: $(VENV)/.installed-vllm  ## Serving and publishing on real vLLM servers.
 	$(BIN)/python -m benchmarks.vllm_serving

@@ -33,8 +33,11 @@ _NUM_TURNS = 3
 #: Name, and what is set in ``rollout``.
 _WAYS: dict[str, dict[str, Any]] = {
     "inline": {"agent_mode": "inline"},
-    "workers, one trajectory each": {"agent_mode": "subprocess", "worker_max_tasks": 1},
-    "workers, 100 trajectories each": {"agent_mode": "subprocess", "worker_max_tasks": 100},
+    "workers, one trajectory each": {"agent_mode": "subprocess", "subprocess": {"max_tasks": 1}},
+    "workers, 100 trajectories each": {
+        "agent_mode": "subprocess",
+        "subprocess": {"max_tasks": 100},
+    },
 }
 
 
@@ -59,7 +62,11 @@ def configure(rollout: dict[str, Any], num_workers: int) -> ExperimentConfig:
         model={"path": "builtin:calculator"},
         train_dataset={"path": "none.jsonl"},
         agent_builder_path="benchmarks.agent_workers.build_agent",
-        rollout={**rollout, "max_concurrent": num_workers, "num_workers": num_workers},
+        rollout={
+            **rollout,
+            "max_concurrent": num_workers,
+            "subprocess": {**rollout.get("subprocess", {}), "max_processes": num_workers},
+        },
     )
 
 

@@ -95,7 +95,7 @@ _SCENARIOS = {
     ),
     "reward workers": Scenario(settings={}, num_kills=15, num_stops=4, command_share=0.2),
     "subprocess agents": Scenario(
-        settings={"rollout.agent_mode": "subprocess", "rollout.num_workers": 2},
+        settings={"rollout.agent_mode": "subprocess", "rollout.subprocess.max_processes": 2},
         num_kills=15,
         num_stops=4,
         command_share=0.2,

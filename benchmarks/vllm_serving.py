@@ -38,7 +38,7 @@ from transformers.utils import logging
 from agentrl_cli.engine.protocol import Sampling, ServerEndpoint
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.engine.vllm.vllm_server import GENERATE_PATH
-from agentrl_cli.launch.trainer import frozen_heap
+from agentrl_cli.rollout.background_loop import frozen_heap
 from agentrl_cli.tracking.gateway import Gateway
 from benchmarks.served_model import (
     QUESTION,

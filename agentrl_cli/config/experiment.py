@@ -15,8 +15,8 @@ from agentrl_cli.config.config_schema import ResumeSafe, StrictConfig
 from agentrl_cli.config.train_config import TrainConfig
 from agentrl_cli.errors import ConfigError, MissingExtraError
 
-#: Workers cost little but memory while they wait for the model.
-_WORKERS_PER_CORE = 4
+#: Agents' processes cost little but memory while they wait for the model.
+_PROCESSES_PER_CORE = 4
 
 
 def _check_folder_name(name: str) -> str:
@@ -228,6 +228,23 @@ class ExternalConfig(StrictConfig):
     """Longest time that pending tasks go without any program asking for one; then the run stops."""
 
 
+class SubprocessConfig(StrictConfig):
+    """The processes that run agents, each one trajectory at a time (``agent_mode: subprocess``)."""
+
+    max_processes: int | None = Field(None, ge=1)
+    """Maximum number of them; null: ``max_concurrent``, but at most 4 for each CPU core: agents
+    wait most of the time."""
+    max_tasks: int = Field(100, ge=1)
+    """Trajectories after which a process is replaced; 1: each gets a fresh one, whose imports take
+    time."""
+    modules: Literal["reloaded", "kept"] = "reloaded"
+    """``reloaded``: your own modules are imported again for every trajectory; ``kept``: once in
+    each process, for builders that load something large."""
+    max_memory_gib: float | None = Field(None, gt=0.0)
+    """Maximum memory of a process and those it starts; beyond it, its trajectory fails. null: no
+    limit."""
+
+
 class RolloutConfig(StrictConfig):
     """How trajectories are made."""
 
@@ -265,25 +282,25 @@ class RolloutConfig(StrictConfig):
     reward_workers: ResumeSafe[int | None] = Field(None, ge=1)
     """Processes that run blocking reward functions, each one call at a time; null: one for each
     CPU core."""
-    num_workers: ResumeSafe[int | None] = Field(None, ge=1)
-    """Processes that run agents with ``agent_mode: subprocess``, each one trajectory at a time;
-    null: ``max_concurrent``, but at most 4 for each CPU core: agents wait most of the time."""
-    worker_max_tasks: ResumeSafe[int] = Field(100, ge=1)
-    """Trajectories after which a worker is replaced; 1: each gets a fresh process, whose
-    imports take time."""
-    worker_modules: ResumeSafe[Literal["reloaded", "kept"]] = "reloaded"
-    """``reloaded``: your own modules are imported again for every trajectory in a worker; ``kept``:
-    once in each worker, for builders that load something large."""
-    worker_max_memory_gib: ResumeSafe[float | None] = Field(None, gt=0.0)
-    """Maximum memory of a worker and the processes it starts; beyond it, its trajectory fails.
-    null: no limit."""
+    num_workers: ResumeSafe[int | None] = Field(None, ge=0)
+    """Rollout workers: processes that each run a share of the trajectories (with engine servers);
+    0: all run in the trainer's process. null: one for every 4 CPU cores, at most 4."""
+    subprocess: ResumeSafe[SubprocessConfig] = SubprocessConfig()
 
     def count_parallel(self) -> int:
-        """Trajectories that run at the same time: those with a worker, where agents need one."""
+        """Trajectories that run at the same time: those with a process, where agents need one."""
         if self.agent_mode != "subprocess":
             return self.max_concurrent
-        num_workers = self.num_workers or _WORKERS_PER_CORE * count_usable_cores()
-        return min(self.max_concurrent, num_workers)
+        return self.count_agent_processes()
+
+    def count_agent_processes(self) -> int:
+        """Processes that run agents, where they run in processes of their own."""
+        limit = self.subprocess.max_processes or _PROCESSES_PER_CORE * count_usable_cores()
+        return min(self.max_concurrent, limit)
+
+    def count_reward_workers(self) -> int:
+        """Processes that run blocking reward functions."""
+        return self.reward_workers or count_usable_cores()
 
     def compute_deadline(self, num_trajectories: int, *, max_in_a_row: int = 1) -> float:
         """Seconds after which so many trajectories are over, whatever agents and rewards do.
@@ -302,7 +319,7 @@ class RolloutConfig(StrictConfig):
                 seconds + self.external.max_wait_seconds
             ) * self.external.max_sessions_per_attempt
         # Calls of the reward function wait for each other too.
-        num_calls = math.ceil(num_trajectories / (self.reward_workers or count_usable_cores()))
+        num_calls = math.ceil(num_trajectories / self.count_reward_workers())
         return 60.0 + num_waves * seconds + num_calls * self.reward_timeout_seconds
 
 

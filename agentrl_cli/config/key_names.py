@@ -34,7 +34,7 @@ AREAL = {
     "rollout.agent.engine_max_tokens": "engine.max_model_len",
     "rollout.agent.turn_discount": "rollout.turn_discount",
     "rollout.agent.export_style": "rollout.export_style",
-    "rollout.agent.subproc_max_workers": "rollout.num_workers",
+    "rollout.agent.subproc_max_workers": "rollout.subprocess.max_processes",
     "rollout.agent.session_timeout_seconds": "rollout.external.idle_timeout_seconds",
     "actor.path": "model.path",
     "actor.dtype": "model.dtype",

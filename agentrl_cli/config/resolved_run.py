@@ -23,6 +23,10 @@ Gpus = tuple[str, ...]
 #: Stands for a port that is chosen when the run starts.
 FREE_PORT = 0
 
+#: One interpreter runs the agents of about 4 cores' worth of work beside it; beyond 4 workers it is
+#: mostly the engine that trajectories wait for.
+_CORES_PER_WORKER = 4
+_MAX_WORKERS = 4
 #: Of a GPU's memory, where ``engine.gpu_memory_utilization`` is not set.
 _OWN_GPU_SHARE = 0.9
 #: The trainer keeps weights, gradients and optimizer state on the same GPU.
@@ -103,6 +107,8 @@ class ResolvedRun(StrictConfig):
     """The interpreter of servers."""
     python_path: str
     """PYTHONPATH as it was."""
+    num_rollout_workers: int = 0
+    """Processes that run the trajectories; 0: they run where the trainer does."""
     server_package: ServerPackage | None = None
     """What servers run on; None: the embedded engine, or not looked up."""
     untied_head: bool = False
@@ -161,17 +167,49 @@ def resolve_run(config: ExperimentConfig, machine: Machine, *, purpose: Purpose)
     # is left to the agents and the gateway.
     fair_share = max(1, (machine.num_cores - 1) // engine.num_servers)
     python = engine.python
+    transfer = _resolve_transfer(config, kind, servers, trainers)
     return ResolvedRun(
         purpose=purpose,
         engine_kind=kind,
         num_gpus=len(machine.gpu_ids),
         servers=servers,
         trainers=trainers,
-        weight_transfer=_resolve_transfer(config, kind, servers, trainers),
+        weight_transfer=transfer,
         num_server_threads=engine.num_threads or fair_share,
         server_python=str(Path(python).expanduser()) if python else sys.executable,
         python_path=machine.python_path,
+        num_rollout_workers=_count_rollout_workers(
+            config, kind, machine, sends_adapters=purpose == "train" and transfer == "lora"
+        ),
     )
+
+
+def _count_rollout_workers(
+    config: ExperimentConfig, kind: EngineKind, machine: Machine, *, sends_adapters: bool
+) -> int:
+    """Those that the configuration asks for, if there can be any.
+
+    Raises:
+        UserInputError: there cannot.
+    """
+    rollout, problem = config.rollout, None
+    if kind == "embedded":
+        problem = "call engine servers, and the embedded engine is in the trainer's process"
+    elif rollout.agent_mode == "external":
+        problem = "run agents, and with rollout.agent_mode external other programs do"
+    elif sends_adapters:
+        problem = "would keep calling adapters that the trainer unloads (weight_transfer.kind lora)"
+    if problem is None:
+        num_workers = rollout.num_workers
+        if num_workers is None:
+            num_workers = min(_MAX_WORKERS, machine.num_cores // _CORES_PER_WORKER)
+        return min(num_workers, rollout.count_parallel())
+    if rollout.num_workers:
+        raise UserInputError(
+            f"rollout.num_workers: {rollout.num_workers} is not possible here: rollout workers "
+            f"{problem}. Type rollout.num_workers=0"
+        )
+    return 0
 
 
 def _share_gpus(

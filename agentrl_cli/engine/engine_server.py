@@ -190,6 +190,15 @@ class EngineServer(ABC):
         so that each of their tokens is sampled by the weights of its version alone.
         """
 
+    @property
+    def cache_salt(self) -> str | None:
+        """With what calls share their cache; None: each has its own, while the weights change, or
+        the server itself keeps caches of other weights apart."""
+        return None
+
+    def take_cache_salt(self, salt: str | None) -> None:  # noqa: B027 - for servers that have one
+        """Has calls share their cache as those of another client do."""
+
     @abstractmethod
     async def resume(self) -> None:
         """Lets calls continue."""

@@ -15,6 +15,7 @@ from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import ConfigError, UserInputError
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
+from agentrl_cli.launch.rollout_workers.rollout_pool import RolloutWorkers
 from agentrl_cli.launch.run_models import load_embedded_engine
 from agentrl_cli.launch.run_resolution import with_output_head, with_server_package
 from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
@@ -79,6 +80,8 @@ class EngineSource:
         self._servers = servers
         self._check_stop = check_stop
         self._server_group: ServerGroup | None = None
+        self.workers: RolloutWorkers | None = None
+        """Run the trajectories, if they are started before the engine is opened."""
 
     def check(self) -> None:
         """Returns while the servers, if any were started here, can be kept running.
@@ -138,6 +141,13 @@ class EngineSource:
             self._servers = self._server_group.servers
         return self._servers
 
+    def start_workers(self, log_dir: Path, background: BackgroundLoop, stack: ExitStack) -> None:
+        """Begins to start the rollout workers, where there are to be any; at once."""
+        if self.workers is not None:
+            servers = self.start_servers(log_dir, stack)
+            stack.callback(self.workers.close)
+            self.workers.start(background, servers, self.model_folder, self.tokenizer, log_dir)
+
     def open_engine(
         self,
         log_dir: Path,
@@ -174,7 +184,9 @@ class EngineSource:
                 self._observer.on_message,
             )
             limit = self._config.engine.start_timeout_seconds + _GRACE_SECONDS
-            engine = background.run(opening, limit)
+            engine = router = background.run(opening, limit)
+            if self.workers is not None:
+                self.workers.attach(router)
         else:
             engine = load_embedded_engine(self._config, self.run, self.model_folder, self.tokenizer)
         if self._server_group is not None:

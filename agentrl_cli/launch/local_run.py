@@ -174,6 +174,8 @@ def run_evaluation(
         background = stack.enter_context(BackgroundLoop())
         observer.on_stage("load model")
         workflow.log_to(folder.log_dir("eval"))
+        if isinstance(source, EngineSource):
+            source.start_workers(folder.log_dir("eval"), background, stack)
         engine = source.open_engine(folder.log_dir("eval"), background, stack)
         report = evaluate_rows(
             *(config, rows, workflow, engine, background, folder, observer), label=label

@@ -15,6 +15,7 @@ import agentrl_cli.engine
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import Gpus, ResolvedRun, ResolvedServer
 from agentrl_cli.engine.protocol import MAX_TOP_LOGPROBS
+from agentrl_cli.launch.rollout_workers.rollout_worker import PROGRAM as _ROLLOUT_PROGRAM
 from agentrl_cli.secret_masking import mask_secrets
 
 #: Holds the modules of agentrl's that a vLLM server imports; standard library only.
@@ -47,7 +48,7 @@ class PlannedProcess:
     """One process of a run, by name."""
 
     name: str
-    role: Literal["command", "trainer", "engine"]
+    role: Literal["command", "trainer", "engine", "rollout"]
     argv: tuple[str, ...] = ()
     """Empty: the command that the user typed is itself this process."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -64,7 +65,7 @@ def build_plan(
     model_folder: str | None = None,
     private_dir: str = "PRIVATE_FOLDER",
 ) -> list[PlannedProcess]:
-    """The processes of a run, the command's own first, then servers, then the trainer's ranks.
+    """The processes of a run: the command's own, servers, the trainer's ranks, rollout workers.
 
     Args:
         config: the experiment.
@@ -97,6 +98,9 @@ def build_plan(
                 devices=_format_devices(gpus),
             )
         )
+    for index in range(run.num_rollout_workers):
+        argv = (sys.executable, "-u", "-m", _ROLLOUT_PROGRAM, "SOCKET")
+        plan.append(PlannedProcess(name=f"rollout-{index}", role="rollout", argv=argv))
     return plan
 
 

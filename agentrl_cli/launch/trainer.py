@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,13 +16,14 @@ from agentrl_cli.evaluate.eval_report import EvalReport
 from agentrl_cli.evaluate.eval_run import evaluate
 from agentrl_cli.launch.completion_sources import CompletionSource, EngineSource
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers, TrainerSpec
+from agentrl_cli.launch.rollout_workers.rollout_pool import RemoteWorkflow, RolloutWorkers
 from agentrl_cli.launch.run_models import find_tied_names, find_unseen_models, load_learner
 from agentrl_cli.launch.run_resolution import (
     resolve_run_here,
 )
 from agentrl_cli.log import Observer, SilentObserver, file_log
 from agentrl_cli.records import Trajectory
-from agentrl_cli.rollout.background_loop import BackgroundLoop
+from agentrl_cli.rollout.background_loop import BackgroundLoop, frozen_heap
 from agentrl_cli.rollout.dataset import (
     Row,
     build_eval_tasks,
@@ -221,6 +221,7 @@ class PPOTrainer:
         background = stack.enter_context(BackgroundLoop())
         # They start while the learner is loaded.
         self.source.start_servers(folder.log_dir(), stack)
+        self.source.start_workers(folder.log_dir(), background, stack)
         ranks = stack.enter_context(
             open_ranks(self._rendezvous, on_gpu=self.source.run.trains_on_gpu)
         )
@@ -402,16 +403,19 @@ def build_workflows(
 ) -> list[RolloutWorkflow]:
     """The workflows that make trajectories for training and for evaluations.
 
-    ``stack`` closes them.
+    ``stack`` closes them. Where rollout workers build them again, these only know what they need of
+    the rows.
 
     Raises:
         UserInputError: an agent or a reward cannot be used.
     """
     tokenizer = source.tokenizer if config.workflow_path is not None else None
-    workers = stack.enter_context(open_workers(config))
     external = None
     if config.rollout.agent_mode == "external":
         external = ExternalListener(config.rollout, observer.on_message)
+    # Workers have processes of their own for agents and rewards.
+    local = stack.enter_context(ExitStack())
+    workers = local.enter_context(open_workers(config))
     workflows: list[RolloutWorkflow] = []
     for split in splits:
         workflow = build_workflow(
@@ -424,9 +428,16 @@ def build_workflows(
             external=external,
             split=split,
         )
-        stack.callback(workflow.close)
+        local.callback(workflow.close)
         workflows.append(workflow)
-    return workflows
+    if not isinstance(source, EngineSource) or not source.run.num_rollout_workers:
+        return workflows
+    local.close()
+    source.workers = RolloutWorkers(config, source.run.num_rollout_workers, splits, observer)
+    return [
+        RemoteWorkflow(source.workers, split, workflow)
+        for split, workflow in zip(splits, workflows, strict=True)
+    ]
 
 
 def check_input(trainer: PPOTrainer) -> None:
@@ -460,20 +471,3 @@ def _build_both_workflows(trainer: PPOTrainer, stack: ExitStack) -> list[Rollout
     )
     trainer.check_rows(*workflows)
     return workflows
-
-
-@contextmanager
-def frozen_heap() -> Iterator[None]:
-    """A block inside which objects that existed before it are not searched for garbage.
-
-    Torch and transformers leave a million objects behind. Searching them stops the process for
-    250 ms, and calls passing through it make Python do so every few hundred calls: at 256
-    sessions that was half of the CPU time of gateway and router.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        # What is frozen at the exit of the interpreter is reported as leaked by some libraries.
-        gc.unfreeze()

@@ -140,7 +140,7 @@ def format_user_traceback(
     shown = traceback.TracebackException.from_exception(error)
     has_user_code = False
     for one in _walk_shown(shown):
-        first = next((n for n, f in enumerate(one.stack) if _is_of_user(f.filename)), None)
+        first = next((n for n, f in enumerate(one.stack) if is_of_user(f.filename)), None)
         has_user_code |= first is not None
         one.stack = traceback.StackSummary.from_list(list(one.stack)[first or 0 :])
     if without_user_code == "nothing" and not has_user_code:
@@ -157,7 +157,8 @@ def _walk_shown(shown: traceback.TracebackException) -> Iterator[traceback.Trace
         pending += [other for other in others if other is not None]
 
 
-def _is_of_user(file: str) -> bool:
+def is_of_user(file: str) -> bool:
+    """Whether a file is the user's own, and neither agentrl's nor a library's."""
     return not file.startswith(("<", _OWN_FOLDER)) and not is_of_library(file)
 
 

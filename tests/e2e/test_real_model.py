@@ -93,7 +93,7 @@ async def test_real_conversations_export_what_was_sampled(
             f"agent_builder_path={builder}",
             f"agent_builder_kwargs={kwargs}",
             f"rollout.agent_mode={mode}",
-            "rollout.num_workers=2",
+            "rollout.subprocess.max_processes=2",
         ],
     )
     gateway = Gateway(engine, calculator[1])

@@ -157,7 +157,7 @@ def run(
                     for name in sources
                 },
                 "reward_fn_path": f"{tmp_path}/stock_{next(iter(sources))}.py:judge",
-                "rollout": {"num_workers": 3, "timeout_seconds": 200} | rollout,
+                "rollout": {"subprocess": {"max_processes": 3}, "timeout_seconds": 200} | rollout,
             }
         )
         rows = [
@@ -213,7 +213,11 @@ async def test_five_stock_agents_side_by_side(
 async def test_a_client_that_a_framework_keeps_serves_the_next_trajectory_too(run: Any) -> None:
     """LangChain keeps one for each address; its connections are of an event loop that has ended."""
     pytest.importorskip("langchain_openai")
-    check(await run({"langgraph": LANGGRAPH}, 3, agent_mode="subprocess", num_workers=1))
+    check(
+        await run(
+            {"langgraph": LANGGRAPH}, 3, agent_mode="subprocess", subprocess={"max_processes": 1}
+        )
+    )
 
 
 CAMEL_GLOBAL = """

@@ -4,33 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.engine.engine_server import EngineServer
-from agentrl_cli.engine.protocol import (
-    Generation,
-    Probe,
-    Replica,
-    Sampling,
-    WeightTransfer,
-    check_request,
-)
+from agentrl_cli.engine.protocol import Probe, WeightTransfer
+from agentrl_cli.engine.router.pooled_engine import PooledEngine
 from agentrl_cli.engine.router.served_weights import ServedWeights
-from agentrl_cli.engine.router.server_pool import RoutedServer, ServerPool, shorten
+from agentrl_cli.engine.router.server_mirror import ServerMirror
+from agentrl_cli.engine.router.server_pool import RoutedServer, ServerPool
 from agentrl_cli.errors import AgentrlError, EngineError, EngineTimeoutError, ServerDownError
+from agentrl_cli.process_channel import Message
 
 if TYPE_CHECKING:
     import torch
 
-#: A call may find each server dead before the router knows that it is; beyond that it is sampled
-#: again this often. One that kills its servers must not reach all of them again and again.
-_MAX_RESAMPLINGS = 3
 
-
-class EngineRouter:
+class EngineRouter(PooledEngine):
     """An inference engine over servers that may die, hang, and recover.
 
     A session's calls go to one server, for its prefix cache; a new session to the server with
@@ -57,23 +49,16 @@ class EngineRouter:
         transfer: WeightTransfer,
         shares_gpu: bool = False,
     ) -> None:
-        self._config = config
-        self._model_name = model_name
-        self._pool = ServerPool(servers, config)
+        super().__init__(ServerPool(servers, config), config, model_name)
         self._weights = ServedWeights(self._pool, transfer, config)
         self._loop = asyncio.get_running_loop()
         self._shares_gpu = shares_gpu
         self._is_closed = False
 
-    @property
-    def model_name(self) -> str:
-        """The name under which the model is served."""
-        return self._model_name
-
-    @property
-    def max_model_len(self) -> int:
-        """Maximum number of tokens of prompt and completion together."""
-        return self._config.max_model_len
+    def add_mirror(self, send: Callable[[Message], None]) -> ServerMirror:
+        """Keeps a process that calls the servers too informed of them, over ``send``; its messages
+        go to the mirror, and what it counts is counted here."""
+        return ServerMirror(self._pool, send)
 
     def take_fault_metrics(self) -> dict[str, float]:
         """What happened since the last call, by the name of the metric.
@@ -109,69 +94,6 @@ class EngineRouter:
                 f"no engine server was ready within {limit:g} s (engine.start_timeout_seconds). "
                 f"{self._pool.describe_unhealthy()}"
             ) from None
-
-    async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
-    ) -> Generation:
-        """Samples one completion; see :class:`InferenceEngine`."""
-        check_request(prompt_ids, sampling, self.max_model_len)
-        async with aclosing(self._sample(prompt_ids, sampling, session_id)) as completions:
-            return await anext(completions)
-
-    def stream(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""
-    ) -> AsyncIterator[Generation]:
-        """Samples one completion and yields its pieces as they come.
-
-        What was yielded cannot be taken back: a server that fails after that fails the call.
-        Before, the call is sampled again elsewhere.
-        """
-        check_request(prompt_ids, sampling, self.max_model_len)
-        return self._sample(prompt_ids, sampling, session_id, is_streamed=True)
-
-    async def _sample(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        session_id: str,
-        *,
-        is_streamed: bool = False,
-    ) -> AsyncGenerator[Generation]:
-        """The pieces of the completion, or the whole of it; raises as :meth:`generate`."""
-        deadline = self._pool.find_call_deadline()
-        for num_left in reversed(range(_MAX_RESAMPLINGS + len(self._pool.servers))):
-            server = await self._pool.choose(session_id, deadline)
-            has_begun = False
-            try:
-                if not is_streamed:
-                    yield await server.generate(prompt_ids, sampling, deadline=deadline)
-                    return
-                pieces = server.sample(prompt_ids, sampling, deadline, stream_interval=1)
-                async with aclosing(pieces):
-                    async for piece in pieces:
-                        has_begun = True
-                        yield piece
-                return
-            except ServerDownError as error:
-                problem = ""
-                if has_begun:
-                    problem = (
-                        "A part of the streamed reply was handed out already, so that it cannot "
-                        "be sampled again"
-                    )
-                elif not num_left:
-                    problem = (
-                        f"The call was sampled again {_MAX_RESAMPLINGS} times and more, and each "
-                        "server failed under it"
-                    )
-                if problem:
-                    raise ServerDownError(f"{shorten(str(error))}. {problem}") from error
-                self._pool.counts["resampled_calls"] += 1
-
-    @property
-    def replicas(self) -> Sequence[Replica]:
-        """The healthy servers, each by itself: a call fails with its server."""
-        return self._pool.serving
 
     def expect(self, version: int, probes: Sequence[Probe]) -> None:
         """Sets what a server that recovers with ``version`` must compute.

@@ -148,19 +148,23 @@ class ServedWeights:
         version = self._version
         assert version is not None
         server.next_version = version
+        self._pool.announce()
         try:
+            if server.is_healthy:
+                # Calls of other processes, too, share no cache from here on.
+                await self._pool.confirm()
             await server.client.pause()
             if self._update is not None:
                 await self._update.apply(server.client)
             await server.client.set_policy_version(version)
             await server.client.resume()
             server.version = version
-            self._pool.announce()
         except EngineError as error:
             problem = f"policy version {version} did not reach {server.name}: {error}"
             raise type(error)(problem) from error
         finally:
             server.next_version = None
+            self._pool.announce()
 
     async def _look_after(self, server: RoutedServer) -> None:
         retry_seconds = _RETRY_SECONDS

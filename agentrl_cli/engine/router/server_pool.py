@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from typing import Protocol
 
 from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.engine.engine_server import EngineServer
@@ -110,6 +111,7 @@ class RoutedServer:
                         num_tokens += len(piece.completion_ids)
                         is_over = piece.finish_reason is not None
                         if is_over:
+                            await self._pool.learn_of(self, max(piece.versions, default=0))
                             self._check_versions(piece.versions, oldest)
                     yield piece
         except ServerDownError:
@@ -151,6 +153,11 @@ class RoutedServer:
             self._pool.mark_unhealthy(self, current, shorten(str(error)))
             raise self._unhealthy_error() from error
 
+    @property
+    def newest_version(self) -> int | None:
+        """The newest policy version that it may sample with."""
+        return self.version if self.next_version is None else self.next_version
+
     def interrupt(self) -> None:
         """Ends the blocks of :meth:`until_unhealthy`, and with them the incarnation."""
         self.incarnation += 1
@@ -183,7 +190,7 @@ class RoutedServer:
         Raises:
             ServerDownError: its process was restarted without the router noticing.
         """
-        newest = self.version if self.next_version is None else self.next_version
+        newest = self.newest_version
         assert oldest is not None
         assert newest is not None
         foreign = {version for version in versions if not oldest <= version <= newest}
@@ -198,6 +205,16 @@ class RoutedServer:
             )
 
 
+class Mirror(Protocol):
+    """Keeps another process informed of the servers."""
+
+    def push(self) -> None:
+        """Sends what is known of them, if it has changed."""
+
+    async def confirm(self) -> None:
+        """Returns when the other process has taken in what was sent, or does not answer."""
+
+
 class ServerPool:
     """Chooses servers for calls, and keeps track of which are healthy.
 
@@ -210,8 +227,15 @@ class ServerPool:
         self.servers = tuple(RoutedServer(client, self) for client in clients)
         self.counts: Counter[str] = Counter()
         self._sessions: dict[str, RoutedServer] = {}
+        self.mirrors: set[Mirror] = set()
+        """Those that keep other processes informed."""
         self._error: AgentrlError | None = None
         self._changed = asyncio.Event()
+
+    @property
+    def error(self) -> AgentrlError | None:
+        """What ended all calls."""
+        return self._error
 
     @property
     def healthy(self) -> list[RoutedServer]:
@@ -291,21 +315,21 @@ class ServerPool:
         self.counts["server_failures"] += 1
         server.unhealthy_reason = reason
         server.unhealthy_since = self.now()
-        self.announce()
         _log.warning(
             "engine server %s is unhealthy (%d calls were running on it): %s",
             *(server.name, server.num_running, reason),
         )
         server.interrupt()
+        self.announce()
 
     def fail(self, error: AgentrlError) -> None:
         """Ends all calls, now and later, with ``error``; the first error stays."""
         if self._error is not None:
             return
         self._error = error
-        self.announce()
         for server in self.servers:
             server.interrupt()
+        self.announce()
 
     def check_alive(self) -> None:
         """Raises the error that ended all calls, if there is one."""
@@ -328,6 +352,16 @@ class ServerPool:
         # Wakes everything that is waiting now; later waiters wait for the next change.
         self._changed.set()
         self._changed.clear()
+        for mirror in self.mirrors:
+            mirror.push()
+
+    async def confirm(self) -> None:
+        """Returns when other processes know what was announced, or do not answer."""
+        await asyncio.gather(*(mirror.confirm() for mirror in self.mirrors))
+
+    async def learn_of(self, server: RoutedServer, version: int) -> None:
+        """Returns when all is known here of a server that has sampled with ``version``: at once,
+        save where another process decides."""
 
     @staticmethod
     def now() -> float:

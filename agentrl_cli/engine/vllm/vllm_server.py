@@ -41,6 +41,13 @@ class VllmServer(EngineServer):
         # ones: it shares its cache with no other call.
         return self._salt or secrets.token_hex(8)
 
+    @property
+    def cache_salt(self) -> str | None:
+        return self._salt
+
+    def take_cache_salt(self, salt: str | None) -> None:
+        self._salt = salt
+
     def _format_generate(
         self,
         prompt_ids: Sequence[int],

@@ -18,8 +18,7 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import FREE_PORT, ResolvedRun
 from agentrl_cli.engine.protocol import InferenceEngine, ServerEndpoint
 from agentrl_cli.engine.router.engine_router import EngineRouter
-from agentrl_cli.engine.sglang.sglang_server import SglangServer
-from agentrl_cli.engine.vllm.vllm_server import VllmServer
+from agentrl_cli.engine.router.server_clients import open_clients
 from agentrl_cli.engine.weights.weight_folders import check_writable
 from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
 from agentrl_cli.errors import AgentrlError, EngineError, UserInputError
@@ -247,9 +246,8 @@ async def open_router(
     Raises:
         EngineError: none became ready in time.
     """
-    open_server = SglangServer if servers.run.engine_kind == "sglang" else VllmServer
     router = EngineRouter(
-        [open_server(endpoint, config.engine) for endpoint in servers.endpoints],
+        open_clients(servers.run.engine_kind, servers.endpoints, config.engine),
         config.engine,
         model_name=config.model.path,
         transfer=build_weight_transfer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from agentrl_cli.agents.agent_runner import run_in_thread
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import BuilderError, ConfigError, DatasetError, RunError, UserInputError
 from agentrl_cli.log import get_logger
+from agentrl_cli.process_channel import find_unsendable
 from agentrl_cli.rollout.background_loop import LoopSemaphore
 from agentrl_cli.rollout.workers.worker_process import AgentProcessError, AgentWorker, WorkerLog
 
@@ -187,7 +188,7 @@ class RemoteAgent:
         Raises:
             DatasetError: naming the field.
         """
-        for where, value in _find_strange("", row):
+        for where, value in find_unsendable(row):
             raise DatasetError(
                 f"{place}: {where.lstrip('.')} is {type(value).__name__}, which does not reach an "
                 "agent in another process as it is. Allowed: text, numbers, true, false, null, "
@@ -201,13 +202,13 @@ class WorkerAgents(WorkerPool):
 
     def __init__(self, config: ExperimentConfig) -> None:
         self._specs = list_agent_specs(config)
-        rollout = config.rollout
-        max_gib = rollout.worker_max_memory_gib
+        rollout, limits = config.rollout, config.rollout.subprocess
+        max_gib = limits.max_memory_gib
         self._log = WorkerLog()
         super().__init__(
-            rollout.count_parallel(),
-            partial(AgentWorker, self._log, max_gib, rollout.worker_modules),
-            max_tasks=rollout.worker_max_tasks,
+            rollout.count_agent_processes(),
+            partial(AgentWorker, self._log, max_gib, limits.modules),
+            max_tasks=limits.max_tasks,
         )
         self._max_memory_bytes = None if max_gib is None else int(max_gib * 2**30)
         self._starting = threading.Lock()
@@ -313,23 +314,9 @@ def _measure_trees(roots: Sequence[int]) -> dict[int, int]:
 
 def _check_kwargs(spec: AgentSpec) -> None:
     key = spec.key.replace("agent_builder_path", "agent_builder_kwargs")
-    for where, value in _find_strange("", spec.kwargs):
+    for where, value in find_unsendable(spec.kwargs):
         raise ConfigError(
             f"{key}{where}: {value!r} is {type(value).__name__}, which does not reach an agent in "
             "another process as it is. Write it in quotes, so that it is text, or type "
             "rollout.agent_mode=inline"
         )
-
-
-def _find_strange(where: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """What JSON would change or refuse, and where it is."""
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            if type(name) is not str:
-                yield f"{where} (its key {name!r})", name
-            yield from _find_strange(f"{where}.{name}", item)
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _find_strange(f"{where}[{index}]", item)
-    elif not (value is None or isinstance(value, str | bool | int | float)):
-        yield where, value

@@ -23,15 +23,11 @@ from agentrl_cli.agents.agent_environment import MODEL_VARIABLES
 from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome, run_in_thread
 from agentrl_cli.errors import UserInputError, build_error
 from agentrl_cli.log import get_logger, sanitize
+from agentrl_cli.process_channel import Message, encode_message, list_import_path
 from agentrl_cli.process_reaper import KILL_SIGNAL, build_reaper_command
 from agentrl_cli.records import Boundary, Failure, FailureCause
 from agentrl_cli.rollout.rollout_failures import AgentRunError
-from agentrl_cli.rollout.workers.worker_program import (
-    MAX_MESSAGE_BYTES,
-    REWARD_CALLS,
-    Message,
-    encode_message,
-)
+from agentrl_cli.rollout.workers.worker_program import MAX_MESSAGE_BYTES, REWARD_CALLS
 
 _log = get_logger(__name__)
 
@@ -51,8 +47,8 @@ _CODE = (
     "from agentrl_cli.rollout.workers.worker_program import main; main(int(sys.argv[1]))"
 )
 _KILLED_HINT = (
-    ", and agentrl did not: most often the system ran out of memory. Lower rollout.num_workers, "
-    "or set rollout.worker_max_memory_gib"
+    ", and agentrl did not: most often the system ran out of memory. Lower "
+    "rollout.subprocess.max_processes, or set rollout.subprocess.max_memory_gib"
 )
 
 
@@ -228,7 +224,7 @@ class AgentWorker:
         if self.memory_bytes is not None:
             return AgentMemoryError(
                 f"the agent's process was killed: it used {self.memory_bytes / 2**30:.2f} GiB of "
-                f"memory, and rollout.worker_max_memory_gib is {self._max_memory_gib:g}{tail}"
+                f"memory, and rollout.subprocess.max_memory_gib is {self._max_memory_gib:g}{tail}"
             )
         name = _name_signal(status)
         if name is not None:
@@ -272,13 +268,8 @@ class AgentWorker:
 
 
 def _start(connection: int) -> subprocess.Popen[bytes]:
-    """A worker under a reaper of its own.
-
-    The modules that a user's agent imports are found there as they are here, be it beside the
-    YAML, by PYTHONPATH, or by what a test has added to ``sys.path``.
-    """
-    # "" stands for the current folder, which an agent may leave.
-    path = json.dumps([str(Path(entry).absolute()) for entry in sys.path])
+    """A worker under a reaper of its own."""
+    path = json.dumps(list_import_path())
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     # One thread for each process, since many share the cores; and nobody's keys.
     own = {name: value for name, value in os.environ.items() if name not in MODEL_VARIABLES}

@@ -35,6 +35,7 @@ from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome
 from agentrl_cli.config.import_paths import is_of_library
 from agentrl_cli.errors import BuilderError, RewardError, UserInputError
 from agentrl_cli.log import get_logger
+from agentrl_cli.process_channel import Message, encode_message
 from agentrl_cli.records import Boundary
 from agentrl_cli.rollout.policy_failures import list_refused
 from agentrl_cli.rollout.rewards import parse_reward_result
@@ -43,8 +44,6 @@ from agentrl_cli.tracking.client import build_loopback_http
 from agentrl_cli.tracking.credit import parse_reward
 
 _log = get_logger(__name__)
-
-Message = dict[str, Any]
 
 #: A runaway answer is longer.
 MAX_MESSAGE_BYTES = 32 * 2**20
@@ -94,11 +93,6 @@ class TrainerConnection:
             answer = self.receive()
         if answer["error"] is not None:
             raise _ERRORS.get(answer["error"], RuntimeError)(answer["message"])
-
-
-def encode_message(message: Mapping[str, Any]) -> bytes:
-    """The message as plain ASCII: halves of surrogate pairs, which models do write, survive it."""
-    return json.dumps(message).encode()
 
 
 class _Rewarding:

@@ -123,7 +123,7 @@ class OwnAgents:
 
     def play(self, mode: str, agents: Mapping[str, Any], name: str) -> Trajectory:
         """One trajectory of the agent called ``name`` among a framework's agents."""
-        config = configure({"agent_mode": mode, "num_workers": 2}, agents=agents)
+        config = configure({"agent_mode": mode, "subprocess": {"max_processes": 2}}, agents=agents)
         workers = self._find_workers(config, agents) if mode == "subprocess" else None
         return self._background.run(self._play(config, workers, name), _PLAY_SECONDS)
 

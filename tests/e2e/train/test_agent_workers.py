@@ -29,7 +29,8 @@ def build():
 """
 ARGUMENTS = (
     *("train", "--config", "experiment.yaml", "train.total_steps=2", "reward_fn_path=null"),
-    *("rollout.agent_mode=subprocess", "rollout.num_workers=2", "rollout.worker_max_memory_gib=4"),
+    *("rollout.agent_mode=subprocess", "rollout.subprocess.max_processes=2"),
+    "rollout.subprocess.max_memory_gib=4",
 )
 
 

@@ -89,7 +89,7 @@ def test_groups_without_signal_are_replaced_stored_and_not_trained_on(
     agent_mode: str,
 ) -> None:
     kill_after = 4 if agent_mode == "inline" else None
-    mode = (f"rollout.agent_mode={agent_mode}", "rollout.num_workers=2")
+    mode = (f"rollout.agent_mode={agent_mode}", "rollout.subprocess.max_processes=2")
     folder = train(FILTER, *mode, kill_after=kill_after)
     rows = [json.loads(line) for line in (project / "rows.jsonl").read_text().splitlines()]
     stream = TaskStream(

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
+from agentrl_cli.launch.rollout_workers.rollout_pool import RemoteWorkflow, RolloutWorkers
 from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
+from agentrl_cli.log import SilentObserver
 from agentrl_cli.records import Trajectory
+from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.dataset import build_eval_tasks
 from agentrl_cli.rollout.external.external_workflow import ExternalListener
 from agentrl_cli.rollout.scheduler import run_tasks
@@ -86,7 +90,7 @@ async def test_agents_in_workers(
     config = make_vllm_config(
         untied_folder,
         agent_builder_path=f"{AGENT}:build",
-        rollout={"agent_mode": "subprocess", "num_workers": 2},
+        rollout={"agent_mode": "subprocess", "subprocess": {"max_processes": 2}},
     )
     with open_workers(config) as workers:
         workflow = build_workflow(config, None, open_client=open_client, workers=workers)
@@ -96,6 +100,45 @@ async def test_agents_in_workers(
         workflow.close()
     check(trajectories)
     check_tensors(trajectories, engine)
+
+
+@pytest.mark.usefixtures("engine")
+async def test_agents_in_rollout_workers(
+    untied_server_group: ServerGroup,
+    untied_folder: Path,
+    make_vllm_config: Callable[..., ExperimentConfig],
+    chat_tokenizer: Any,
+    tmp_path: Path,
+) -> None:
+    config = make_vllm_config(untied_folder, agent_builder_path=f"{AGENT}:build")
+    endpoints = tuple(untied_server_group.endpoints)
+    servers = RunningServers(run=untied_server_group.run, endpoints=endpoints)
+
+    def make() -> list[Trajectory]:
+        with ExitStack() as stack:
+            background = stack.enter_context(BackgroundLoop())
+            workers = RolloutWorkers(config, 2, ["train"], SilentObserver())
+            stack.callback(workers.close)
+            workers.start(background, servers, config.model.path, chat_tokenizer, tmp_path)
+            opening = open_router(config, config.model.path, servers, 0, {})
+            router = background.run(opening, 120)
+            stack.callback(lambda: background.run(router.close(), 20))
+            workers.attach(router)
+            workflow = build_workflow(config, chat_tokenizer)
+            stack.callback(workflow.close)
+            rolling = run_tasks(
+                RemoteWorkflow(workers, "train", workflow),
+                router,
+                build_eval_tasks(ROWS),
+                n_samples=NUM_SAMPLES,
+                max_concurrent=4,
+            )
+            return background.run(rolling, 240)
+
+    trajectories = await asyncio.to_thread(make)
+    check(trajectories)
+    versions = {v for t in trajectories for i in t.interactions for v in i.versions}
+    assert versions == {0}
 
 
 async def run_program(shown: str) -> None:

@@ -45,6 +45,37 @@ def test_one_process_is_enough_for_one_trainer_with_its_engine(
 
 
 @pytest.mark.parametrize(
+    ("rollout", "num_workers"),
+    [
+        ({}, 2),
+        ({"num_workers": 0}, 0),
+        ({"num_workers": 6}, 6),
+        ({"num_workers": 6, "max_concurrent": 3}, 3),
+        ({"num_workers": 6, "agent_mode": "subprocess", "subprocess": {"max_processes": 4}}, 4),
+    ],
+)
+def test_rollout_workers_follow_the_cores(rollout: dict[str, Any], num_workers: int) -> None:
+    run = resolve(0, engine={"kind": "vllm"}, rollout=rollout)
+    assert run.num_rollout_workers == num_workers
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"engine": {"kind": "embedded"}}, "the embedded engine is in the trainer's process"),
+        ({"rollout": {"agent_mode": "external"}, "agent_builder_path": None}, "other programs do"),
+        ({"model": {"path": "m", "lora": {"rank": 4}}}, "adapters that the trainer unloads"),
+    ],
+)
+def test_where_there_can_be_no_rollout_workers(sections: dict[str, Any], problem: str) -> None:
+    sections = {"engine": {"kind": "vllm"}} | sections
+    assert resolve(0, **sections).num_rollout_workers == 0
+    rollout = {"num_workers": 2} | sections.pop("rollout", {})
+    with pytest.raises(UserInputError, match=rf"{problem}.*Type rollout\.num_workers=0"):
+        resolve(0, rollout=rollout, **sections)
+
+
+@pytest.mark.parametrize(
     ("sections", "num_gpus", "advice"),
     [
         (

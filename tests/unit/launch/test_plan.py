@@ -65,10 +65,12 @@ def test_embedded_and_local_is_one_process() -> None:
 def test_a_run_on_gpus_has_servers_and_a_trainer_of_its_own() -> None:
     config = make_config(engine={"kind": "vllm", "num_servers": 3, "first_port": 9000})
     plan = build_plan(config, with_gpus("0", "1", "2", "3"), run_dir="runs/exp/t0")
-    assert [p.name for p in plan] == ["command", "vllm-0", "vllm-1", "vllm-2", "trainer"]
-    assert plan[-1].devices == "cuda:3"
-    assert plan[-1].env == {"CUDA_VISIBLE_DEVICES": "3"}
-    assert plan[-1].argv[-1] == "runs/exp/t0"
+    servers = ["vllm-0", "vllm-1", "vllm-2"]
+    assert [p.name for p in plan] == ["command", *servers, "trainer", "rollout-0", "rollout-1"]
+    trainer = plan[4]
+    assert trainer.devices == "cuda:3"
+    assert trainer.env == {"CUDA_VISIBLE_DEVICES": "3"}
+    assert trainer.argv[-1] == "runs/exp/t0"
     assert [s.env["CUDA_VISIBLE_DEVICES"] for s in servers_of(plan)] == ["0", "1", "2"]
     assert [value_of(s, "--port") for s in servers_of(plan)] == ["9000", "9001", "9002"]
     assert all(value_of(s, "--model") == "some/model" for s in servers_of(plan))
@@ -80,7 +82,7 @@ def test_a_run_on_gpus_has_servers_and_a_trainer_of_its_own() -> None:
 @pytest.mark.parametrize(("share", "expected"), [(None, "0.4"), (0.6, "0.6")])
 def test_one_gpu_is_shared(share: float | None, expected: str) -> None:
     config = make_config(engine={"kind": "vllm", "gpu_memory_utilization": share})
-    _, server, trainer = build_plan(config, with_gpus("5"))
+    _, server, trainer, *_ = build_plan(config, with_gpus("5"))
     assert server.devices == trainer.devices == "cuda:5"
     assert value_of(server, "--gpu-memory-utilization") == expected
     assert "--enable-sleep-mode" in server.argv
@@ -139,7 +141,7 @@ def test_an_evaluation_or_a_plain_run_has_no_ranks() -> None:
     assert len(build_plan(config, NO_GPU, purpose="eval")) == 1
     assert len(build_plan(make_config(engine={"kind": "embedded"}), with_gpus("0", "1"))) == 1
     served = build_plan(make_config(engine={"kind": "vllm"}), with_gpus("0"), purpose="eval")
-    assert [p.name for p in served] == ["command", "vllm-0"]
+    assert [p.name for p in served] == ["command", "vllm-0", "rollout-0", "rollout-1"]
 
 
 def test_a_server_on_cpu_gets_what_vllm_needs_there() -> None:

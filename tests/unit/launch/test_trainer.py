@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from agentrl_cli.launch.trainer import frozen_heap
+from agentrl_cli.rollout.background_loop import frozen_heap
 
 
 class Knot:

@@ -158,13 +158,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def configure(builder: str = "my_agents.build", **options: Any) -> ExperimentConfig:
-    rollout = {"num_workers": 2, **options.pop("rollout", {})}
+    limits = {"max_processes": 2, **options.pop("limits", {})}
     return ExperimentConfig(
         experiment_name="x",
         model={"path": "builtin:calculator"},
         train_dataset={"path": "x.jsonl"},
         agent_builder_path=builder,
-        rollout={"agent_mode": "subprocess", **rollout},
+        rollout={"agent_mode": "subprocess", "subprocess": limits, **options.pop("rollout", {})},
         **options,
     )
 
@@ -173,8 +173,9 @@ def configure(builder: str = "my_agents.build", **options: Any) -> ExperimentCon
 def run(folder, chat_tokenizer, scripted_engine, open_client):
     """Runs one agent on a row for each question; the trajectories, in order."""
 
-    async def run_questions(*questions, name="solve", **rollout):
-        config = configure(rollout=rollout, agent_builder_kwargs={"name": name})
+    async def run_questions(*questions, name="solve", timeout_seconds=600.0, **limits):
+        rollout = {"timeout_seconds": timeout_seconds}
+        config = configure(limits=limits, rollout=rollout, agent_builder_kwargs={"name": name})
         rows = [{"question": question} for question in questions]
         with open_workers(config) as workers:
             workflow = build_workflow(
@@ -236,11 +237,11 @@ async def test_each_fault_is_one_trajectorys_own(run, folder):
 
 async def test_memory_is_limited_with_what_an_agent_starts(run):
     questions = ("fill_memory()", "fill_memory_by_a_child()", "1")
-    alone, child, answer = await run(*questions, worker_max_memory_gib=0.5, timeout_seconds=30)
+    alone, child, answer = await run(*questions, max_memory_gib=0.5, timeout_seconds=30)
     for trajectory in (alone, child):
         failure = trajectory.failure
         assert (failure.boundary, failure.kind) == (Boundary.AGENT, "AgentMemoryError")
-        assert "rollout.worker_max_memory_gib is 0.5" in failure.message
+        assert "rollout.subprocess.max_memory_gib is 0.5" in failure.message
     assert answer.failure is None
 
 
@@ -258,7 +259,7 @@ async def test_agents_give_rewards_as_they_do_inline(run, folder):
 
 async def test_a_worker_whose_agent_left_something_is_replaced_and_nothing_outlives_it(run, folder):
     questions = ["subprocess.Popen(['sleep', '600']) and None", "{}['state']", "1", "1"]
-    trajectories = await run(*questions, "leave_a_child()", num_workers=1)
+    trajectories = await run(*questions, "leave_a_child()", max_processes=1)
     assert [t.reward for t in trajectories] == [1.0, None, 1.0, 1.0, None]
     assert trajectories[-1].failure.kind == "AgentExitError"
     wait_until_gone([int((folder / "child").read_text())])
@@ -268,7 +269,7 @@ async def test_a_worker_whose_agent_left_something_is_replaced_and_nothing_outli
 
 
 async def test_the_environment_is_each_trajectorys_own(run):
-    trajectories = await run(*"abc", name="tell_environment", num_workers=1, worker_max_tasks=2)
+    trajectories = await run(*"abc", name="tell_environment", max_processes=1, max_tasks=2)
     answers = [t.final_answer.split() for t in trajectories if t.final_answer]
     # Nothing gives a reward; that is judged when the agent has answered.
     assert {t.failure.boundary for t in trajectories} == {Boundary.REWARD}
@@ -277,11 +278,11 @@ async def test_the_environment_is_each_trajectorys_own(run):
 
 
 async def test_a_client_made_at_import_is_right_for_every_trajectory(run):
-    options = {"name": "use_client_of_import", "num_workers": 1}
+    options = {"name": "use_client_of_import", "max_processes": 1}
     trajectories = await run("a", "b", **options)
     assert [t.failure for t in trajectories] == [None, None]
     # Kept for the next trajectory it has the key of the one before, which opens nothing.
-    first, second = await run("a", "b", worker_modules="kept", **options)
+    first, second = await run("a", "b", modules="kept", **options)
     assert first.failure is None
     assert second.failure.boundary is Boundary.GATEWAY
     assert second.failure.kind == "AuthenticationError"
@@ -314,7 +315,7 @@ def test_no_worker_outlives_a_killed_trainer(folder: Path) -> None:
         config = ExperimentConfig(
             experiment_name="x", model={"path": "m"}, train_dataset={"path": "x"},
             agent_builder_path="my_agents.build",
-            rollout={"agent_mode": "subprocess", "num_workers": 2},
+            rollout={"agent_mode": "subprocess", "subprocess": {"max_processes": 2}},
         )
         with open_workers(config):
             print("ready", flush=True)

@@ -16,6 +16,7 @@ import pytest
 from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.engine.protocol import UNKNOWN_VERSION, Generation, Sampling, join_pieces
 from agentrl_cli.engine.router.engine_router import EngineRouter
+from agentrl_cli.engine.router.server_mirror import MirrorEngine
 from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerDownError
 
 END_ID = 2
@@ -100,10 +101,14 @@ class FakeServer:
         self.name = name
         self.process = FakeProcess()
         self.is_closed = False
+        self.cache_salt: str | None = None
 
     def kill(self) -> None:
         self.process.is_alive = False
         self.process.touch()
+
+    def take_cache_salt(self, salt: str | None) -> None:
+        self.cache_salt = salt
 
     def start_again(self, **faults: Any) -> None:
         self.kill()
@@ -230,6 +235,20 @@ class FakeServer:
         self.is_closed = True
 
 
+class _Client:
+    """Another client of a server: what is its own is the salt."""
+
+    def __init__(self, server: FakeServer) -> None:
+        self._server = server
+        self.cache_salt: str | None = "none yet"
+
+    def take_cache_salt(self, salt: str | None) -> None:
+        self.cache_salt = salt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._server, name)
+
+
 @dataclass(frozen=True)
 class FakeUpdate:
     weights: int
@@ -251,19 +270,33 @@ class FakeTransfer:
 
 
 class World:
-    """Servers, a router over them, and the loop they live in."""
+    """Servers, a router over them, and the loop they live in.
+
+    With ``news_seconds`` calls are made by an engine of another process, which hears of the servers
+    through a mirror that much later.
+    """
 
     end_id = END_ID
     sample_token = staticmethod(sample_token)
     compute_logprob = staticmethod(compute_logprob)
 
-    def __init__(self, num_servers: int, shares_gpu: bool = False, **config: Any) -> None:
+    def __init__(
+        self,
+        num_servers: int,
+        shares_gpu: bool = False,
+        news_seconds: float | None = None,
+        **config: Any,
+    ) -> None:
         self.servers = [FakeServer(f"fake-{index}") for index in range(num_servers)]
         self.transfer = FakeTransfer()
         config = {"generate_timeout_seconds": 600.0, "start_timeout_seconds": 100.0, **config}
         self._config = EngineConfig(kind="vllm", max_model_len=MAX_MODEL_LEN, **config)
         self._shares_gpu = shares_gpu
+        self._news_seconds = news_seconds
         self.router: Any = None
+        self.engine: Any = None
+        """What the calls go to."""
+        self.mirror: Any = None
 
     @staticmethod
     def run(story: Coroutine[Any, Any, None]) -> None:
@@ -293,18 +326,34 @@ class World:
             shares_gpu=self._shares_gpu,
         )
         try:
+            self.engine = self.router
+            if self._news_seconds is not None:
+                self._add_mirror(self._news_seconds)
             await self.router.start(version)
             async with asyncio.timeout(20_000):
                 yield self
         finally:
             await self.router.close()
 
+    def _add_mirror(self, news_seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        clients: Any = [_Client(server) for server in self.servers]
+        self.engine = engine = MirrorEngine(
+            clients,
+            self._config,
+            model_name="fake",
+            report=lambda m: loop.call_later(news_seconds, self.mirror.receive, m),
+        )
+        self.mirror = self.router.add_mirror(
+            lambda m: loop.call_later(news_seconds, engine.take_state, m)
+        )
+
     async def generate(
         self, prompt: Sequence[int], max_tokens: int = 100, **sampling: Any
     ) -> Generation:
         """One checked completion."""
         session_id = sampling.pop("session_id", "")
-        generation = await self.router.generate(
+        generation = await self.engine.generate(
             prompt, Sampling(max_tokens=max_tokens, **sampling), session_id=session_id
         )
         self.check(prompt, generation, max_tokens)
@@ -316,7 +365,7 @@ class World:
         """One checked completion, read along, and in how many pieces it came."""
         pieces = [
             piece
-            async for piece in self.router.stream(
+            async for piece in self.engine.stream(
                 prompt, Sampling(max_tokens=max_tokens, **sampling)
             )
         ]

@@ -48,14 +48,20 @@ def _quiet() -> Iterator[None]:
     logger.setLevel(logging.NOTSET)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     faults=st.lists(deaths | hangs, max_size=12),
     publications=st.lists(publications, max_size=8),
     called=st.lists(calls, min_size=1, max_size=10),
+    # By the router itself, or in another process, which hears late of the servers.
+    news_seconds=st.sampled_from([None, 0.001, 0.2, 1.8]),
 )
 def test_every_call_ends_and_says_the_truth(
-    world: Any, faults: list[Any], publications: list[Any], called: list[dict[str, Any]]
+    world: Any,
+    faults: list[Any],
+    publications: list[Any],
+    called: list[dict[str, Any]],
+    news_seconds: float | None,
 ) -> None:
     published = 1
 
@@ -99,7 +105,7 @@ def test_every_call_ends_and_says_the_truth(
         assert list(generation.versions) == sorted(generation.versions)
 
     async def play() -> None:
-        async with world(NUM_SERVERS).started(None) as w:
+        async with world(NUM_SERVERS, news_seconds=news_seconds).started(None) as w:
             await w.router.publish_weights(1, {})
             async with asyncio.TaskGroup() as group:
                 group.create_task(publish(w))

@@ -1,0 +1,1 @@
+"""Rollout workers: processes that each run a share of the trajectories."""

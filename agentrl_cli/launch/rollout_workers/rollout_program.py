@@ -1,0 +1,217 @@
+"""The program of a rollout worker.
+
+    python -m agentrl_cli.launch.rollout_workers.rollout_program DESCRIPTOR
+
+It gets a spec and then attempts on the inherited socket with this file descriptor, and answers with
+records of trajectories. Those are made on an event loop in a thread of its own, as in a trainer
+without workers; the main thread speaks with the trainer, and so notices when that loop is blocked.
+It ends when the trainer closes the socket, or is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import traceback
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.engine.protocol import ServerEndpoint
+from agentrl_cli.engine.router.server_clients import open_clients
+from agentrl_cli.engine.router.server_mirror import MirrorEngine
+from agentrl_cli.errors import AgentrlError, RunError
+from agentrl_cli.launch.rollout_workers.loop_watchdog import (
+    HEARTBEAT_SECONDS,
+    SILENCE_SECONDS,
+    LoopWatchdog,
+)
+from agentrl_cli.log import file_log, get_logger
+from agentrl_cli.process_channel import Message, MessageStream
+from agentrl_cli.rollout.background_loop import BackgroundLoop, frozen_heap
+from agentrl_cli.rollout.dataset import Task
+from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
+from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
+from agentrl_cli.secret_masking import find_secrets, hide_text
+from agentrl_cli.store.trajectory_file import format_record
+
+_log = get_logger(__name__)
+
+_OPEN_SECONDS = 30.0
+_CLOSE_SECONDS = 3.0
+
+
+class RolloutProgram:
+    """Makes trajectories for the trainer at the other end of the stream."""
+
+    def __init__(self, stream: MessageStream, stack: ExitStack) -> None:
+        self._stream = stream
+        self._control = asyncio.get_running_loop()
+        self._background = BackgroundLoop()
+        stack.callback(self._background.close, _CLOSE_SECONDS)
+        self._watchdog = LoopWatchdog(self._background)
+        self._running: dict[int, concurrent.futures.Future[None]] = {}
+        self._workflows: dict[str, RolloutWorkflow] = {}
+        self._engine: MirrorEngine
+
+    def open(self, spec: Message, stack: ExitStack) -> None:
+        """Builds engine and workflows, as the spec says.
+
+        Raises:
+            UserInputError: an agent or a reward cannot be used.
+        """
+        config = ExperimentConfig.model_validate(spec["config"])
+        for *_, secret in find_secrets(spec["config"]):
+            hide_text(secret)
+        log_dir = Path(spec["log_dir"])
+        stack.enter_context(file_log(log_dir / f"{spec['name']}.log"))
+        tokenizer = _load_tokenizer(spec, config)
+        self._engine = self._background.run(self._open_engine(spec, config), _OPEN_SECONDS)
+        agents = stack.enter_context(open_workers(config))
+        gconfigs = {"train": config.gconfig, "eval": config.resolve_eval_gconfig()}
+        for split in spec["splits"]:
+            workflow = build_workflow(
+                config,
+                tokenizer,
+                gconfig=gconfigs[split],
+                seed=config.seed,
+                workers=agents,
+                split=split,
+            )
+            stack.callback(workflow.close)
+            workflow.log_to(log_dir)
+            self._workflows[split] = workflow
+
+    async def _open_engine(self, spec: Message, config: ExperimentConfig) -> MirrorEngine:
+        endpoints = [ServerEndpoint(**endpoint) for endpoint in spec["endpoints"]]
+        # Each worker's first session goes to another server.
+        first = spec["index"] % len(endpoints)
+        endpoints = endpoints[first:] + endpoints[:first]
+        clients = open_clients(spec["engine_kind"], endpoints, config.engine)
+        return MirrorEngine(
+            clients, config.engine, model_name=config.model.path, report=self._report
+        )
+
+    async def work(self) -> None:
+        """Does what the trainer asks for until the stream ends."""
+        beating = asyncio.create_task(self._beat())
+        try:
+            while True:
+                message, _ = await self._stream.receive()
+                if message["op"] == "servers":
+                    self._background.post(self._engine.take_state, message)
+                elif message["op"] == "cancel":
+                    future = self._running.get(message["key"])
+                    if future is not None:
+                        future.cancel()
+                else:
+                    self._begin(message)
+        except EOFError:
+            _log.info("the trainer has closed the connection")
+        finally:
+            beating.cancel()
+
+    def _begin(self, message: Message) -> None:
+        key = message["key"]
+        future = self._running[key] = self._background.submit(self._run(message))
+        future.add_done_callback(lambda _: self._running.pop(key, None))
+
+    async def _beat(self) -> None:
+        while True:
+            faulthandler.dump_traceback_later(SILENCE_SECONDS)
+            stall = self._watchdog.look()
+            self._stream.send({"op": "alive", "stall": stall and asdict(stall)})
+            self._background.post(self._engine.report_counts)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    async def _run(self, message: Message) -> None:
+        """Makes one trajectory and sends its record, or what it raised."""
+        attempt = Attempt(**{**message["attempt"], "task": Task(**message["attempt"]["task"])})
+        await self._watchdog.name_trajectory(attempt.id)
+        self._report({"op": "begun", "key": message["key"]})
+        record, error = b"", None
+        try:
+            workflow = self._workflows[message["split"]]
+            record = format_record(await workflow.arun_trajectory(self._engine, attempt))
+        except AgentrlError as raised:
+            error = raised
+        except BaseException as raised:
+            # A cancellation of the trainer's is no longer waited for.
+            where = "".join(traceback.format_exception(raised))
+            error = RunError(f"{attempt.id}: the workflow raised {type(raised).__name__}: {where}")
+        self._engine.report_counts()
+        described = error and _describe(error)
+        self._report({"op": "ended", "key": message["key"], "error": described}, record)
+
+    def _report(self, message: Message, payload: bytes = b"") -> None:
+        """Sends from the event loop of the rollouts."""
+        with suppress(RuntimeError):  # The program is ending.
+            self._control.call_soon_threadsafe(self._stream.send, message, payload)
+
+
+def _load_tokenizer(spec: Message, config: ExperimentConfig) -> Any:
+    if spec["tokenizer_folder"] is None:
+        from agentrl_cli.models.pretrained import load_tokenizer_of
+
+        return load_tokenizer_of(
+            spec["model_folder"], config.tokenizer_path, config.model.chat_template
+        )
+    from transformers import PreTrainedTokenizerFast
+
+    # Without torch, which has nothing to do here: 4 s of CPU time and 330 MB less.
+    return PreTrainedTokenizerFast.from_pretrained(spec["tokenizer_folder"])
+
+
+async def _serve(end: socket.socket) -> None:
+    stream = await MessageStream.open(end)
+    with ExitStack() as stack:
+        spec, _ = await stream.receive()
+        sys.path[:] = spec["import_path"]
+        try:
+            program = RolloutProgram(stream, stack)
+            program.open(spec, stack)
+        except AgentrlError as error:
+            stream.send({"op": "refused", "error": _describe(error)})
+        else:
+            stream.send({"op": "ready"})
+            with frozen_heap():
+                await program.work()
+    stream.close()
+    await stream.wait_closed(_CLOSE_SECONDS)
+
+
+def _describe(error: AgentrlError) -> list[Any]:
+    return [type(error).__name__, str(error), error.exit_code]
+
+
+def main(argv: list[str]) -> None:
+    """The whole life of a rollout worker."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable()
+    descriptor = int(argv[0])
+    # Not for what agents start.
+    os.set_inheritable(descriptor, False)
+    try:
+        asyncio.run(_serve(socket.socket(fileno=descriptor)))
+    except BaseException:
+        traceback.print_exc()
+        _exit(1)
+    _exit(0)
+
+
+def _exit(status: int) -> None:
+    """Ends the process at once, whatever threads that agents have started still do."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
