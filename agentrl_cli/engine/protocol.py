@@ -42,6 +42,8 @@ class Sampling:
     """What the completion must look like: an xgrammar structural tag, as JSON; None: anything."""
     num_top_logprobs: int = 0
     """How many of the most probable tokens are reported beside each sampled one."""
+    priority: int = 0
+    """Of the calls that wait for a seat, those with the lowest number are begun first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

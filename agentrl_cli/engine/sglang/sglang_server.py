@@ -68,7 +68,11 @@ class SglangServer(EngineServer):
             "max_new_tokens": max_tokens,
             "temperature": sampling.temperature,
         }
-        body: dict[str, Any] = {"input_ids": list(prompt_ids), "sampling_params": params}
+        body: dict[str, Any] = {
+            "input_ids": list(prompt_ids),
+            "sampling_params": params,
+            "priority": sampling.priority,
+        }
         if self._has_nucleus(sampling):
             params |= {"top_p": sampling.top_p, "top_k": SAMPLING_MASK_TOP_K}
             body["return_sampling_mask"] = True

@@ -68,6 +68,7 @@ class VllmServer(EngineServer):
             params |= {"stop": stop, "skip_special_tokens": False}
         body = self._format_body(prompt_ids, params, adapter)
         body["stream"] = stream_interval < max_tokens
+        body["priority"] = sampling.priority
         if sampling.structural_tag is not None:
             params["structured_outputs"] = {"structural_tag": sampling.structural_tag}
             # The tag itself says where reasoning may stand; a reasoning parser must not bypass it.
