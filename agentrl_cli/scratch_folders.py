@@ -65,14 +65,19 @@ def remove_leftovers(parents: Iterable[Path] = ()) -> None:
         try:
             with lock.open("r+") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for semaphore in MEMORY_FOLDER.glob(f"sem.{folder.name}-*"):
-                    semaphore.unlink(missing_ok=True)
+                remove_semaphores(folder)
                 shutil.rmtree(folder)
             _log.info("removed %s, which a run that died had left behind", folder)
         except (BlockingIOError, FileNotFoundError, PermissionError):
             continue  # It is in use, gone, or another user's.
         except OSError as error:
             _log.warning("%s, left by a dead run, cannot be removed: %s", folder, error)
+
+
+def remove_semaphores(folder: Path) -> None:
+    """Deletes the semaphores that are named after the folder."""
+    for semaphore in MEMORY_FOLDER.glob(f"sem.{folder.name}-*"):
+        semaphore.unlink(missing_ok=True)
 
 
 @cache

@@ -36,11 +36,12 @@ _KEY = re.compile(
     re.IGNORECASE,
 )
 #: ``name=value``, ``--name value``, ``"name": "value"`` and HTTP headers. A name begins where a
-#: word does: tried at each letter, a line of a million of them would take hours.
+#: word does: tried at each letter, a line of a million of them would take hours. A command that
+#: would make the value, ``$(openssl rand -hex 24)``, is none: messages say to type it.
 _NAMED = re.compile(
     r"(?<![\w\-])(?:(?P<name>-*[A-Za-z][\w\-]*)"
     r"(?P<between>=['\"]?|['\"]: ?['\"]|(?<=key): |(?<=uthorization): (?:\w+ (?=\S))?)"
-    r"(?P<value>[^\s'\"&,;]{6,})"
+    r"(?P<value>(?!\$\([a-z]+ )[^\s'\"&,;]{6,})"
     r"|(?P<flag>--[a-z][a-z\-]*)(?P<space> )(?P<word>[^\s'\"\-]\S{5,}))"
 )
 

@@ -41,6 +41,8 @@ _NUM_STEPS = 12
 _MAX_RUN_SECONDS = 900.0
 #: A stopped process is let go on after so long at most.
 _MAX_STOP_SECONDS = 15.0
+#: How long a strike waits for a command that was just typed to have processes.
+_MAX_START_SECONDS = 20.0
 _METRICS = ("loss", "grad_norm", "reward_mean", "completion_tokens_mean")
 _AGENT = '''\
 async def answer(data, client):
@@ -210,11 +212,13 @@ class StruckRun:
     def strike(self, chance: random.Random, signal_number: int, command_share: float) -> str:
         """Kills or stops one of its processes; what it was."""
         self._was_struck = True
-        victim, processes = self._command, self.find_processes()
-        if processes and chance.random() >= command_share:
-            victim = chance.choice(processes)
+        victim, name = self._command, "the command"
+        if chance.random() >= command_share and (kinds := self._wait_for_processes()):
+            name = chance.choice(sorted(kinds))
+            victim = chance.choice(kinds[name])
+        if not is_alive(victim):
+            victim, name = self._command, "the command"
         try:
-            name = "the command" if victim is self._command else name_program(victim)
             victim.send_signal(signal_number)
         except psutil.NoSuchProcess:
             return "a process that had just ended"
@@ -223,6 +227,17 @@ class StruckRun:
             if is_alive(victim):
                 victim.send_signal(signal.SIGCONT)
         return name
+
+    def _wait_for_processes(self) -> dict[str, list[psutil.Process]]:
+        """The processes below the command by their names; a command just typed has none yet."""
+        kinds: dict[str, list[psutil.Process]] = {}
+        ends = time.monotonic() + _MAX_START_SECONDS
+        while not kinds and self._command.poll() is None and time.monotonic() < ends:
+            for process in self.find_processes():
+                kinds.setdefault(name_program(process), []).append(process)
+            time.sleep(0.05)
+        kinds.pop("gone", None)
+        return kinds
 
     def wait(self) -> int:
         """The exit code of the last command.
@@ -259,13 +274,13 @@ def is_alive(process: psutil.Process) -> bool:
 def name_program(process: psutil.Process) -> str:
     """What the process is, by the words of its command line."""
     try:
-        words, parent = " ".join(process.cmdline()), process.parent()
+        words = " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return "gone"
     for part, name in (
         ("process_reaper.py", "process reaper"),
         ("trainer_program", "trainer"),
-        ("api_server", "vLLM server"),
+        ("agentrl_vllm_start", "vLLM server"),
         ("worker_program", "agent worker"),
         ("resource_tracker", "resource tracker"),
         ("forkserver", "fork server"),
@@ -274,7 +289,7 @@ def name_program(process: psutil.Process) -> str:
     ):
         if part in words:
             return name
-    return f"child of {name_program(parent)}" if parent is not None else words
+    return "another process"
 
 
 def find_shared_memory() -> set[str]:
@@ -350,7 +365,13 @@ def check_run(run: StruckRun, findings: Findings) -> None:
     assert latest is not None
     AutoModelForCausalLM.from_pretrained(latest[1])
     litter = [p for p in (run.run_dir / "pending", run.run_dir.parents[2] / "tmp") if p.is_dir()]
-    findings.problems += [f"left behind: {path}" for one in litter for path in one.iterdir()]
+    findings.problems += [
+        f"left behind: {path}"
+        for one in litter
+        for path in one.iterdir()
+        # What torch has compiled is kept for the next run.
+        if not path.name.startswith("torchinductor_")
+    ]
 
 
 def run_scenario(name: str, scenario: Scenario, seed: int) -> Findings:

@@ -123,8 +123,8 @@ def choose_sources(folder: RunFolder, query: TrajectoryQuery) -> list[Source]:
         stored = [s for s in stored if (s.label or TRAINING_EVALS) == query.evals]
         if not stored:
             raise UserInputError(
-                f"{folder.path}: --evals {query.evals}: {format_nearest(query.evals, names)}. "
-                f"Allowed: all, {', '.join(names)}"
+                f"{folder.path}: --evals {query.evals}: no evaluation has this name; "
+                f"{format_nearest(query.evals, ['all', *names])}"
             )
     if query.steps is None or query.steps == "all":
         return stored

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from agentrl_cli.config.resolved_run import Gpus, ResolvedRun, ResolvedServer
 from agentrl_cli.engine.protocol import MAX_TOP_LOGPROBS
 from agentrl_cli.secret_masking import mask_secrets
 
-#: Holds the module of agentrl's that a vLLM server imports; standard library only.
+#: Holds the modules of agentrl's that a vLLM server imports; standard library only.
 _VLLM_PLUGIN_FOLDER = Path(agentrl_cli.engine.__file__).parent / "vllm" / "plugin"
 _KEY_AUTH = "agentrl_vllm_auth.KeyAuth"
 
@@ -71,7 +72,8 @@ def build_plan(
         run_dir: of the run.
         model_folder: what servers load; None: ``model.path`` as it stands.
         private_dir: folder of the files from which SGLang servers read their keys, and of the
-            sockets that servers leave behind when they are killed.
+            sockets and temporary files that servers leave behind when they are killed; vLLM's
+            semaphores are named after it.
     """
     if run.is_one_process:
         devices = _format_devices(run.trainers[0])
@@ -128,7 +130,10 @@ def _build_server_command(
         "PYTHONSAFEPATH": "1",
     }
     if len(private_dir) <= _MAX_SOCKET_FOLDER_CHARS:
-        env["VLLM_RPC_BASE_PATH" if run.engine_kind == "vllm" else "TMPDIR"] = private_dir
+        env["TMPDIR"] = private_dir
+        # What torch has compiled is to be found by the next run.
+        compiled = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
+        env["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(compiled))
     if not server.gpus:
         env["OMP_NUM_THREADS"] = str(run.num_server_threads)
     if all(Path(path).is_dir() for path in (model_folder, config.tokenizer_path or "/")):
@@ -136,6 +141,7 @@ def _build_server_command(
     if run.engine_kind == "vllm":
         argv = _list_vllm_words(config, run, server, model_folder)
         env |= _build_vllm_env(config, run, server)
+        env["AGENTRL_SEMAPHORES"] = Path(private_dir).name
     else:
         key_path = f"{private_dir}/{server.name}.yaml"
         argv = _list_sglang_words(config, run, server, model_folder, key_path)
@@ -148,7 +154,8 @@ def _list_vllm_words(
 ) -> list[str]:
     engine = config.engine
     return [
-        *(run.server_python, "-m", "vllm.entrypoints.openai.api_server"),
+        # It starts vLLM's api_server.
+        *(run.server_python, "-m", "agentrl_vllm_start"),
         *("--model", model_folder, "--served-model-name", config.model.path),
         *(("--tokenizer", config.tokenizer_path) if config.tokenizer_path else ()),
         *("--dtype", config.model.dtype, "--max-model-len", str(engine.max_model_len)),

@@ -41,6 +41,8 @@ def test_names_of_secrets() -> None:
         ("max_tokens=1024 tokens: 100000", "max_tokens=1024 tokens: 100000"),
         ("see http://host:8000/v1 or me@example.org", "see http://host:8000/v1 or me@example.org"),
         ("Bearer abc.def", "Bearer ***"),
+        ("export API_KEY=$(openssl rand -hex 24)", "export API_KEY=$(openssl rand -hex 24)"),
+        ("API_KEY=$(q1w2e3r4", "API_KEY=***"),
     ],
 )
 def test_secrets_in_texts(text, masked) -> None:

@@ -28,7 +28,7 @@ from agentrl_cli.launch.processes.managed_process import ManagedProcess
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.launch.servers.server_supervisor import ServerSupervisor, explain_taken_port
 from agentrl_cli.log import Observer
-from agentrl_cli.scratch_folders import ScratchFolder
+from agentrl_cli.scratch_folders import ScratchFolder, remove_semaphores
 
 #: What servers have no use for, as they run no agents and send no reports (a token of the model
 #: hub stays: they may have to fetch the model), and what would go before their own arguments.
@@ -83,6 +83,8 @@ class ServerGroup:
         with ExitStack() as stack:
             self.run = _reserve_ports(config, run, stack)
             private_dir = stack.enter_context(ScratchFolder("servers")).path
+            # Of servers that were killed.
+            stack.callback(remove_semaphores, private_dir)
             plan = build_plan(
                 config, self.run, model_folder=model_folder, private_dir=str(private_dir)
             )

@@ -114,5 +114,5 @@ def test_other_machines_are_let_in_by_a_chosen_key_alone(
     arguments = ("serve", *options, "--config", "outside.yaml", "--host", "0.0.0.0")
     text = refused(*arguments)
     assert "--host 0.0.0.0 lets other machines in" in text
-    assert "export AGENTRL_API_KEY=" in text
+    assert "export AGENTRL_API_KEY=$(openssl rand -hex 24)" in text
     assert "has 5 characters" in refused(*arguments, "--api-key", "short")

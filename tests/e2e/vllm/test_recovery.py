@@ -157,7 +157,7 @@ def classify(process: psutil.Process) -> str:
         return "reaper"
     if "agentrl_cli.launch.processes.trainer_program" in command:
         return "trainer" if process.environ()["RANK"] == "0" else "rank"
-    if "vllm.entrypoints.openai.api_server" in command:
+    if "agentrl_vllm_start" in command:
         return "server"
     # The engine's core has no command line of its own; beside it is a tracker of resources.
     is_tracker = any("resource_tracker" in part for part in command)

@@ -30,7 +30,8 @@ def test_evals_are_apart_from_steps(folder: RunFolder) -> None:
     assert ids(folder, evals="all", steps="2") == ["000900.000/0"]
     assert ids(folder, evals="manual") == ["000900.000/0"]
     assert ids(folder, evals="training") == ["000000.000/0"]
-    with pytest.raises(UserInputError, match=r"did you mean 'manual'.*Allowed: all, training, man"):
+    message = r"manul: no evaluation .* did you mean 'manual'\? allowed: all, manual, training$"
+    with pytest.raises(UserInputError, match=message):
         ids(folder, evals="manul")
 
 
