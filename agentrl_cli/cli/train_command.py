@@ -19,7 +19,7 @@ OverridesArgument = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Change keys of the file, for example gconfig.n_samples=8.",
+        help="Change keys of the file, for example seed=2.",
         show_default=False,
     ),
 ]
