@@ -67,6 +67,22 @@ class Generation:
     where none were asked for."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """What an engine does at this moment."""
+
+    num_seats: int
+    """Calls that it can sample at a time."""
+    num_running: int
+    """Calls that it samples."""
+    num_waiting: int
+    """Calls that wait for a seat, or for memory."""
+    cache_use: float
+    """Share of the memory for keys and values that is taken, from 0 to 1."""
+    num_preemptions: int
+    """Since its start, how often a call lost that memory to others."""
+
+
 def join_pieces(pieces: Sequence[Generation]) -> Generation:
     """The completion that was streamed as ``pieces``."""
     last = pieces[-1]
