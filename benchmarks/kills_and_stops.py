@@ -5,7 +5,7 @@ processes of the run, any of them, are killed or stopped at random moments; the 
 again whenever it was struck. Runs follow each other until all strikes were made, and each is
 checked when it has ended: every task once, no process left, no file left in the temporary
 folders, a checkpoint that loads, and where that is promised the losses of a run that nobody struck.
-``--scenario NAME`` runs one.
+``--scenario NAME`` runs one, and leaves what the page says of the others.
 """
 
 from __future__ import annotations
@@ -422,8 +422,8 @@ def run_scenario(name: str, scenario: Scenario, seed: int) -> Findings:
     return findings
 
 
-def format_page(results: Mapping[str, Findings]) -> str:
-    """The page."""
+def format_page(results: Mapping[str, Findings], old_page: str) -> str:
+    """The page; of scenarios that were not run now, with what it said before."""
     lines = [
         "# Kills and stops",
         "",
@@ -439,7 +439,11 @@ def format_page(results: Mapping[str, Findings]) -> str:
         "| runs | kills | stops | finished runs | trajectories | of them failed | problems |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, found in results.items():
+    for name in _SCENARIOS:
+        if name not in results:
+            lines += [line for line in old_page.splitlines() if line.startswith(f"| {name} |")]
+            continue
+        found = results[name]
         kills, stops = (
             sum(n for what, n in found.struck.items() if what.startswith(kind))
             for kind in ("SIGKILL", "SIGSTOP")
@@ -448,7 +452,11 @@ def format_page(results: Mapping[str, Findings]) -> str:
         cells += [found.failures.total(), len(found.problems)]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     lines += ["", "What was struck:", ""]
-    for name, found in results.items():
+    for name in _SCENARIOS:
+        if name not in results:
+            lines += [line for line in old_page.splitlines() if line.startswith(f"- {name}: ")]
+            continue
+        found = results[name]
         struck = ", ".join(f"{what} {n}" for what, n in sorted(found.struck.items()))
         failures = ", ".join(f"{what} {n}" for what, n in sorted(found.failures.items()))
         lines.append(f"- {name}: {struck}. Failed trajectories: {failures or 'none'}.")
@@ -464,10 +472,9 @@ def main() -> None:
     for name in arguments.scenario or _SCENARIOS:
         results[name] = run_scenario(name, _SCENARIOS[name], arguments.seed)
         print(f"{name}: {results[name].problems or 'no problem'}")
-    page = format_page(results)
+    page = format_page(results, _PAGE.read_text() if _PAGE.is_file() else "")
     print(page)
-    if not arguments.scenario:
-        _PAGE.write_text(page)
+    _PAGE.write_text(page)
     sys.exit(any(found.problems for found in results.values()))
 
 
