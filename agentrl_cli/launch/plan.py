@@ -254,6 +254,7 @@ def _list_sglang_words(
         *("--context-length", str(engine.max_model_len + _RESERVED_POSITIONS)),
         *("--max-running-requests", str(engine.max_num_seqs)),
         *("--enable-priority-scheduling", "--schedule-low-priority-values-first"),
+        "--enable-metrics",
         *("--mem-fraction-static", str(server.gpu_memory_utilization)),
         *("--tensor-parallel-size", str(engine.tensor_parallel_size)),
         # Otherwise each piece of a stream repeats all that came before.

@@ -50,6 +50,12 @@ class SglangServer(EngineServer):
     _ADAPTERS_PATH = ""
     #: Below it SGLang says the logprobs at temperature 1.
     _GREEDY_BELOW = 1e-6
+    _LOAD_METRICS = {
+        "num_running": "sglang:num_running_reqs",
+        "num_waiting": "sglang:num_queue_reqs",
+        "cache_use": "sglang:token_usage",
+        "num_preemptions": "sglang:num_retracted_requests_total",
+    }
 
     def __init__(self, endpoint: ServerEndpoint, config: EngineConfig) -> None:
         super().__init__(endpoint, config)

@@ -28,6 +28,12 @@ class VllmServer(EngineServer):
     _VERSION_PATH = "/weight_info"
     _ADAPTERS_PATH = "/v1"
     _GREEDY_BELOW = 1e-5
+    _LOAD_METRICS = {
+        "num_running": "vllm:num_requests_running",
+        "num_waiting": "vllm:num_requests_waiting",
+        "cache_use": "vllm:kv_cache_usage_perc",
+        "num_preemptions": "vllm:num_preemptions_total",
+    }
 
     def __init__(self, endpoint: ServerEndpoint, config: EngineConfig) -> None:
         super().__init__(endpoint, config)

@@ -277,8 +277,10 @@ async def test_probes_go_before_the_calls_that_wait(server: Any, endpoint: Serve
     sampling = Sampling(max_tokens=200, temperature=0.0)
     calls = [asyncio.create_task(server.generate(PROMPT, sampling)) for _ in range(256)]
     async with asyncio.timeout(60):
-        while await read_metric(endpoint, "num_requests_waiting") < 100:
+        while (load := await server.read_load()).num_waiting < 100:
             await asyncio.sleep(0.05)
+    assert 0 < load.num_running <= load.num_seats == 128
+    assert 0.0 < load.cache_use <= 1.0
     await server.generate(PROMPT, PROBE_SAMPLING)
     assert sum(call.done() for call in calls) <= 128
     await asyncio.gather(*calls)
