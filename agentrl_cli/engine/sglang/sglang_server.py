@@ -50,7 +50,7 @@ class SglangServer(EngineServer):
     _ADAPTERS_PATH = ""
     #: Below it SGLang says the logprobs at temperature 1.
     _GREEDY_BELOW = 1e-6
-    _LOAD_METRICS = {
+    _LOAD_METRICS: ClassVar[Mapping[str, str]] = {
         "num_running": "sglang:num_running_reqs",
         "num_waiting": "sglang:num_queue_reqs",
         "cache_use": "sglang:token_usage",

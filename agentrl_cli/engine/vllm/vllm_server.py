@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.engine.engine_server import EngineServer, LoraAdapter
@@ -28,7 +28,7 @@ class VllmServer(EngineServer):
     _VERSION_PATH = "/weight_info"
     _ADAPTERS_PATH = "/v1"
     _GREEDY_BELOW = 1e-5
-    _LOAD_METRICS = {
+    _LOAD_METRICS: ClassVar[Mapping[str, str]] = {
         "num_running": "vllm:num_requests_running",
         "num_waiting": "vllm:num_requests_waiting",
         "cache_use": "vllm:kv_cache_usage_perc",
