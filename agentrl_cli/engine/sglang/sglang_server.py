@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.engine.engine_server import EngineServer, LoraAdapter
