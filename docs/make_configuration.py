@@ -71,6 +71,9 @@ def _format_rows(config_class: type[BaseModel], prefix: str) -> typing.Iterator[
         about = meaning if meaning or kinds else _format_text(nested.__doc__)
         default = _format_default(field, is_section=True)
         yield f"| **`{key}`**{mark} | section | {default} | {about} |"
+        if name == "eval_gconfig":
+            # Its keys are gconfig's, whose values are its defaults.
+            continue
         yield from _format_kinds(kinds, inner, field) if kinds else _format_rows(nested, inner)
 
 

@@ -370,7 +370,8 @@ class ExperimentConfig(StrictConfig):
     """null: the agent (or the workflow) gives the reward."""
     gconfig: GenerationConfig = GenerationConfig()
     eval_gconfig: GenerationConfig | None = None
-    """Sampling during evaluation; null: ``gconfig`` with one sample per task."""
+    """Sampling during evaluation; what it leaves out is as in ``gconfig``, but with one sample per
+    task."""
     train_dataset: DatasetConfig
     valid_dataset: DatasetConfig | None = None
     """null: no evaluation while training."""
@@ -379,6 +380,15 @@ class ExperimentConfig(StrictConfig):
     train: TrainConfig = TrainConfig()
     launcher: ResumeSafe[LauncherConfig] = LauncherConfig()
     loggers: ResumeSafe[Annotated[tuple[LoggerConfig, ...], Field(strict=False)]] = ()
+
+    @model_validator(mode="after")
+    def _complete_eval_gconfig(self) -> Self:
+        given = self.eval_gconfig
+        if given is not None:
+            update = {"n_samples": 1, **given.model_dump(include=given.model_fields_set)}
+            # What is saved with the run holds every value.
+            object.__setattr__(self, "eval_gconfig", self.gconfig.model_copy(update=update))
+        return self
 
     @model_validator(mode="after")
     def _has_something_to_run(self) -> Self:

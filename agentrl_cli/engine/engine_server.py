@@ -7,14 +7,20 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from agentrl_cli.config.experiment import EngineConfig
-from agentrl_cli.engine.protocol import UNKNOWN_VERSION, Generation, Sampling, ServerEndpoint
+from agentrl_cli.engine.protocol import (
+    UNKNOWN_VERSION,
+    EngineLoad,
+    Generation,
+    Sampling,
+    ServerEndpoint,
+)
 from agentrl_cli.engine.server_http import (
     Method,
     ServerHttp,
@@ -70,6 +76,8 @@ class EngineServer(ABC):
     """Before ``load_lora_adapter`` and ``unload_lora_adapter``."""
     _GREEDY_BELOW: ClassVar[float]
     """Temperature below which the server samples the most probable tokens."""
+    _LOAD_METRICS: ClassVar[Mapping[str, str]]
+    """Fields of an EngineLoad, and what the server calls them at ``/metrics``."""
 
     def __init__(self, endpoint: ServerEndpoint, config: EngineConfig) -> None:
         self.endpoint = endpoint
@@ -181,6 +189,26 @@ class EngineServer(ABC):
             return parse_version(reply.get("weight_version"))
         except ValueError as error:
             raise EngineError(f"{self.name}: {error}") from None
+
+    async def read_load(self) -> EngineLoad:
+        """What it does at this moment, by its own metrics."""
+        reply = await self._http.request(
+            "GET", "/metrics", None, leg="reading its load", timeout_seconds=_HEALTH_SECONDS
+        )
+        found = dict.fromkeys(self._LOAD_METRICS, 0.0)
+        lines = reply.decode("utf-8", "replace").splitlines()
+        for field, name in self._LOAD_METRICS.items():
+            values = [line.rpartition(" ")[2] for line in lines if _is_of_metric(line, name)]
+            try:
+                # One for each of its engines.
+                found[field] = math.fsum(map(float, values))
+            except ValueError as error:
+                raise self._unusable(f"the metric {name}", values[0].encode(), error) from error
+            if not values:
+                raise EngineError(f"{self.name} has no metric {name}")
+        counts = {field: int(found[field]) for field in found if field != "cache_use"}
+        seats = self._config.max_num_seqs
+        return EngineLoad(num_seats=seats, cache_use=found["cache_use"], **counts)
 
     @abstractmethod
     async def pause(self) -> None:
@@ -319,6 +347,11 @@ class EngineServer(ABC):
             stop_text=stop if isinstance(stop, str) else None,
             top_logprobs=tuple(_rank(top, sampling.num_top_logprobs) for top in tops),
         )
+
+
+def _is_of_metric(line: str, name: str) -> bool:
+    """Whether a line of Prometheus's text is a value of the metric."""
+    return line.startswith((f"{name} ", f"{name}{{"))
 
 
 def _read_logprob(logprob: Any) -> float:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from agentrl_cli.engine.protocol import MAX_TOP_LOGPROBS, Generation, Probe, Sampling
 
 #: One step of the engine gives the logprobs of as many tokens as it reports: a probe of several
-#: sampled tokens would wait for several steps, each as long as all calls in flight make it.
-PROBE_SAMPLING = Sampling(max_tokens=1, num_top_logprobs=MAX_TOP_LOGPROBS, seed=0)
+#: sampled tokens would wait for several steps, each as long as all calls in flight make it. And it
+#: goes before the calls that wait, for which a run waits less than for its weights.
+PROBE_SAMPLING = Sampling(max_tokens=1, num_top_logprobs=MAX_TOP_LOGPROBS, seed=0, priority=-1)
 
 Logprobs = Mapping[int, float]
 """Of tokens that may follow a prompt, in nats."""

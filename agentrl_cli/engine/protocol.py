@@ -42,6 +42,8 @@ class Sampling:
     """What the completion must look like: an xgrammar structural tag, as JSON; None: anything."""
     num_top_logprobs: int = 0
     """How many of the most probable tokens are reported beside each sampled one."""
+    priority: int = 0
+    """Of the calls that wait for a seat, those with the lowest number are begun first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,22 @@ class Generation:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     """For each sampled token the most probable ones as (token id, logprob), best first; empty
     where none were asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """What an engine does at this moment."""
+
+    num_seats: int
+    """Calls that it can sample at a time."""
+    num_running: int
+    """Calls that it samples."""
+    num_waiting: int
+    """Calls that wait for a seat, or for memory."""
+    cache_use: float
+    """Share of the memory for keys and values that is taken, from 0 to 1."""
+    num_preemptions: int
+    """Since its start, how often a call lost that memory to others."""
 
 
 def join_pieces(pieces: Sequence[Generation]) -> Generation:

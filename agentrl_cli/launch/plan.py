@@ -163,7 +163,7 @@ def _list_vllm_words(
         *("--model", model_folder, "--served-model-name", config.model.path),
         *(("--tokenizer", config.tokenizer_path) if config.tokenizer_path else ()),
         *("--dtype", config.model.dtype, "--max-model-len", str(engine.max_model_len)),
-        *("--max-num-seqs", str(engine.max_num_seqs)),
+        *("--max-num-seqs", str(engine.max_num_seqs), "--scheduling-policy", "priority"),
         *("--host", "127.0.0.1", "--port", str(server.port)),
         # Token ids in, token ids out.
         "--enable-scale-out",
@@ -257,6 +257,8 @@ def _list_sglang_words(
         *("--host", "127.0.0.1", "--port", str(server.port), "--log-level-http", "warning"),
         *("--context-length", str(engine.max_model_len + _RESERVED_POSITIONS)),
         *("--max-running-requests", str(engine.max_num_seqs)),
+        *("--enable-priority-scheduling", "--schedule-low-priority-values-first"),
+        "--enable-metrics",
         *("--mem-fraction-static", str(server.gpu_memory_utilization)),
         *("--tensor-parallel-size", str(engine.tensor_parallel_size)),
         # Otherwise each piece of a stream repeats all that came before.

@@ -212,6 +212,7 @@ class EmbeddedManager(ContinuousBatchingManager):  # type: ignore[misc]
     def _create_batch_processor(self) -> Any:
         processor = super()._create_batch_processor()
         processor.model_runner._sample = self._sample
+        _queue_by_priority(processor.scheduler)
         if self.model.config._attn_implementation == PAGED_ATTENTION:
             _use_layouts(processor)
         return processor
@@ -237,6 +238,18 @@ class EmbeddedManager(ContinuousBatchingManager):  # type: ignore[misc]
         self._is_cache_poisoned |= not bool(drawn.logprobs.isfinite().all())
         output_ids[0, : len(calls)].copy_(drawn.tokens)
         output_ids[1, : len(calls)].copy_(drawn.logprobs.view(torch.int32))
+
+
+def _queue_by_priority(scheduler: Any) -> None:
+    """Has the scheduler begin urgent calls before all others that wait, the last one first."""
+    add = scheduler.add_waiting_request
+
+    def add_by_priority(call: EmbeddedCall) -> None:
+        add(call)
+        if call.sampling.priority < 0:
+            scheduler.waiting_requests_order.rotate(1)
+
+    scheduler.add_waiting_request = add_by_priority
 
 
 def _use_layouts(processor: Any) -> None:

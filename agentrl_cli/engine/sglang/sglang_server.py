@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.engine.engine_server import EngineServer, LoraAdapter
@@ -50,6 +50,12 @@ class SglangServer(EngineServer):
     _ADAPTERS_PATH = ""
     #: Below it SGLang says the logprobs at temperature 1.
     _GREEDY_BELOW = 1e-6
+    _LOAD_METRICS: ClassVar[Mapping[str, str]] = {
+        "num_running": "sglang:num_running_reqs",
+        "num_waiting": "sglang:num_queue_reqs",
+        "cache_use": "sglang:token_usage",
+        "num_preemptions": "sglang:num_retracted_requests_total",
+    }
 
     def __init__(self, endpoint: ServerEndpoint, config: EngineConfig) -> None:
         super().__init__(endpoint, config)
@@ -68,7 +74,11 @@ class SglangServer(EngineServer):
             "max_new_tokens": max_tokens,
             "temperature": sampling.temperature,
         }
-        body: dict[str, Any] = {"input_ids": list(prompt_ids), "sampling_params": params}
+        body: dict[str, Any] = {
+            "input_ids": list(prompt_ids),
+            "sampling_params": params,
+            "priority": sampling.priority,
+        }
         if self._has_nucleus(sampling):
             params |= {"top_p": sampling.top_p, "top_k": SAMPLING_MASK_TOP_K}
             body["return_sampling_mask"] = True

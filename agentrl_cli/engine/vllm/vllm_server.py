@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.engine.engine_server import EngineServer, LoraAdapter
@@ -28,6 +28,12 @@ class VllmServer(EngineServer):
     _VERSION_PATH = "/weight_info"
     _ADAPTERS_PATH = "/v1"
     _GREEDY_BELOW = 1e-5
+    _LOAD_METRICS: ClassVar[Mapping[str, str]] = {
+        "num_running": "vllm:num_requests_running",
+        "num_waiting": "vllm:num_requests_waiting",
+        "cache_use": "vllm:kv_cache_usage_perc",
+        "num_preemptions": "vllm:num_preemptions_total",
+    }
 
     def __init__(self, endpoint: ServerEndpoint, config: EngineConfig) -> None:
         super().__init__(endpoint, config)
@@ -75,6 +81,7 @@ class VllmServer(EngineServer):
             params |= {"stop": stop, "skip_special_tokens": False}
         body = self._format_body(prompt_ids, params, adapter)
         body["stream"] = stream_interval < max_tokens
+        body["priority"] = sampling.priority
         if sampling.structural_tag is not None:
             params["structured_outputs"] = {"structural_tag": sampling.structural_tag}
             # The tag itself says where reasoning may stand; a reasoning parser must not bypass it.

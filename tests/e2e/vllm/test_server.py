@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.engine.probes import PROBE_SAMPLING
 from agentrl_cli.engine.protocol import Generation, Sampling, ServerEndpoint, join_pieces
 from agentrl_cli.errors import EngineError, EngineTimeoutError
 from agentrl_cli.launch.servers.server_group import ServerGroup
@@ -269,6 +270,20 @@ async def test_a_seed_makes_the_same_tokens_whatever_else_runs(server: Any) -> N
     assert len({generation.completion_ids for generation in crowd}) == 12
     unseeded = [await server.generate(PROMPT, Sampling(max_tokens=30)) for _ in range(2)]
     assert unseeded[0].completion_ids != unseeded[1].completion_ids
+
+
+async def test_probes_go_before_the_calls_that_wait(server: Any, endpoint: ServerEndpoint) -> None:
+    # For 128 seats.
+    sampling = Sampling(max_tokens=200, temperature=0.0)
+    calls = [asyncio.create_task(server.generate(PROMPT, sampling)) for _ in range(256)]
+    async with asyncio.timeout(60):
+        while (load := await server.read_load()).num_waiting < 100:
+            await asyncio.sleep(0.05)
+    assert 0 < load.num_running <= load.num_seats == 128
+    assert 0.0 < load.cache_use <= 1.0
+    await server.generate(PROMPT, PROBE_SAMPLING)
+    assert sum(call.done() for call in calls) <= 128
+    await asyncio.gather(*calls)
 
 
 async def test_without_a_limit_the_room_is_filled(server: Any) -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.engine.embedded.token_sampling import StopTextFinder
+from agentrl_cli.engine.probes import PROBE_SAMPLING
 from agentrl_cli.engine.protocol import Generation, InferenceEngine, Sampling, join_pieces
 from agentrl_cli.errors import ContextLengthError, EngineError, EngineTimeoutError
 
@@ -255,6 +256,16 @@ async def test_no_more_than_max_num_seqs_are_sampled_at_once(open_engine, prompt
     async with open_engine(max_num_seqs=3) as engine:
         await asyncio.gather(*(run(engine, number) for number in range(11)))
         assert 1 < most <= 3
+
+
+async def test_probes_go_before_the_calls_that_wait(open_engine, prompt_ids):
+    sampling = Sampling(max_tokens=100, temperature=0.0)
+    async with open_engine(max_num_seqs=2) as engine, asyncio.TaskGroup() as group:
+        calls = [group.create_task(engine.generate(prompt_ids, sampling)) for _ in range(8)]
+        async for _ in engine.stream(prompt_ids, Sampling(max_tokens=1, temperature=0.0)):
+            # By now all others are there: two run and six wait.
+            await engine.generate(prompt_ids, PROBE_SAMPLING)
+        assert sum(call.done() for call in calls) <= 2
 
 
 async def test_cancelled_calls_leave_the_engine(open_engine, prompt_ids):

@@ -60,6 +60,19 @@ def test_the_resolved_config_loads_to_itself(load, tmp_path) -> None:
     assert load_config(path) == config
 
 
+def test_an_evaluation_samples_as_gconfig_says_where_nothing_else_is_said(load) -> None:
+    text = "gconfig: {n_samples: 8, max_tokens: 64, top_p: 0.9}\n"
+    greedy = load(text, "eval_gconfig.temperature=0").resolve_eval_gconfig()
+    assert (greedy.n_samples, greedy.max_tokens, greedy.temperature, greedy.top_p) == (
+        1,
+        64,
+        0,
+        0.9,
+    )
+    assert load(text).resolve_eval_gconfig().n_samples == 1
+    assert load(text, "eval_gconfig.n_samples=4").resolve_eval_gconfig().n_samples == 4
+
+
 @pytest.mark.parametrize(
     ("extra", "expected"),
     [

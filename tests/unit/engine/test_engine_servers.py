@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,6 +28,31 @@ Generate = Callable[..., Awaitable[Any]]
 @pytest.fixture(params=["vllm", "sglang"])
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
+
+
+async def test_the_load_is_read_from_the_servers_own_metrics(
+    server: EngineServer, faulty: Any
+) -> None:
+    names = server._LOAD_METRICS
+    lines = [
+        f"# HELP {names['num_running']} Calls.",
+        f'{names["num_running"]}{{engine="0"}} 3.0',
+        f'{names["num_running"]}{{engine="1"}} 2.0',
+        f"{names['num_running']}_by_reason 9.0",
+        f"{names['num_waiting']} 7.0",
+        f"{names['cache_use']} 0.25",
+    ]
+
+    async def answer(_request: web.Request) -> web.Response:
+        return web.Response(text="\n".join(lines))
+
+    faulty.answers["/metrics"] = answer
+    with pytest.raises(EngineError, match=f"has no metric {names['num_preemptions']}"):
+        await server.read_load()
+    lines.append(f"{names['num_preemptions']} 1e1")
+    load = await server.read_load()
+    assert (load.num_running, load.num_waiting, load.num_preemptions) == (5, 7, 10)
+    assert load.cache_use == 0.25
 
 
 async def test_a_completion_has_the_versions_of_all_its_tokens(
