@@ -9,9 +9,9 @@ machine that others use too, look at the CPU seconds.
 
 * ``rates``: a ragged batch of conversations (``train_batches.py``), once with prompts shared by
   groups and once without anything shared, in real tokens per second: every sample's, padding
-  never. Against it: TRL's GRPOTrainer, rows padded, and one unpadded sequence at a time. How
-  much of the machine's matrix product is used counts the operations that the samples need when
-  nothing is shared or recomputed.
+  never. Against it, each at its best: TRL's GRPOTrainer, each pass padded to its own longest row;
+  rows of like length, padded; one unpadded sequence at a time. How much of the machine's matrix
+  product is used counts the operations that the samples need when nothing is shared or recomputed.
 * ``turns``: the same number of tokens in 1 to 16 turns, against one sample of a single turn, and
   with a row for each turn.
 * ``groups``: 8 replies of 256 tokens to a prompt of 2,048, computed once and computed 8 times.

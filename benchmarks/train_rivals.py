@@ -53,8 +53,7 @@ class PlainLoop:
 
 
 class PaddedLoop(PlainLoop):
-    """Rows in the order in which they come, as many as the padded budget holds; logits of every
-    position."""
+    """Rows of like length, as many as the padded budget holds; logits of every position."""
 
     def __init__(self, dtype: str, max_tokens: int) -> None:
         super().__init__(dtype)
@@ -62,7 +61,8 @@ class PaddedLoop(PlainLoop):
 
     def split(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         parts: list[list[Sample]] = [[]]
-        for sample in samples:
+        # Sorted, because rows of like length need the least padding.
+        for sample in sorted(samples, key=lambda sample: sample.num_tokens):
             longest = max(s.num_tokens for s in [*parts[-1], sample])
             if parts[-1] and longest * (len(parts[-1]) + 1) > self._max_tokens:
                 parts.append([])
@@ -103,8 +103,10 @@ class OneAtATimeLoop(PlainLoop):
 class TrlLoop:
     """TRL's GRPOTrainer from its padded batch on: loss, backward pass, clipping, its optimizer.
 
-    Its own loop would sample the completions; here they are given to ``compute_loss``, padded to
-    the longest of the batch, as it pads them. On a CPU its output head scores the padding too.
+    Its own loop would sample the completions; here they are given to ``compute_loss``. Each pass
+    is padded to its own longest row, as TRL pads them with ``steps_per_generation=1``: its best
+    setting, since its default pads every row to the longest of all passes of an update. On a CPU
+    its output head scores the padding too.
     """
 
     def __init__(self, dtype: str) -> None:
@@ -116,11 +118,12 @@ class TrlLoop:
 
     def update(self, samples: Sequence[Sample]) -> float:
         """One optimizer update; the gradient's norm."""
-        trainer, padded = self._trainer, _pad_for_trl(samples)
+        trainer = self._trainer
         num_targets = torch.tensor(sum(sample.num_targets for sample in samples))
         for first in range(0, len(samples), _TRL_ROWS):
-            rows = {name: part[first : first + _TRL_ROWS] for name, part in padded.items()}
-            loss = trainer.compute_loss(trainer.model, {**rows, "num_items_in_batch": num_targets})
+            rows = _pad_for_trl(samples[first : first + _TRL_ROWS])
+            rows["num_items_in_batch"] = num_targets
+            loss = trainer.compute_loss(trainer.model, rows)
             trainer.accelerator.backward(loss)
         norm = torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
         self._optimizer.step()

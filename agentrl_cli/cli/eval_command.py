@@ -63,7 +63,8 @@ def evaluate_command(
     from agentrl_cli.inspector.inspect_run import build_console
     from agentrl_cli.launch.completion_sources import EndpointSource, EngineSource
     from agentrl_cli.launch.local_run import run_evaluation
-    from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+    from agentrl_cli.store.layout import run_dir_of
+    from agentrl_cli.store.run_folder import RunFolder
 
     run_dir = run_dir_of(experiment)
     with (

@@ -59,7 +59,8 @@ def serve_command(
 
     from agentrl_cli.cli.command_exit import crashes_logged, stop_on_signals
     from agentrl_cli.cli.progress_display import build_observer
-    from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+    from agentrl_cli.store.layout import run_dir_of
+    from agentrl_cli.store.run_folder import RunFolder
 
     with (
         crashes_logged(lambda: RunFolder(run_dir_of(experiment)).log_path("serve")),

@@ -58,7 +58,8 @@ def train_command(
     from agentrl_cli.cli.final_report import print_summary
     from agentrl_cli.cli.progress_display import build_observer
     from agentrl_cli.launch.local_run import run_training
-    from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+    from agentrl_cli.store.layout import run_dir_of
+    from agentrl_cli.store.run_folder import RunFolder
 
     with (
         crashes_logged(lambda: RunFolder(run_dir_of(experiment)).log_path("command")),
@@ -88,7 +89,7 @@ def _print_plan(experiment: ExperimentConfig, run: ResolvedRun, *, overwrite: bo
         describe_reading,
         with_output_head,
     )
-    from agentrl_cli.store.run_folder import run_dir_of
+    from agentrl_cli.store.layout import run_dir_of
 
     typer.echo(dump_config(experiment), nl=False)
     # A built-in model, or one on the hub, is not made or fetched for this.

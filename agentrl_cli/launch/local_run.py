@@ -29,8 +29,8 @@ from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.dataset import is_on_hub, load_rows
 from agentrl_cli.scratch_folders import remove_leftovers
 from agentrl_cli.secret_masking import find_secrets
-from agentrl_cli.store.layout import parse_label
-from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+from agentrl_cli.store.layout import parse_label, run_dir_of
+from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.train.loop import StopFlag
 from agentrl_cli.train.monitor.loggers import check_loggers
 

@@ -35,9 +35,9 @@ from agentrl_cli.rollout.external.external_workflow import ExternalListener
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
-from agentrl_cli.store.layout import eval_name
+from agentrl_cli.store.layout import eval_name, run_dir_of
 from agentrl_cli.store.resume_check import load_saved_config
-from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.tracking.formats.format_choice import collect_template_text
 from agentrl_cli.train.checkpoint import seed_generators
 from agentrl_cli.train.learner import Learner

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError
 
 CONFIG = "config.yaml"
@@ -47,6 +48,11 @@ _MAX_DEPTH = 4
 
 _STEP = re.compile(r"^step-(\d+)(?:\.parquet)?$")
 _EVAL = re.compile(r"^eval-(\d+)(?:-([A-Za-z0-9._\-]+))?\.json$")
+
+
+def run_dir_of(config: ExperimentConfig) -> Path:
+    """Where the run of ``config`` is, whether it exists or not."""
+    return Path(config.output_dir) / config.experiment_name / config.trial_name
 
 
 def step_name(step: int) -> str:

@@ -70,7 +70,7 @@ class RunFolder:
             RunFolderError: another process holds it, or it belongs to another configuration.
             StoreError: it cannot be written to.
         """
-        path = run_dir_of(config)
+        path = layout.run_dir_of(config)
         _make_folder(path)
         lock = FolderLock(path / layout.LOCK)
         try:
@@ -120,7 +120,7 @@ class RunFolder:
         Raises:
             RunFolderError: the folder belongs to another configuration.
         """
-        path = run_dir_of(config)
+        path = layout.run_dir_of(config)
         if not overwrite and (path / layout.CONFIG).is_file():
             check_same_config(config, path)
 
@@ -131,7 +131,7 @@ class RunFolder:
         Its configuration is neither checked nor written: an evaluation may differ in
         everything, also while the run continues.
         """
-        path = run_dir_of(config)
+        path = layout.run_dir_of(config)
         for name in (layout.TRAJECTORIES, layout.LOGS):
             _make_folder(path / name)
         return cls(path)
@@ -407,11 +407,6 @@ class RunFolder:
                 with store_errors(path, "deleted"):
                     # It disappears before the first of its files does.
                     shutil.rmtree(path.rename(layout.temporary_path(path, ".deleted")))
-
-
-def run_dir_of(config: ExperimentConfig) -> Path:
-    """Where the run of ``config`` is, whether it exists or not."""
-    return Path(config.output_dir) / config.experiment_name / config.trial_name
 
 
 class EvalScore(NamedTuple):

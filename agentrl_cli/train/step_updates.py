@@ -17,7 +17,7 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import NotFiniteError
 from agentrl_cli.log import get_logger
 from agentrl_cli.records import Trajectory
-from agentrl_cli.store.run_folder import run_dir_of
+from agentrl_cli.store.layout import run_dir_of
 from agentrl_cli.train.data.minibatches import Minibatch, build_minibatches
 from agentrl_cli.train.data.packing import MicroBatch
 from agentrl_cli.train.data.samples import Sample, assign_advantages, build_samples

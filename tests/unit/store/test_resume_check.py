@@ -11,8 +11,9 @@ from agentrl_cli.config.config_schema import is_resume_safe
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.secret_masking import find_secrets
+from agentrl_cli.store.layout import run_dir_of
 from agentrl_cli.store.resume_check import load_saved_config
-from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+from agentrl_cli.store.run_folder import RunFolder
 
 
 def check_remedy(message: str, config: ExperimentConfig, path: Path) -> None:

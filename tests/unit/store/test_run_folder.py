@@ -9,7 +9,8 @@ import yaml
 
 from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.records import Trajectory
-from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+from agentrl_cli.store.layout import run_dir_of
+from agentrl_cli.store.run_folder import RunFolder
 
 
 def trajectory(step: int) -> Trajectory:
