@@ -21,11 +21,7 @@ from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.trajectory_record import format_record, parse_record
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.monitor.alarms import Alarms
-from agentrl_cli.train.monitor.batch_metrics import (
-    BatchProgress,
-    describe_hardness,
-    summarize_trajectories,
-)
+from agentrl_cli.train.monitor.batch_metrics import describe_hardness, summarize_trajectories
 from agentrl_cli.train.monitor.loggers import MetricsLogger
 from agentrl_cli.train.publish import publish_and_verify
 from agentrl_cli.train.ranks import Ranks
@@ -113,7 +109,6 @@ class RunCoordinator:
     saver: CheckpointSaver
     engine: InferenceEngine
     scheduler: RolloutScheduler
-    progress: BatchProgress
     first_rolled_step: int
     """Trajectories of earlier steps are stored from before an interruption."""
     background: BackgroundLoop
@@ -147,13 +142,12 @@ class RunCoordinator:
             return self.folder.read_trajectories(step)
         num_trajectories = self.config.train_dataset.batch_size * self.config.gconfig.n_samples
         self.observer.on_stage("rollout", num_trajectories)
-        self.progress.begin(step)
         try:
             batch = self.background.run(self.scheduler.next_batch(step), self.compute_deadline())
         except RolloutFailedError as error:
             self.folder.write_trajectories(step, error.trajectories)
             raise
-        self.folder.write_trajectories(step, batch)
+        self.folder.write_trajectories(step, batch, self.scheduler.planner.open_rounds)
         self._rollout_seconds = time.perf_counter() - self._step_started
         return batch
 
@@ -211,7 +205,7 @@ class RunCoordinator:
         line = {
             "step": float(step),
             **summarize_trajectories(batch, policy_version=step - 1),
-            "num_tasks_in_cooldown": float(self.scheduler.count_cooling(step)),
+            "num_tasks_in_cooldown": float(self.scheduler.planner.count_cooling(step)),
             **metrics,
             "rollout_seconds": self._rollout_seconds,
             **(engine.take_fault_metrics() if isinstance(engine, EngineRouter) else {}),
