@@ -49,7 +49,6 @@ def evaluate_command(
     if checkpoint is not None:
         check_checkpoint(checkpoint)
     from agentrl_cli.config.config_file import load_config
-
     from agentrl_cli.launch.run_resolution import resolve_run_here
 
     experiment = load_config(config, overrides or [])

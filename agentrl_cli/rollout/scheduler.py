@@ -122,11 +122,11 @@ class RolloutScheduler:
                 were not published, or the scheduler was closed.
         """
         self._raise_error()
+        self._check_turn(step)
         if self._feeder is None:
             self._loop = asyncio.get_running_loop()
             self._publish()
             self._feeder = asyncio.create_task(self._feed(), name="rollout scheduler")
-        self._check_turn(step)
         while (trajectories := self.planner.take_step()) is None:
             self._report()
             self._changed.clear()
@@ -145,9 +145,9 @@ class RolloutScheduler:
         await self._pool.close()
 
     def _publish(self) -> None:
-        if self._version is not None:
-            self.planner.publish(self._version)
-            self._changed.set()
+        assert self._version is not None
+        self.planner.publish(self._version)
+        self._changed.set()
 
     async def _feed(self) -> None:
         """Starts every trajectory of the run."""
@@ -155,10 +155,11 @@ class RolloutScheduler:
             while self._pool.error is None:
                 await self._pool.wait_for_room()
                 # Chosen now: an earlier one may have come to be made meanwhile.
-                while (attempt := self.planner.start()) is None:
+                while (attempt := self.planner.start()) is None and self._pool.error is None:
                     self._changed.clear()
                     await self._changed.wait()
-                self._pool.launch(attempt)
+                if attempt is not None:
+                    self._pool.launch(attempt)
         except Exception as error:
             self._pool.fail(error)
 

@@ -112,21 +112,15 @@ class StepPlanner:
             self._admit(number)
 
     def publish(self, version: int) -> None:
-        """The engine samples with ``version`` from now on.
-
-        Nothing is admitted while it is older than the weights of the step before the next one:
-        stored steps are being learned from again.
-        """
+        """The engine samples with ``version`` from now on; first, that before ``first_step``."""
         self._version = version
-        if version < self.next_step - 1:
-            return
         while self._next_round <= min(version + 1 + self._max_staleness, self._last_step):
             self._admit(self._next_round)
             self._next_round += 1
 
     def start(self) -> Attempt | None:
         """The trajectory that is to start next, once; None while there is none."""
-        if self._version < self.next_step - 1 or not self._waiting:
+        if not self._waiting:
             return None
         _, attempt = heapq.heappop(self._waiting)
         place = self._places[attempt.task.group_id]

@@ -40,8 +40,8 @@ class Attempt:
     task: Task
     sample_index: int = 0
     step: int = 0
-    """The round of its task, as long as no step has taken its trajectory; of an evaluation, the step
-    after which it is made."""
+    """The round of its task, until a step takes the trajectory; of an evaluation, the step after
+    which it is made."""
 
     @property
     def id(self) -> str:
