@@ -249,7 +249,10 @@ class RolloutConfig(StrictConfig):
     """How trajectories are made."""
 
     max_concurrent: ResumeSafe[int] = Field(128, ge=1)
-    """Trajectories in progress at the same time."""
+    """Maximum number of trajectories in progress at the same time."""
+    min_concurrent: ResumeSafe[int] = Field(8, ge=1)
+    """Between it and ``max_concurrent`` their number follows the load of the engine: enough to keep
+    it busy, and few whose calls wait. As large as ``max_concurrent``: their number is fixed."""
     max_staleness: int = Field(2, ge=0)
     """How many steps' worth of tasks are begun ahead of the trainer; 0: none, each step waits for
     its own."""

@@ -182,6 +182,10 @@ class InferenceEngine(Protocol):
         """
         ...
 
+    async def read_load(self) -> EngineLoad | None:
+        """What it does at this moment; None: that is not known."""
+        ...
+
     async def release_memory(self) -> None:
         """Gives the trainer the GPU memory it shares with it, until :meth:`reclaim_memory`.
 

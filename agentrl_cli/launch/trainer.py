@@ -319,6 +319,7 @@ class PPOTrainer:
             engine,
             planner,
             max_concurrent=rollout.max_concurrent,
+            min_concurrent=rollout.min_concurrent,
             on_finished=folder.add_pending,
             observer=self.observer,
         )
@@ -370,7 +371,7 @@ def evaluate_rows(
             engine,
             build_eval_tasks(rows, eval_name(step, label)),
             n_samples=n_samples,
-            max_concurrent=config.rollout.max_concurrent,
+            rollout=config.rollout,
             observer=observer,
             step=step,
             label=label,

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import RunError
-from agentrl_cli.log import Observer, SilentObserver, format_count, get_logger
+from agentrl_cli.log import Observer, SilentObserver, format_count
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.rollout_failures import check_batch_worked
 from agentrl_cli.rollout.step_planner import StepPlanner
+from agentrl_cli.rollout.trajectory_pool import OnFinished, TrajectoryPool
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
-
-_log = get_logger(__name__)
-
-OnFinished = Callable[[Trajectory], None]
 
 
 async def run_tasks(
@@ -26,12 +23,14 @@ async def run_tasks(
     *,
     n_samples: int,
     max_concurrent: int,
+    min_concurrent: int | None = None,
     step: int = 0,
     on_finished: OnFinished | None = None,
 ) -> list[Trajectory]:
     """``n_samples`` trajectories of every task, in the order of the tasks.
 
-    ``on_finished`` is called with each as it ends. What it raises ends everything.
+    :class:`TrajectoryPool` says how many run at a time. ``on_finished`` is called with each as it
+    ends. What it raises ends everything.
 
     Raises:
         RolloutFailedError: every trajectory failed in the same way.
@@ -44,7 +43,9 @@ async def run_tasks(
         if on_finished is not None:
             on_finished(trajectory)
 
-    pool = TrajectoryPool(workflow, engine, max_concurrent, keep)
+    pool = TrajectoryPool(
+        workflow, engine, keep, max_concurrent=max_concurrent, min_concurrent=min_concurrent
+    )
     # The samples of a group are neighbours, so they share prefixes.
     attempts = [
         Attempt(task=task, sample_index=index, step=step)
@@ -73,7 +74,7 @@ class RolloutScheduler:
         workflow: makes a trajectory.
         engine: samples.
         planner: decides what starts and what a step is made of.
-        max_concurrent: trajectories in progress at the same time.
+        max_concurrent, min_concurrent: see :class:`TrajectoryPool`.
         on_finished: called with each trajectory as it ends; what it raises ends the run.
         observer: hears how far the step that the trainer waits for is.
     """
@@ -85,6 +86,7 @@ class RolloutScheduler:
         planner: StepPlanner,
         *,
         max_concurrent: int,
+        min_concurrent: int | None = None,
         on_finished: OnFinished | None = None,
         observer: Observer | None = None,
     ) -> None:
@@ -93,8 +95,14 @@ class RolloutScheduler:
         self._observer = observer or SilentObserver()
         self._version: int | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._pool = TrajectoryPool(workflow, engine, max_concurrent, self._keep)
-        self._changed = self._pool.changed
+        self.pool = TrajectoryPool(
+            workflow,
+            engine,
+            self._keep,
+            max_concurrent=max_concurrent,
+            min_concurrent=min_concurrent,
+        )
+        self._changed = self.pool.changed
         self._feeder: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -103,11 +111,6 @@ class RolloutScheduler:
         self._version = version
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._publish)
-
-    @property
-    def num_running(self) -> int:
-        """Trajectories in progress."""
-        return self._pool.num_running
 
     async def next_batch(self, step: int) -> list[Trajectory]:
         """All trajectories of ``step``, group by group and by sample index; once for each step.
@@ -142,7 +145,7 @@ class RolloutScheduler:
         if self._feeder is not None:
             self._feeder.cancel()
             await asyncio.wait({self._feeder})
-        await self._pool.close()
+        await self.pool.close()
 
     def _publish(self) -> None:
         assert self._version is not None
@@ -152,16 +155,16 @@ class RolloutScheduler:
     async def _feed(self) -> None:
         """Starts every trajectory of the run."""
         try:
-            while self._pool.error is None:
-                await self._pool.wait_for_room()
+            while self.pool.error is None:
+                await self.pool.wait_for_room()
                 # Chosen now: an earlier one may have come to be made meanwhile.
-                while (attempt := self.planner.start()) is None and self._pool.error is None:
+                while (attempt := self.planner.start()) is None and self.pool.error is None:
                     self._changed.clear()
                     await self._changed.wait()
                 if attempt is not None:
-                    self._pool.launch(attempt)
+                    self.pool.launch(attempt)
         except Exception as error:
-            self._pool.fail(error)
+            self.pool.fail(error)
 
     def _keep(self, trajectory: Trajectory) -> None:
         if self._on_finished is not None:
@@ -186,87 +189,7 @@ class RolloutScheduler:
             )
 
     def _raise_error(self) -> None:
-        if self._pool.error is not None:
-            raise self._pool.error
+        if self.pool.error is not None:
+            raise self.pool.error
         if self._closed:
             raise RunError("the rollout scheduler was closed")
-
-
-class TrajectoryPool:
-    """Runs attempts on one workflow, at most ``max_concurrent`` at once.
-
-    The first exception that is not data (a mistake of the user's, a full disk) is kept in
-    ``error``, and nothing further is started.
-    """
-
-    def __init__(
-        self,
-        workflow: RolloutWorkflow,
-        engine: InferenceEngine,
-        max_concurrent: int,
-        on_finished: OnFinished,
-    ) -> None:
-        self._workflow = workflow
-        self._engine = engine
-        self._slots = asyncio.Semaphore(max_concurrent)
-        self._on_finished = on_finished
-        self._running: set[asyncio.Task[None]] = set()
-        self.error: BaseException | None = None
-        self.changed = asyncio.Event()
-        """Set with ``error``, for who waits on it."""
-
-    @property
-    def num_running(self) -> int:
-        """Trajectories in progress."""
-        return len(self._running)
-
-    async def start(self, attempt: Attempt) -> None:
-        """Starts an attempt as soon as there is room; returns when it has started."""
-        await self.wait_for_room()
-        self.launch(attempt)
-
-    async def wait_for_room(self) -> None:
-        """Returns when one more may run, and keeps its place until :meth:`launch`."""
-        await self._slots.acquire()
-
-    def launch(self, attempt: Attempt) -> None:
-        """Starts an attempt in the place that :meth:`wait_for_room` has kept."""
-        if self.error is not None:
-            self._slots.release()
-            return
-        task = asyncio.create_task(self._run(attempt), name=f"trajectory {attempt.id}")
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-
-    async def drain(self) -> None:
-        """Waits for everything in progress; at most until an exception that is not data."""
-        while self._running and self.error is None:
-            await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-
-    async def close(self, timeout_seconds: float = 30.0) -> None:
-        """Cancels what runs and waits until it has ended."""
-        running = set(self._running)
-        for task in running:
-            task.cancel()
-        if running:
-            _, pending = await asyncio.wait(running, timeout=timeout_seconds)
-            for task in pending:
-                _log.warning("%s did not end when it was cancelled", task.get_name())
-
-    async def _run(self, attempt: Attempt) -> None:
-        try:
-            self._on_finished(await self._workflow.arun_trajectory(self._engine, attempt))
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:
-            self.fail(error)
-        finally:
-            self._slots.release()
-
-    def fail(self, error: BaseException) -> None:
-        """Ends the pool's work for an exception that is not data."""
-        if self.error is None:
-            self.error = error
-            self.changed.set()
-        else:
-            _log.debug("a further trajectory raised", exc_info=error)

@@ -205,6 +205,7 @@ class RunCoordinator:
         line = {
             "step": float(step),
             **summarize_trajectories(batch, policy_version=step - 1),
+            "concurrency_limit": float(self.scheduler.pool.limit.value),
             "num_tasks_in_cooldown": float(self.scheduler.planner.count_cooling(step)),
             **metrics,
             "rollout_seconds": self._rollout_seconds,

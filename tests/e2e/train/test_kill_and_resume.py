@@ -66,14 +66,14 @@ SLOW_AGENT = '''
 import asyncio, random
 
 async def answer(data, client):
-    """Asks twice; one time in twenty its tool takes as long as many steps do."""
+    """Asks twice; one time in fifty its tool takes as long as many steps do."""
     delays = random.Random()
     messages = [{"role": "user", "content": data["question"]}]
     for _ in range(2):
         reply = await client.chat.completions.create(model="policy", messages=messages)
         messages.append(reply.choices[0].message.model_dump(exclude_none=True))
         messages.append({"role": "user", "content": "More."})
-        await asyncio.sleep(delays.choice([0.0, 0.01, 0.05]) if delays.random() < 0.95 else 3.0)
+        await asyncio.sleep(delays.choice([0.0, 0.01, 0.05]) if delays.random() < 0.98 else 2.0)
     return messages[1]["content"]
 
 

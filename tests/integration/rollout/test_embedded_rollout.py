@@ -117,11 +117,11 @@ async def test_cancelled_rollouts_free_the_engine(engine, make_workflow):
     scheduler = schedule(workflow, engine, batch_size=4, last_step=3)
     waiting = asyncio.create_task(scheduler.next_batch(1))
     await asyncio.sleep(0.5)
-    before = scheduler.num_running
+    before = scheduler.pool.num_running
     await scheduler.close()
     await asyncio.gather(waiting, return_exceptions=True)
     assert before > 0
-    assert scheduler.num_running == 0
+    assert scheduler.pool.num_running == 0
     quick = make_workflow(max_tokens=1)
     trajectories = await asyncio.wait_for(
         run_tasks(quick, engine, build_eval_tasks(ROWS[:2]), n_samples=1, max_concurrent=2), 30

@@ -152,7 +152,7 @@ async def test_close_cancels_what_runs_and_wakes_who_waits():
     scheduler = schedule(workflow, max_concurrent=4)
     waiting = asyncio.create_task(scheduler.next_batch(1))
     await asyncio.sleep(0.02)
-    assert scheduler.num_running == 4
+    assert scheduler.pool.num_running == 4
     await scheduler.close()
     await scheduler.close()
     with pytest.raises(RunError, match="closed"):
