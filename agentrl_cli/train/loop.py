@@ -174,18 +174,17 @@ class RunCoordinator:
     def publish(self, version: int) -> dict[str, float]:
         """Gives the engine the learner's weights, verified, and lets rollouts use them."""
         self.observer.on_stage("publish")
-        metrics = self.background.run(
+        return self.background.run(
             publish_and_verify(
                 self.engine,
                 self.learner,
                 version,
                 self.probes,
                 self.config.train.probe_tolerance,
+                on_served=lambda: self.scheduler.set_policy_version(version),
             ),
             self.config.engine.compute_publish_deadline(),
         )
-        self.scheduler.set_policy_version(version)
-        return metrics
 
     def finish_step(
         self, step: int, batch: Sequence[Trajectory], metrics: Mapping[str, float]
