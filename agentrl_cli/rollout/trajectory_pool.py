@@ -32,7 +32,8 @@ _MAX_FALL, _MAX_RISE = 0.7, 1.5
 _MEMORY = 0.8
 #: By so much, from one update to the next, more calls are tried than memory was seen for.
 _MEMORY_GROWTH = 1.02
-#: A running batch that is smaller than this share of the seats while calls wait lacks memory.
+#: Calls that wait while more than this share of the memory is taken wait for memory. (Others may
+#: have come since the engine's last step.)
 _FULL = 0.9
 
 
@@ -72,7 +73,7 @@ class ConcurrencyLimit:
         share = min(1.0, num_calls / num_running)
         known = share if math.isnan(self._share) else self._share
         self._share = _MEMORY * known + (1 - _MEMORY) * share
-        if num_preempted or (load.num_waiting and load.num_running < _FULL * load.num_seats):
+        if num_preempted or (load.num_waiting and load.cache_use > _FULL):
             # The memory for keys and values holds no more: those that were preempted wait now.
             self._capacity = max(1, load.num_running - num_preempted)
         else:

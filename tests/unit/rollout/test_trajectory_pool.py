@@ -106,6 +106,16 @@ def test_the_limit_stays_between_its_bounds() -> None:
     assert limit.update(5, load(0, 0), 0) == 8
 
 
+def test_calls_that_came_since_the_last_step_wait_for_no_memory() -> None:
+    limit = ConcurrencyLimit(floor=1, ceiling=100)
+    load = EngineLoad(
+        num_seats=64, num_running=10, num_waiting=20, cache_use=0.1, num_preemptions=0
+    )
+    for _ in range(20):
+        limit.update(30, load, 0)
+    assert limit.value >= 64
+
+
 def test_preempted_calls_make_room() -> None:
     limit = ConcurrencyLimit(floor=1, ceiling=500)
     full = EngineLoad(
