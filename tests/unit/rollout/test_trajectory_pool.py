@@ -82,12 +82,12 @@ def test_the_seats_are_filled_and_few_calls_wait(
 
 
 def test_the_limit_stays_between_its_bounds() -> None:
-    def load(running: int, waiting: int) -> EngineLoad:
+    def load(running: int, waiting: int, cache_use: float = 0.5) -> EngineLoad:
         return EngineLoad(
             num_seats=16,
             num_running=running,
             num_waiting=waiting,
-            cache_use=0.5,
+            cache_use=cache_use,
             num_preemptions=0,
         )
 
@@ -99,7 +99,7 @@ def test_the_limit_stays_between_its_bounds() -> None:
         limit.update(limit.value, load(2, 0), 0)
     assert limit.value == 40
     for _ in range(20):
-        limit.update(limit.value, load(1, limit.value - 1), 0)
+        limit.update(limit.value, load(1, limit.value - 1, 0.95), 0)
     assert limit.value == 8
     # Nothing runs, or nobody calls: nothing is known.
     assert limit.update(0, load(0, 0), 0) == 8
