@@ -79,8 +79,6 @@ class EngineLoad:
     """Calls that wait for a seat, or for memory."""
     cache_use: float
     """Share of the memory for keys and values that is taken, from 0 to 1."""
-    num_preemptions: int
-    """Since its start, how often a call lost that memory to others."""
 
 
 def join_pieces(pieces: Sequence[Generation]) -> Generation:

@@ -54,13 +54,12 @@ class ConcurrencyLimit:
     def __post_init__(self) -> None:
         self.value = self.ceiling
 
-    def update(self, num_running: int, load: EngineLoad, num_preempted: int) -> int:
+    def update(self, num_running: int, load: EngineLoad) -> int:
         """The limit from now on.
 
         Args:
             num_running: trajectories in progress.
             load: of all servers together.
-            num_preempted: calls that lost their memory to others since the last update.
         """
         if not self._num_seats:
             # As if agents did nothing but call the model: more are let in as their pauses show.
@@ -73,9 +72,9 @@ class ConcurrencyLimit:
         share = min(1.0, num_calls / num_running)
         known = share if math.isnan(self._share) else self._share
         self._share = _MEMORY * known + (1 - _MEMORY) * share
-        if num_preempted or (load.num_waiting and load.cache_use > _FULL):
-            # The memory for keys and values holds no more: those that were preempted wait now.
-            self._capacity = max(1, load.num_running - num_preempted)
+        # (What vLLM counts as preempted says less: a publication preempts all calls.)
+        if load.num_waiting and load.cache_use > _FULL:
+            self._capacity = max(1, load.num_running)
         else:
             # How long contexts are changes.
             self._capacity *= _MEMORY_GROWTH
@@ -127,7 +126,6 @@ class TrajectoryPool:
         self._running: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
-        self._num_preemptions: int | None = None
 
     @property
     def num_running(self) -> int:
@@ -202,11 +200,6 @@ class TrajectoryPool:
 
     async def _read_load(self) -> None:
         load = await self._engine.read_load()
-        if load is None:
-            return
-        before = self._num_preemptions
-        self._num_preemptions = load.num_preemptions
-        # A server that was started again counts from 0.
-        num_preempted = 0 if before is None else max(0, load.num_preemptions - before)
-        self.limit.update(self.num_running, load, num_preempted)
-        self._room.set()
+        if load is not None:
+            self.limit.update(self.num_running, load)
+            self._room.set()

@@ -196,7 +196,6 @@ class EmbeddedEngine:
             num_running=num_running,
             num_waiting=num_calls - num_running,
             cache_use=0.0,
-            num_preemptions=0,
         )
 
     async def release_memory(self) -> None:

@@ -54,7 +54,6 @@ class PooledEngine:
             num_running=sum(load.num_running for load in loads),
             num_waiting=sum(load.num_waiting for load in loads),
             cache_use=max(load.cache_use for load in loads),
-            num_preemptions=sum(load.num_preemptions for load in loads),
         )
 
     async def generate(

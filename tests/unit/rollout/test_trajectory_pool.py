@@ -28,7 +28,6 @@ class Simulation:
         self.chance = random.Random(3)
         self.agents: list[list[int]] = []
         """For each agent: is it at a tool (1), waiting (2) or running (3), and the steps left."""
-        self.num_preempted = 0
 
     def run(self, limit: int, num_steps: int) -> EngineLoad:
         for _ in range(num_steps):
@@ -53,7 +52,6 @@ class Simulation:
             num_running=states.count(3),
             num_waiting=states.count(2),
             cache_use=states.count(3) / self.memory,
-            num_preemptions=0,
         )
 
     def _draw(self, mean: int) -> int:
@@ -67,12 +65,12 @@ def test_the_seats_are_filled_and_few_calls_wait(
 ) -> None:
     engine = Simulation(seats=32, memory=memory, call_steps=call_steps, tool_steps=tool_steps)
     limit = ConcurrencyLimit(floor=4, ceiling=2000)
-    limit.update(0, engine.run(0, 1), 0)
+    limit.update(0, engine.run(0, 1))
     loads = []
     for _ in range(80):
         load = engine.run(limit.value, 25)
         loads.append(load)
-        limit.update(len(engine.agents), load, 0)
+        limit.update(len(engine.agents), load)
     capacity = min(32, memory)
     settled = loads[40:]
     busy = sum(load.num_running for load in settled) / len(settled)
@@ -88,42 +86,37 @@ def test_the_limit_stays_between_its_bounds() -> None:
             num_running=running,
             num_waiting=waiting,
             cache_use=cache_use,
-            num_preemptions=0,
         )
 
     limit = ConcurrencyLimit(floor=8, ceiling=40)
     assert limit.value == 40
     # As many as there are seats, and few more, before anything is known.
-    assert limit.update(0, load(0, 0), 0) == 18
+    assert limit.update(0, load(0, 0)) == 18
     for _ in range(20):
-        limit.update(limit.value, load(2, 0), 0)
+        limit.update(limit.value, load(2, 0))
     assert limit.value == 40
     for _ in range(20):
-        limit.update(limit.value, load(1, limit.value - 1, 0.95), 0)
+        limit.update(limit.value, load(1, limit.value - 1, 0.95))
     assert limit.value == 8
     # Nothing runs, or nobody calls: nothing is known.
-    assert limit.update(0, load(0, 0), 0) == 8
-    assert limit.update(5, load(0, 0), 0) == 8
+    assert limit.update(0, load(0, 0)) == 8
+    assert limit.update(5, load(0, 0)) == 8
 
 
 def test_calls_that_came_since_the_last_step_wait_for_no_memory() -> None:
     limit = ConcurrencyLimit(floor=1, ceiling=100)
-    load = EngineLoad(
-        num_seats=64, num_running=10, num_waiting=20, cache_use=0.1, num_preemptions=0
-    )
+    load = EngineLoad(num_seats=64, num_running=10, num_waiting=20, cache_use=0.1)
     for _ in range(20):
-        limit.update(30, load, 0)
+        limit.update(30, load)
     assert limit.value >= 64
 
 
-def test_preempted_calls_make_room() -> None:
+def test_calls_that_wait_for_memory_make_room() -> None:
     limit = ConcurrencyLimit(floor=1, ceiling=500)
-    full = EngineLoad(
-        num_seats=100, num_running=60, num_waiting=50, cache_use=1.0, num_preemptions=9
-    )
-    before = limit.update(0, replace(full, num_running=0, num_waiting=0), 0)
+    full = EngineLoad(num_seats=100, num_running=60, num_waiting=50, cache_use=1.0)
+    before = limit.update(0, replace(full, num_running=0, num_waiting=0))
     assert before in (110, 111)
-    assert limit.update(before, full, num_preempted=9) < before
+    assert limit.update(before, full) < before
 
 
 class LoadedEngine:
@@ -145,7 +138,6 @@ class LoadedEngine:
             num_running=min(num_calls, self.num_seats),
             num_waiting=max(0, num_calls - self.num_seats),
             cache_use=0.5,
-            num_preemptions=7,
         )
 
 

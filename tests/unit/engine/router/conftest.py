@@ -206,7 +206,6 @@ class FakeServer:
             num_running=self.process.num_running,
             num_waiting=1,
             cache_use=0.25 * self.process.num_running,
-            num_preemptions=2,
         )
 
     async def pause(self) -> None:

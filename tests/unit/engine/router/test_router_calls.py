@@ -49,7 +49,7 @@ async def test_the_load_is_that_of_the_servers_that_say_it(w: Any) -> None:
     await asyncio.sleep(0.5)
     load = await w.router.read_load()
     assert (load.num_seats, load.num_running, load.num_waiting) == (32, 3, 2)
-    assert (load.cache_use, load.num_preemptions) == (0.5, 4)
+    assert load.cache_use == 0.5
     first, second = split_by_load(w)
     second.hang()
     load = await w.router.read_load()
