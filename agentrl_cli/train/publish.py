@@ -131,9 +131,8 @@ async def publish_and_verify(
 
     Every replica is checked. One that fails meanwhile is not (the engine checks it by the same
     probes when it comes back), but at least one must be: if all fail, the weights are published
-    again as soon as one is healthy. The learner must not be updated
-    meanwhile; each of its methods is called once, because other ranks run them too. Deadlines are
-    the engine's.
+    again as soon as one is healthy. The learner must not be updated meanwhile; each of its methods
+    is called once, because other ranks run them too. Deadlines are the engine's.
 
     Args:
         engine: gets the weights.
@@ -142,8 +141,7 @@ async def publish_and_verify(
         prompts: token ids after which each replica says which tokens are likely.
         tolerance: maximum probability-weighted mean gap in nats; None: by the trainer's own
             rounding.
-        on_served: called when replicas sample with the weights, before the trainer has computed
-            what it compares them with.
+        on_served: called when replicas have sampled with the weights, before they are compared.
 
     Returns:
         ``publish_seconds``, ``probe_seconds``, ``probe_gap_mean`` (weighted by probability, the
