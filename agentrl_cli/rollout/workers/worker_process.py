@@ -6,6 +6,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -38,6 +39,7 @@ _EXIT_SECONDS = 4.0
 #: How long a worker that is no longer needed may run what its agents registered for its end.
 _RETIRE_SECONDS = 10.0
 _PIECE_BYTES = 2**16
+_MAX_PIECES = 64
 _MAX_LINE_BYTES = 4096
 _NUM_QUOTED_LINES = 30
 #: Of one trajectory. An agent that prints in an endless loop would fill the disk for all.
@@ -94,6 +96,7 @@ class AgentWorker:
         with other:
             self._reaper = _start(other.fileno())
         self._output = WorkerOutput(log)
+        self._reading = threading.Lock()
         self._copying = threading.Thread(
             target=self._copy_output, name="output of an agent worker", daemon=True
         )
@@ -118,6 +121,8 @@ class AgentWorker:
             AgentProcessError: it ended.
         """
         message = self._receive(timeout_seconds)
+        # It was written by the trajectory that has ended, and not by the one that comes next.
+        self._take_output()
         self.pid = message["pid"]
         return bool(message["is_reusable"])
 
@@ -261,10 +266,31 @@ class AgentWorker:
     def _copy_output(self) -> None:
         """Copies what the process writes until nobody is left who could write."""
         assert self._reaper.stdout is not None
-        with self._reaper.stdout as output:
-            while piece := os.read(output.fileno(), _PIECE_BYTES):
-                self._output.write(piece)
+        # select() knows no descriptor over 1023.
+        ready = select.poll()
+        ready.register(self._reaper.stdout, select.POLLIN)
+        while ready.poll() and self._take_output():
+            pass
+        with self._reading:
+            self._reaper.stdout.close()
         self._output.end_line()
+
+    def _take_output(self) -> bool:
+        """Copies what the process has written so far; False: nobody is left who could write."""
+        output = self._reaper.stdout
+        with self._reading:
+            if output is None or output.closed:
+                return False
+            ready = select.poll()
+            ready.register(output, select.POLLIN)
+            # What prints for ever is not waited for.
+            for _ in range(_MAX_PIECES):
+                if not ready.poll(0):
+                    break
+                if not (piece := os.read(output.fileno(), _PIECE_BYTES)):
+                    return False
+                self._output.write(piece)
+        return True
 
 
 def _start(connection: int) -> subprocess.Popen[bytes]:

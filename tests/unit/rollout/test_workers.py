@@ -27,6 +27,7 @@ from agentrl_cli.records import Boundary
 from agentrl_cli.rollout.dataset import build_eval_tasks
 from agentrl_cli.rollout.scheduler import run_tasks
 from agentrl_cli.rollout.workers.worker_pool import LOG_NAME
+from agentrl_cli.rollout.workers.worker_process import AgentWorker
 from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
 
 PROJECT = Path(__file__).parents[3]
@@ -243,6 +244,21 @@ async def test_memory_is_limited_with_what_an_agent_starts(run):
         assert (failure.boundary, failure.kind) == (Boundary.AGENT, "AgentMemoryError")
         assert "rollout.subprocess.max_memory_gib is 0.5" in failure.message
     assert answer.failure is None
+
+
+async def test_lines_keep_the_name_of_their_trajectory_whoever_reads_late(run, folder, monkeypatch):
+    copy = AgentWorker._copy_output
+
+    def copy_late(worker: AgentWorker) -> None:
+        worker._reaper.wait()
+        copy(worker)
+
+    monkeypatch.setattr(AgentWorker, "_copy_output", copy_late)
+    questions = ["1", "2", "3"]
+    trajectories = await run(*questions, max_processes=1)
+    lines = (folder / LOG_NAME).read_text().splitlines()
+    for question, trajectory in zip(questions, trajectories, strict=True):
+        assert f"{trajectory.id} | about to {question}" in lines
 
 
 async def test_agents_give_rewards_as_they_do_inline(run, folder):
