@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -35,15 +37,22 @@ class SeedResult:
     before: float
     after: float
     seconds: float
-    step_seconds: float
-    """Median of a step."""
+    metrics: list[dict[str, float]]
+    """One line a step."""
+
+    @property
+    def step_seconds(self) -> float:
+        """Median of a step."""
+        return statistics.median(line["step_seconds"] for line in self.metrics)
 
     def passed(self, promised_seconds: int) -> bool:
         """Whether the run did what the quickstart promises."""
         return self.before <= 0.45 and self.after >= 0.95 and self.seconds <= promised_seconds
 
 
-def run_seed(config_path: Path, seed: int, cache: Cache) -> SeedResult:
+def run_seed(
+    config_path: Path, seed: int, cache: Cache, overrides: Sequence[str] = ()
+) -> SeedResult:
     """Runs the quickstart's command once.
 
     Raises:
@@ -52,7 +61,7 @@ def run_seed(config_path: Path, seed: int, cache: Cache) -> SeedResult:
     with tempfile.TemporaryDirectory() as folder:
         arguments = [f"seed={seed}", f"trial_name=seed{seed}", f"output_dir={folder}"]
         command = [sys.executable, "-m", "agentrl_cli", "train", "--config", str(config_path)]
-        command += arguments
+        command += [*arguments, *overrides]
         environment = dict(os.environ)
         if cache == "empty":
             environment["AGENTRL_CACHE"] = f"{folder}/cache"
@@ -62,8 +71,7 @@ def run_seed(config_path: Path, seed: int, cache: Cache) -> SeedResult:
         run = RunFolder.open(Path(folder) / config_path.stem / f"seed{seed}")
         metrics = run.read_metrics()
         before, after = (run.read_eval_report(step)["mean_reward"] for step in (0, len(metrics)))
-        step_seconds = sorted(line["step_seconds"] for line in metrics)[len(metrics) // 2]
-    return SeedResult(seed, before, after, seconds, step_seconds)
+    return SeedResult(seed, before, after, seconds, metrics)
 
 
 def format_results(config_path: Path, results: list[SeedResult], cache: Cache) -> str:
@@ -107,8 +115,12 @@ def main() -> None:
     arguments = parser.parse_args()
     results = []
     for seed in arguments.seeds:
-        results.append(run_seed(arguments.config, seed, arguments.cache))
-        print(results[-1], flush=True)
+        result = run_seed(arguments.config, seed, arguments.cache)
+        results.append(result)
+        print(
+            f"seed {seed}: {result.before:.3f} to {result.after:.3f}, {result.seconds:.0f} s",
+            flush=True,
+        )
     page = _RESULTS / f"{arguments.config.stem}.md"
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(format_results(arguments.config, results, arguments.cache), encoding="utf-8")
