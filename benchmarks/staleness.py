@@ -1,4 +1,6 @@
-"""Whether the quickstart is learned from what older weights sampled: ``python -m benchmarks.staleness``.
+"""How well the quickstart is learned from what older weights sampled.
+
+    python -m benchmarks.staleness
 
 Writes docs/results/staleness.md: the quickstart with no staleness, a little and much of it, each
 with the decoupled objective and with PPO's own, on several seeds. The page is written after every
@@ -37,19 +39,19 @@ def format_page(results: Results, num_steps: int) -> str:
             f"{statistics.mean(line['staleness_mean'] for line in lines):.2f}",
             f"{max(line['staleness_max'] for line in lines):.0f}",
             f"{statistics.mean(line['off_policy_fraction'] for line in lines):.2f}",
-            f"{statistics.median(result.step_seconds for result in of_seeds):.1f}",
         ]
         rows.append("| " + " | ".join(cells) + " |")
     before = [result.before for of_seeds in results.values() for result in of_seeds]
     return f"""# Learning from what older weights sampled
 
-Made by `python -m benchmarks.staleness`: {_CONFIG}, {num_steps} steps, with other values of
-`rollout.max_staleness` (`rollout.max_trajectory_age` 8) and `train.algorithm.loss.kind`, seeds 1, 2, ... side
-by side. Mean reward on 256 held-out tasks: {min(before):.3f} to {max(before):.3f} before, and after the last
-step as below. The age of tokens is in weight updates, over all steps.
+Made by `python -m benchmarks.staleness`: {_CONFIG}, {num_steps} steps, with other
+values of `rollout.max_staleness` (`rollout.max_trajectory_age` is 8) and of
+`train.algorithm.loss.kind`. Mean reward on 256 held-out tasks: {min(before):.3f} to
+{max(before):.3f} before, and after the last step as below. The age of the sampled tokens is in
+weight updates, over all steps.
 
-| `max_staleness` | objective | mean reward after, by seed | mean age | largest | share of older tokens | seconds a step |
-|---|---|---|---|---|---|---|
+| `max_staleness` | objective | mean reward after, by seed | mean age | largest | older tokens |
+|---|---|---|---|---|---|
 {chr(10).join(rows)}
 """
 
