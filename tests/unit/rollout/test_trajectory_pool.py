@@ -100,6 +100,8 @@ def test_the_limit_stays_between_its_bounds() -> None:
     assert limit.value == 8
     # Nothing runs, or nobody calls: nothing is known.
     assert limit.update(0, load(0, 0)) == 8
+    # A probe is sampled, between two steps.
+    assert limit.update(0, load(1, 0)) == 8
     assert limit.update(5, load(0, 0)) == 8
 
 
