@@ -210,7 +210,7 @@ class RunCoordinator:
         num_tokens = sum(t.num_completion_tokens for t in batch)
         line = {
             "step": float(step),
-            **summarize_trajectories(batch, policy_version=step - 1),
+            **summarize_trajectories(batch),
             "num_tasks_in_cooldown": float(self.scheduler.count_cooling(step)),
             **metrics,
             "rollout_seconds": self._rollout_seconds,
