@@ -81,9 +81,9 @@ class UpdateMetrics:
     def summarize(self) -> dict[str, float]:
         """The metrics; means of nothing are 0.
 
-        ``effective_sample_size`` is Kish's (Survey Sampling, 1965), (sum w)² / (n x sum w²), of the
-        n tokens passed forward and their importance weights w as the loss uses them, within their
-        bounds: the share of n equal tokens whose mean would be as sure. 1: all weigh alike.
+        ``effective_sample_size`` is (sum w)² / (n x sum w²) over the n tokens passed forward; w are
+        their importance weights within the bounds (Kish, Survey Sampling, 1965): a mean over them
+        varies as one over this share of n tokens of equal weight does. 1: all weigh alike.
         """
         sums, num_updates = self._sums, len(self._grad_norms)
         num_tokens = max(sums["scored_tokens"], 1.0)
