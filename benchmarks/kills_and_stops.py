@@ -300,7 +300,7 @@ def find_shared_memory() -> set[str]:
 def read_every_task_once(
     run_dir: Path, num_steps: int, *, batch_size: int, num_samples: int
 ) -> list[list[Trajectory]]:
-    """The trajectories of each step of a run of ``rows.jsonl``, with the default seed.
+    """The trajectories of each step of a finished run of ``rows.jsonl``, with the default seed.
 
     Raises:
         ValueError: a step, or one of its tasks, is missing or there twice, or the checkpoint of the
@@ -316,15 +316,18 @@ def read_every_task_once(
     )
     read_steps = [folder.read_trajectories(step) for step in steps]
     for step, trajectories in zip(steps, read_steps, strict=True):
-        expected = [
-            (t.group_id, t.task_id, n) for t in stream.batch(step) for n in range(num_samples)
-        ]
-        found = [(t.group_id, t.task_id, t.sample_index) for t in trajectories]
-        if found != expected:
-            raise ValueError(f"step {step} has {found} and should have {expected}")
-    twice = Counter(t.id for trajectories in read_steps for t in trajectories)
-    if len(twice) < twice.total():
-        raise ValueError(f"trained twice: {[name for name, n in twice.items() if n > 1]}")
+        groups = Counter(t.group_id for t in trajectories)
+        if [*groups.values()] != [num_samples] * batch_size:
+            raise ValueError(f"step {step} has so many trajectories of each group: {groups}")
+    expected = Counter(
+        (t.group_id, t.task_id, n)
+        for k in steps
+        for t in stream.batch(k)
+        for n in range(num_samples)
+    )
+    found = Counter((t.group_id, t.task_id, t.sample_index) for s in read_steps for t in s)
+    if found != expected:
+        raise ValueError(f"too many: {found - expected}; missing: {expected - found}")
     latest = folder.latest_checkpoint()
     if latest is None or latest[0] != num_steps:
         raise ValueError(f"the last checkpoint is {latest}, the last step {num_steps}")

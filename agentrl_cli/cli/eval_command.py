@@ -49,13 +49,10 @@ def evaluate_command(
     if checkpoint is not None:
         check_checkpoint(checkpoint)
     from agentrl_cli.config.config_file import load_config
+    from agentrl_cli.launch.run_resolution import resolve_run_here
 
     experiment = load_config(config, overrides or [])
-    run = None
-    if base_url is None:
-        from agentrl_cli.launch.run_resolution import resolve_run_here
-
-        run = resolve_run_here(experiment, "eval")
+    run = resolve_run_here(experiment, "eval") if base_url is None else None
 
     from agentrl_cli.cli.command_exit import crashes_logged
     from agentrl_cli.cli.final_report import build_report_table

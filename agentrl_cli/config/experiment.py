@@ -249,10 +249,16 @@ class RolloutConfig(StrictConfig):
     """How trajectories are made."""
 
     max_concurrent: ResumeSafe[int] = Field(128, ge=1)
-    """Trajectories in progress at the same time."""
+    """Maximum number of trajectories in progress at the same time."""
+    min_concurrent: ResumeSafe[int] = Field(8, ge=1)
+    """Between it and ``max_concurrent`` their number follows the load of the engine: enough to keep
+    it busy, and few whose calls wait. As large as ``max_concurrent``: their number is fixed."""
     max_staleness: int = Field(2, ge=0)
-    """Maximum number of weight updates between sampling a batch's oldest token and training on
-    it."""
+    """How many steps' worth of tasks are begun ahead of the trainer; 0: none, each step waits for
+    its own."""
+    max_trajectory_age: int = Field(8, ge=0)
+    """Maximum number of weight updates between a trajectory's first token and training on it; a
+    step passes over what is not finished before that. At least ``max_staleness``."""
     filter: DynamicSamplingConfig | None = None
     """null: every group is trained on. ``dynamic_sampling``: a group whose trajectories
     all have the same score is replaced by the group of a backup task; not for shaped rewards
@@ -286,6 +292,16 @@ class RolloutConfig(StrictConfig):
     """Rollout workers: processes that each run a share of the trajectories (with engine servers);
     0: all run in the trainer's process. null: one for every 4 CPU cores, at most 4."""
     subprocess: ResumeSafe[SubprocessConfig] = SubprocessConfig()
+
+    @model_validator(mode="after")
+    def _lets_admitted_tasks_be_trained(self) -> Self:
+        if self.max_trajectory_age < self.max_staleness:
+            raise ValueError(
+                f"max_trajectory_age: {self.max_trajectory_age} is less than max_staleness "
+                f"({self.max_staleness}): what is begun so far ahead is older when its turn comes. "
+                f"Type rollout.max_trajectory_age={self.max_staleness} or more"
+            )
+        return self
 
     def count_parallel(self) -> int:
         """Trajectories that run at the same time: those with a process, where agents need one."""

@@ -79,8 +79,6 @@ class EngineLoad:
     """Calls that wait for a seat, or for memory."""
     cache_use: float
     """Share of the memory for keys and values that is taken, from 0 to 1."""
-    num_preemptions: int
-    """Since its start, how often a call lost that memory to others."""
 
 
 def join_pieces(pieces: Sequence[Generation]) -> Generation:
@@ -180,6 +178,10 @@ class InferenceEngine(Protocol):
 
         Calls in flight freeze and continue with the new weights.
         """
+        ...
+
+    async def read_load(self) -> EngineLoad | None:
+        """What it does at this moment; None: that is not known."""
         ...
 
     async def release_memory(self) -> None:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from agentrl_cli.config.experiment import RolloutConfig
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import RolloutFailedError
 from agentrl_cli.evaluate.eval_report import EvalReport, build_report
@@ -25,7 +26,7 @@ async def evaluate(
     tasks: Sequence[Task],
     *,
     n_samples: int,
-    max_concurrent: int,
+    rollout: RolloutConfig,
     observer: Observer,
     step: int = 0,
     label: str | None = None,
@@ -60,7 +61,8 @@ async def evaluate(
             engine,
             tasks,
             n_samples=n_samples,
-            max_concurrent=max_concurrent,
+            max_concurrent=rollout.max_concurrent,
+            min_concurrent=rollout.min_concurrent,
             step=step,
             on_finished=show,
         )

@@ -23,7 +23,7 @@ from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.dataset import Row, TaskStream
 from agentrl_cli.rollout.external.external_workflow import ExternalListener
-from agentrl_cli.rollout.scheduler import TrajectoryPool
+from agentrl_cli.rollout.trajectory_pool import TrajectoryPool
 from agentrl_cli.rollout.workflow import Attempt
 from agentrl_cli.rollout.workflow_building import build_workflow
 from agentrl_cli.store.run_folder import RunFolder
@@ -194,7 +194,9 @@ def serve_online(
         source.prepare()
         folder, background, engine = _start_engine(config, source, observer, stack)
         recorder = OnlineRecorder(folder, on_finished)
-        pool = TrajectoryPool(workflow, engine, config.rollout.max_concurrent, recorder.add)
+        pool = TrajectoryPool(
+            workflow, engine, recorder.add, max_concurrent=config.rollout.max_concurrent
+        )
         stack.callback(lambda: background.run(pool.close(), _CLOSE_SECONDS))
         feeder = background.submit(_feed(pool, config, rows))
         stack.callback(feeder.cancel)

@@ -22,7 +22,6 @@ from agentrl_cli.launch.run_resolution import (
     resolve_run_here,
 )
 from agentrl_cli.log import Observer, SilentObserver, file_log
-from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background_loop import BackgroundLoop, frozen_heap
 from agentrl_cli.rollout.dataset import (
     Row,
@@ -33,6 +32,7 @@ from agentrl_cli.rollout.dataset import (
 )
 from agentrl_cli.rollout.external.external_workflow import ExternalListener
 from agentrl_cli.rollout.scheduler import RolloutScheduler
+from agentrl_cli.rollout.step_planner import StepPlanner
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
 from agentrl_cli.store.layout import eval_name, run_dir_of
@@ -42,7 +42,6 @@ from agentrl_cli.tracking.formats.format_choice import collect_template_text
 from agentrl_cli.train.checkpoint import seed_generators
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.loop import RunCoordinator, StopFlag, TrainingLoop
-from agentrl_cli.train.monitor.batch_metrics import BatchProgress
 from agentrl_cli.train.monitor.loggers import build_loggers, check_loggers
 from agentrl_cli.train.publish import build_probes
 from agentrl_cli.train.ranks import Ranks, open_ranks
@@ -51,6 +50,7 @@ from agentrl_cli.train.resume import (
     CheckpointSaver,
     find_first_rolled_step,
     open_cursor,
+    read_open_rounds,
     read_unused,
 )
 
@@ -234,9 +234,8 @@ class PPOTrainer:
             tied_names=find_tied_names(learner.model),
         )
         loggers = build_loggers(self.config, folder.path, stack)
-        progress = BatchProgress(self.observer)
         first_step = find_first_rolled_step(folder, learner.step + 1)
-        scheduler = self._build_scheduler(folder, workflow, engine, first_step, progress)
+        scheduler = self._build_scheduler(folder, workflow, engine, first_step)
         scheduler.set_policy_version(learner.step)
         stack.callback(lambda: background.run(scheduler.close(), _CLOSE_SECONDS))
         coordinator = RunCoordinator(
@@ -246,7 +245,6 @@ class PPOTrainer:
             saver=CheckpointSaver(self.config.train, folder, learner, cursor),
             engine=engine,
             scheduler=scheduler,
-            progress=progress,
             first_rolled_step=first_step,
             background=background,
             probes=build_probes(self.tokenizer, self.config.engine.max_model_len),
@@ -298,7 +296,6 @@ class PPOTrainer:
         workflow: RolloutWorkflow,
         engine: InferenceEngine,
         first_step: int,
-        progress: BatchProgress,
     ) -> RolloutScheduler:
         stream = build_task_stream(self.config, self._train_rows)
         recall_outcomes(stream, folder, first_step)
@@ -306,21 +303,25 @@ class PPOTrainer:
         if waiting:
             self.observer.on_message(f"{len(waiting)} finished trajectories are used, not repeated")
 
-        def keep(trajectory: Trajectory) -> None:
-            folder.add_pending(trajectory)
-            progress.on_finished(trajectory)
-
+        rollout = self.config.rollout
+        planner = StepPlanner(
+            stream,
+            n_samples=self.config.gconfig.n_samples,
+            max_staleness=rollout.max_staleness,
+            max_trajectory_age=rollout.max_trajectory_age,
+            first_step=first_step,
+            last_step=self.config.train.total_steps,
+            already_finished=waiting,
+            open_rounds=read_open_rounds(folder, rollout, first_step),
+        )
         return RolloutScheduler(
             workflow,
             engine,
-            stream,
-            rollout=self.config.rollout,
-            n_samples=self.config.gconfig.n_samples,
-            first_step=first_step,
-            last_step=self.config.train.total_steps,
-            on_finished=keep,
-            on_backup_task=progress.on_backup_task,
-            already_finished=waiting,
+            planner,
+            max_concurrent=rollout.max_concurrent,
+            min_concurrent=rollout.min_concurrent,
+            on_finished=folder.add_pending,
+            observer=self.observer,
         )
 
     def _entered(self) -> RunFolder:
@@ -370,7 +371,7 @@ def evaluate_rows(
             engine,
             build_eval_tasks(rows, eval_name(step, label)),
             n_samples=n_samples,
-            max_concurrent=config.rollout.max_concurrent,
+            rollout=config.rollout,
             observer=observer,
             step=step,
             label=label,

@@ -40,13 +40,13 @@ class Task:
     """The row's position in the unshuffled dataset, as text."""
     row: Mapping[str, Any]
     group_id: str
-    """``<step>.<position in the batch>``: no two groups of a run share it. Groups that took the
-    place of others have the positions after the batch's."""
+    """``<round>.<position>``: no two groups of a run share it. Groups that took the place of others
+    have the positions after those of the round's own tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The rows that were chosen for one step."""
+    """The rows that were chosen for one round."""
 
     batch: list[int]
     backup_tasks: list[int]
@@ -55,21 +55,24 @@ class _Plan:
 
 
 class TaskStream:
-    """The tasks of every step, the same for the same seed however often a run is resumed.
+    """The tasks in their seeded order, the same for the same seed however often a run is resumed.
+
+    They come in rounds of ``batch_size``, as many as a step is made of; without ``max_staleness``
+    step k is made of round k.
 
     With ``max_cooldown_epochs``, a task is left out of the next epoch after a group without
     signal; of two, four, ... and at most so many epochs when the group after that has none
-    either; and comes every epoch again once a group of it has signal. The batch of step k is then
-    also a function of the outcomes of the steps up to k - 1 - ``max_staleness``: those that are
-    certain to be known when its first trajectory may begin. Every step's outcomes must be given to
+    either; and comes every epoch again once a group of it has signal. Round k is then also a
+    function of the outcomes of the steps up to k - 1 - ``max_staleness``: those that are certain
+    to be known when its first trajectory may begin. Every step's outcomes must be given to
     :meth:`observe` once, those from before an interruption too.
 
     Args:
         rows: the dataset.
-        batch_size: tasks per step.
+        batch_size: tasks per step and round.
         shuffle: a new order every epoch, from ``seed``; else that of the rows.
         seed: see ``shuffle``.
-        num_backup_tasks: tasks per step that may take the place of others in its batch.
+        num_backup_tasks: tasks per round that may take the place of others of it.
         max_cooldown_epochs: see above; None: every task comes every epoch.
         max_staleness: see above.
     """
@@ -88,7 +91,7 @@ class TaskStream:
         if not rows:
             raise DatasetError("the dataset has no rows: give one with at least one row")
         self._rows = rows
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
         self._num_backup_tasks = num_backup_tasks
@@ -97,63 +100,60 @@ class TaskStream:
         self._orders: dict[int, list[int]] = {}
         self._outcomes: dict[int, Sequence[GroupOutcome]] = {}
         self._plans: dict[int, _Plan] = {}
-        self._next_step = 1
+        self._next_round = 1
         self._epoch = self._offset = 0
         self._cooldowns: dict[int, tuple[int, int]] = {}
         """By row: its groups without signal since the last one with it, and the last epoch in which
         it is left out."""
         self._num_cooling: dict[int, int] = {}
 
-    def batch(self, step: int) -> list[Task]:
-        """The tasks of ``step`` (from 1); a batch continues into the next epoch where one ends."""
-        return self._build_tasks(step, self._plan(step).batch, first_position=0)
+    def batch(self, number: int) -> list[Task]:
+        """The tasks of a round (from 1), which continues into the next epoch where one ends."""
+        return self._build_tasks(number, self._plan(number).batch, first_position=0)
 
-    def backup_tasks(self, step: int) -> list[Task]:
-        """Tasks that may take the place of others in the batch of ``step``, in order of use.
+    def backup_tasks(self, number: int) -> list[Task]:
+        """Tasks that may take the place of others of a round, in order of use.
 
-        Tasks that are neither in the batch nor in cooldown, while there are any: drawn again for
-        every step, or those that follow the batch where rows are not shuffled. They come in their
+        Tasks that are neither in the round nor in cooldown, while there are any: drawn again for
+        every round, or those that follow it where rows are not shuffled. They come in their
         own turn all the same.
         """
-        chosen = self._plan(step).backup_tasks
-        return self._build_tasks(step, chosen, first_position=self._batch_size)
+        chosen = self._plan(number).backup_tasks
+        return self._build_tasks(number, chosen, first_position=self.batch_size)
 
     def observe(self, step: int, outcomes: Sequence[GroupOutcome]) -> None:
         """Takes note of how the groups of ``step`` scored."""
         if self.max_cooldown_epochs is not None:
             self._outcomes[step] = outcomes
 
-    def count_cooling(self, step: int) -> int:
-        """Tasks in cooldown in the epoch in which the batch of ``step``, already chosen, ends."""
-        return self._num_cooling.get(step, 0)
+    def count_cooling(self, number: int) -> int:
+        """Tasks in cooldown in the epoch in which a round, already chosen, ends."""
+        return self._num_cooling.get(number, 0)
 
-    def _plan(self, step: int) -> _Plan:
-        if step < 1:
-            raise ValueError(f"steps count from 1, found {step}")
+    def _plan(self, number: int) -> _Plan:
+        if number < 1:
+            raise ValueError(f"rounds count from 1, found {number}")
         if self.max_cooldown_epochs is None:
-            first = (step - 1) * self._batch_size
-            places = [divmod(first + n, len(self._rows)) for n in range(self._batch_size)]
+            first = (number - 1) * self.batch_size
+            places = [divmod(first + n, len(self._rows)) for n in range(self.batch_size)]
             batch = [self._order(epoch)[offset] for epoch, offset in places]
-            return _Plan(batch, self._choose_backup_rows(step, batch), [])
-        while self._next_step <= step:
-            planned, known = self._next_step, self._next_step - self._lag
+            return _Plan(batch, self._choose_backup_rows(number, batch), [])
+        while self._next_round <= number:
+            planned, known = self._next_round, self._next_round - self._lag
             if known >= 1:
                 if known not in self._outcomes:
-                    raise RuntimeError(f"observe step {known} before step {planned} is chosen")
-                plan, outcomes = self._plans.pop(known), self._outcomes.pop(known)
-                self._take_in(plan, outcomes, self.max_cooldown_epochs)
+                    raise RuntimeError(f"observe step {known} before round {planned} is chosen")
+                self._take_in(self._outcomes.pop(known), self.max_cooldown_epochs)
             self._plans[planned] = self._choose(planned)
             self._num_cooling[planned] = len(self._list_cooling())
-            self._next_step += 1
-        return self._plans[step]
+            self._next_round += 1
+        return self._plans[number]
 
-    def _take_in(
-        self, plan: _Plan, outcomes: Sequence[GroupOutcome], max_cooldown_epochs: int
-    ) -> None:
-        rows = [*plan.batch, *plan.backup_tasks]
+    def _take_in(self, outcomes: Sequence[GroupOutcome], max_cooldown_epochs: int) -> None:
         for outcome in outcomes:
-            position = int(outcome.group_id.rpartition(".")[2])
-            row = rows[position]
+            number, position = parse_group_id(outcome.group_id)
+            plan = self._plans[number]
+            row = [*plan.batch, *plan.backup_tasks][position]
             # A program may have put a task of its own in the row's place.
             if outcome.task_id != str(row) or outcome.has_signal is None:
                 continue
@@ -166,10 +166,10 @@ class TaskStream:
             length = min(2 ** min(num_before, 30), max_cooldown_epochs)
             self._cooldowns[row] = (num_before + 1, epoch + length)
 
-    def _choose(self, step: int) -> _Plan:
+    def _choose(self, number: int) -> _Plan:
         batch: list[int] = []
         epochs: list[int] = []
-        while len(batch) < self._batch_size:
+        while len(batch) < self.batch_size:
             if self._offset == len(self._rows):
                 self._epoch, self._offset = self._find_next_epoch(), 0
             row = self._order(self._epoch)[self._offset]
@@ -177,7 +177,7 @@ class TaskStream:
             if not self._is_cooling(row):
                 batch.append(row)
                 epochs.append(self._epoch)
-        return _Plan(batch, self._choose_backup_rows(step, batch, self._list_cooling()), epochs)
+        return _Plan(batch, self._choose_backup_rows(number, batch, self._list_cooling()), epochs)
 
     def _find_next_epoch(self) -> int:
         """The first after this one in which any task takes part."""
@@ -192,9 +192,9 @@ class TaskStream:
         return [row for row in self._cooldowns if self._is_cooling(row)]
 
     def _choose_backup_rows(
-        self, step: int, batch: Sequence[int], left_out: Collection[int] = ()
+        self, number: int, batch: Sequence[int], left_out: Collection[int] = ()
     ) -> list[int]:
-        """The rows of the backup tasks of ``step``, in order of use; each once before any repeats.
+        """The rows of a round's backup tasks, in order of use; each once before any repeats.
 
         They are rows outside ``batch`` and ``left_out`` while there are any, else all rows.
         """
@@ -207,7 +207,7 @@ class TaskStream:
         fresh = [index for index in rows if index not in taken] or rows
         if not self._shuffle:
             return list(islice(cycle(fresh), count))
-        generator = random.Random(f"{self._seed}/backup_tasks/{step}")
+        generator = random.Random(f"{self._seed}/backup_tasks/{number}")
         drawn: list[int] = []
         left: list[int] = []
         while len(drawn) < count:
@@ -218,12 +218,12 @@ class TaskStream:
             drawn.append(left.pop())
         return drawn
 
-    def _build_tasks(self, step: int, indices: Sequence[int], first_position: int) -> list[Task]:
+    def _build_tasks(self, number: int, indices: Sequence[int], first_position: int) -> list[Task]:
         return [
             Task(
                 task_id=str(index),
                 row=self._rows[index],
-                group_id=f"{step:06d}.{position:03d}",
+                group_id=f"{number:06d}.{position:03d}",
             )
             for position, index in enumerate(indices, start=first_position)
         ]
@@ -240,6 +240,12 @@ class TaskStream:
                 order.sort(key=[generator.random() for _ in order].__getitem__)
             self._orders[epoch] = order
         return self._orders[epoch]
+
+
+def parse_group_id(group_id: str) -> tuple[int, int]:
+    """The round of a group, and its position there."""
+    number, _, position = group_id.partition(".")
+    return int(number), int(position)
 
 
 def build_task_stream(config: ExperimentConfig, rows: Sequence[Row]) -> TaskStream:

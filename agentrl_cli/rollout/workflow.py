@@ -40,7 +40,8 @@ class Attempt:
     task: Task
     sample_index: int = 0
     step: int = 0
-    """The step that will train on it; 0: an evaluation before any."""
+    """The round of its task, until a step takes the trajectory; of an evaluation, the step after
+    which it is made."""
 
     @property
     def id(self) -> str:

@@ -3,7 +3,8 @@
 Its columns are those of ``trajectory_record.py``, and what lists and filters need of a trajectory.
 Ids, log-probabilities and versions are lists of numbers; what has a free form (messages, tools,
 dataset rows) is JSON text; floats are float64, so that they come back bit for bit. Texts lose
-nothing but lone surrogates, which no UTF-8 holds. The footer has the totals of the file.
+nothing but lone surrogates, which no UTF-8 holds. The footer has the totals of the file,
+and of which groups a resumed run still has to make steps.
 """
 
 from __future__ import annotations
@@ -38,11 +39,17 @@ from agentrl_cli.store.trajectory_record import (
     read_column,
     write_json,
 )
-from agentrl_cli.store.trajectory_summary import TrajectorySummary, TrajectoryTotals
+from agentrl_cli.store.trajectory_summary import (
+    OpenRounds,
+    TrajectorySummary,
+    TrajectoryTotals,
+    parse_open_rounds,
+)
 
 FORMAT_VERSION = "2"
 _FORMAT = b"agentrl_format"
 _TOTALS = b"agentrl_totals"
+_OPEN_ROUNDS = b"agentrl_open_rounds"
 
 #: Computed when a trajectory is written, for who reads no interactions.
 _COMPUTED: Mapping[str, Kind] = {
@@ -79,7 +86,9 @@ _ROWS_AT_A_TIME = 64
 _ROWS_PER_GROUP = 256
 
 
-def write_trajectory_file(path: Path, trajectories: Sequence[Trajectory]) -> None:
+def write_trajectory_file(
+    path: Path, trajectories: Sequence[Trajectory], open_rounds: OpenRounds | None = None
+) -> None:
     """Writes all of ``trajectories``, or leaves ``path`` as it was.
 
     Raises:
@@ -95,7 +104,9 @@ def write_trajectory_file(path: Path, trajectories: Sequence[Trajectory]) -> Non
             tables = [_build_table(group[part : part + _ROWS_AT_A_TIME]) for part in parts]
             writer.write_table(pa.concat_tables(tables), row_group_size=_ROWS_PER_GROUP)
         totals = write_json(TrajectoryTotals.of(trajectories).to_dict())
-        writer.add_key_value_metadata({_FORMAT: FORMAT_VERSION, _TOTALS: totals})
+        rounds = write_json(open_rounds or {})
+        footer = {_FORMAT: FORMAT_VERSION, _TOTALS: totals, _OPEN_ROUNDS: rounds}
+        writer.add_key_value_metadata(footer)
 
 
 def read_trajectory_file(path: Path) -> list[Trajectory]:
@@ -139,6 +150,16 @@ def read_totals(path: Path) -> TrajectoryTotals:
     """
     with _opened(path) as file:
         return TrajectoryTotals.from_dict(json.loads(file.metadata.metadata[_TOTALS]))
+
+
+def read_open_rounds(path: Path) -> OpenRounds:
+    """The open rounds that were given with a step's trajectories.
+
+    Raises:
+        StoreError: the file is missing or damaged.
+    """
+    with _opened(path) as file:
+        return parse_open_rounds(json.loads(file.metadata.metadata[_OPEN_ROUNDS]))
 
 
 def read_summaries(path: Path, numbers: Sequence[int] | None = None) -> list[TrajectorySummary]:

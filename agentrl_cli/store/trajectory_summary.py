@@ -11,6 +11,16 @@ from typing import Any, Self
 from agentrl_cli.prefix_mismatches import MismatchSummary, summarize_prefix_mismatches
 from agentrl_cli.records import Boundary, FailureCause, StopReason, Trajectory
 
+#: What of a run's order of tasks is open after a step, by round of the order: the groups of the
+#: round that steps were made of (rollout/step_planner.py). Of earlier rounds that are not in it
+#: all were, of later ones none.
+OpenRounds = Mapping[int, Sequence[str]]
+
+
+def parse_open_rounds(data: Mapping[str, Sequence[str]]) -> OpenRounds:
+    """Open rounds that were written as JSON, where every key is text."""
+    return {int(number): names for number, names in data.items()}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectorySummary:

@@ -21,11 +21,7 @@ from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.trajectory_record import format_record, parse_record
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.monitor.alarms import Alarms
-from agentrl_cli.train.monitor.batch_metrics import (
-    BatchProgress,
-    describe_hardness,
-    summarize_trajectories,
-)
+from agentrl_cli.train.monitor.batch_metrics import describe_hardness, summarize_trajectories
 from agentrl_cli.train.monitor.loggers import MetricsLogger
 from agentrl_cli.train.publish import publish_and_verify
 from agentrl_cli.train.ranks import Ranks
@@ -113,7 +109,6 @@ class RunCoordinator:
     saver: CheckpointSaver
     engine: InferenceEngine
     scheduler: RolloutScheduler
-    progress: BatchProgress
     first_rolled_step: int
     """Trajectories of earlier steps are stored from before an interruption."""
     background: BackgroundLoop
@@ -147,13 +142,12 @@ class RunCoordinator:
             return self.folder.read_trajectories(step)
         num_trajectories = self.config.train_dataset.batch_size * self.config.gconfig.n_samples
         self.observer.on_stage("rollout", num_trajectories)
-        self.progress.begin(step)
         try:
             batch = self.background.run(self.scheduler.next_batch(step), self.compute_deadline())
         except RolloutFailedError as error:
             self.folder.write_trajectories(step, error.trajectories)
             raise
-        self.folder.write_trajectories(step, batch)
+        self.folder.write_trajectories(step, batch, self.scheduler.planner.open_rounds)
         self._rollout_seconds = time.perf_counter() - self._step_started
         return batch
 
@@ -180,18 +174,17 @@ class RunCoordinator:
     def publish(self, version: int) -> dict[str, float]:
         """Gives the engine the learner's weights, verified, and lets rollouts use them."""
         self.observer.on_stage("publish")
-        metrics = self.background.run(
+        return self.background.run(
             publish_and_verify(
                 self.engine,
                 self.learner,
                 version,
                 self.probes,
                 self.config.train.probe_tolerance,
+                on_served=lambda: self.scheduler.set_policy_version(version),
             ),
             self.config.engine.compute_publish_deadline(),
         )
-        self.scheduler.set_policy_version(version)
-        return metrics
 
     def finish_step(
         self, step: int, batch: Sequence[Trajectory], metrics: Mapping[str, float]
@@ -211,7 +204,8 @@ class RunCoordinator:
         line = {
             "step": float(step),
             **summarize_trajectories(batch),
-            "num_tasks_in_cooldown": float(self.scheduler.count_cooling(step)),
+            "concurrency_limit": float(self.scheduler.pool.limit.value),
+            "num_tasks_in_cooldown": float(self.scheduler.planner.count_cooling(step)),
             **metrics,
             "rollout_seconds": self._rollout_seconds,
             **(engine.take_fault_metrics() if isinstance(engine, EngineRouter) else {}),

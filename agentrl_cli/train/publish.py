@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -125,14 +125,14 @@ async def publish_and_verify(
     version: int,
     prompts: Sequence[Sequence[int]],
     tolerance: float | None = None,
+    on_served: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Gives the engine the learner's weights as ``version`` and checks that it samples with them.
 
     Every replica is checked. One that fails meanwhile is not (the engine checks it by the same
     probes when it comes back), but at least one must be: if all fail, the weights are published
-    again as soon as one is healthy. The learner must not be updated
-    meanwhile; each of its methods is called once, because other ranks run them too. Deadlines are
-    the engine's.
+    again as soon as one is healthy. The learner must not be updated meanwhile; each of its methods
+    is called once, because other ranks run them too. Deadlines are the engine's.
 
     Args:
         engine: gets the weights.
@@ -141,6 +141,7 @@ async def publish_and_verify(
         prompts: token ids after which each replica says which tokens are likely.
         tolerance: maximum probability-weighted mean gap in nats; None: by the trainer's own
             rounding.
+        on_served: called when replicas have sampled with the weights, before they are compared.
 
     Returns:
         ``publish_seconds``, ``probe_seconds``, ``probe_gap_mean`` (weighted by probability, the
@@ -155,6 +156,7 @@ async def publish_and_verify(
     # Gathering the shards of several trainers takes a while; agents continue meanwhile.
     weights = await asyncio.to_thread(learner.weights)
     answers, published = await _publish_and_ask(engine, version, weights, prompts)
+    on_served()
     likely = [read_likely(generations) for generations in answers.values()]
     candidates = [[list(logprobs) for logprobs in of_replica] for of_replica in likely]
     scored, wide = await asyncio.to_thread(learner.score_probes, prompts, candidates)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from agentrl_cli.config.experiment import RolloutConfig
 from agentrl_cli.config.train_config import TrainConfig
 from agentrl_cli.errors import RolloutFailedError, RunFolderError, StoreError
 from agentrl_cli.records import Trajectory
@@ -20,6 +21,7 @@ from agentrl_cli.rollout.rollout_failures import check_batch_worked
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import write_text
 from agentrl_cli.store.run_folder import RunFolder, find_best_checkpoint, find_best_eval
+from agentrl_cli.store.trajectory_summary import OpenRounds
 from agentrl_cli.train.learner import Learner
 
 
@@ -141,6 +143,24 @@ def read_unused(folder: RunFolder, first_step: int) -> list[Trajectory]:
         folder.discard_pending()
         return []
     return folder.read_pending()
+
+
+def read_open_rounds(folder: RunFolder, config: RolloutConfig, first_step: int) -> OpenRounds:
+    """Which tasks of earlier rounds steps from ``first_step`` on have to be made of.
+
+    Raises:
+        RunFolderError: the file that knows it is gone.
+    """
+    last_step = first_step - 1
+    if not last_step or not config.max_staleness:
+        return {}
+    if last_step not in folder.trajectory_steps():
+        raise RunFolderError(
+            f"{folder.path}: the trajectories of step {last_step} are gone, and with them, which "
+            f"tasks are still to be trained on. Put trajectories/step-{last_step:06d}.parquet "
+            "back, or start a new run: trial_name=NAME model.path=CHECKPOINT"
+        )
+    return folder.read_open_rounds(last_step)
 
 
 @dataclass(frozen=True, slots=True)

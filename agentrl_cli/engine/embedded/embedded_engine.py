@@ -22,7 +22,14 @@ from agentrl_cli.engine.embedded.continuous_batching import (
 )
 from agentrl_cli.engine.embedded.token_sampling import StopTextFinder
 from agentrl_cli.engine.grammar import GrammarError, TokenGrammars, TokenMatcher, find_end_ids
-from agentrl_cli.engine.protocol import Generation, Probe, Replica, Sampling, check_request
+from agentrl_cli.engine.protocol import (
+    EngineLoad,
+    Generation,
+    Probe,
+    Replica,
+    Sampling,
+    check_request,
+)
 from agentrl_cli.errors import EngineError, EngineTimeoutError, MissingExtraError
 from agentrl_cli.log import get_logger
 
@@ -179,6 +186,17 @@ class EmbeddedEngine:
     async def resume(self) -> None:
         """Continues frozen and held calls."""
         await self._run_between_steps(lambda: setattr(self._manager, "paused", False), "resuming")
+
+    async def read_load(self) -> EngineLoad:
+        """How many calls it has; what its memory does not hold waits."""
+        num_calls, num_seats = len(self._calls), self._config.max_num_seqs
+        num_running = min(num_calls, num_seats)
+        return EngineLoad(
+            num_seats=num_seats,
+            num_running=num_running,
+            num_waiting=num_calls - num_running,
+            cache_use=0.0,
+        )
 
     async def release_memory(self) -> None:
         """Keeps it: engine and trainer share the memory of one process anyway."""

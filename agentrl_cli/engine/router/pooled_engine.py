@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 
 from agentrl_cli.config.experiment import EngineConfig
-from agentrl_cli.engine.protocol import Generation, Replica, Sampling, check_request
+from agentrl_cli.engine.protocol import EngineLoad, Generation, Replica, Sampling, check_request
 from agentrl_cli.engine.router.server_pool import ServerPool, shorten
-from agentrl_cli.errors import ServerDownError
+from agentrl_cli.errors import EngineError, ServerDownError
 
 #: A call may find each server dead before the router knows that it is; beyond that it is sampled
 #: again this often. One that kills its servers must not reach all of them again and again.
@@ -37,6 +38,23 @@ class PooledEngine:
     def replicas(self) -> Sequence[Replica]:
         """The healthy servers, each by itself: a call fails with its server."""
         return self._pool.serving
+
+    async def read_load(self) -> EngineLoad | None:
+        """That of the healthy servers that say it, added up; ``cache_use`` is the highest."""
+        servers = [server.client for server in self._pool.healthy]
+        found = await asyncio.gather(*(s.read_load() for s in servers), return_exceptions=True)
+        loads = [load for load in found if isinstance(load, EngineLoad)]
+        for error in found:
+            if isinstance(error, BaseException) and not isinstance(error, EngineError):
+                raise error
+        if not loads:
+            return None
+        return EngineLoad(
+            num_seats=sum(load.num_seats for load in loads),
+            num_running=sum(load.num_running for load in loads),
+            num_waiting=sum(load.num_waiting for load in loads),
+            cache_use=max(load.cache_use for load in loads),
+        )
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, session_id: str = ""

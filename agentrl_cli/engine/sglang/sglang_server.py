@@ -54,7 +54,6 @@ class SglangServer(EngineServer):
         "num_running": "sglang:num_running_reqs",
         "num_waiting": "sglang:num_queue_reqs",
         "cache_use": "sglang:token_usage",
-        "num_preemptions": "sglang:num_retracted_requests_total",
     }
 
     def __init__(self, endpoint: ServerEndpoint, config: EngineConfig) -> None:

@@ -32,7 +32,6 @@ class VllmServer(EngineServer):
         "num_running": "vllm:num_requests_running",
         "num_waiting": "vllm:num_requests_waiting",
         "cache_use": "vllm:kv_cache_usage_perc",
-        "num_preemptions": "vllm:num_preemptions_total",
     }
 
     def __init__(self, endpoint: ServerEndpoint, config: EngineConfig) -> None:

@@ -40,7 +40,7 @@ from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
 from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
 from agentrl_cli.secret_masking import find_secrets, hide_text
-from agentrl_cli.store.trajectory_file import format_record
+from agentrl_cli.store.trajectory_record import format_record
 
 _log = get_logger(__name__)
 

@@ -23,7 +23,7 @@ from agentrl_cli.log import get_logger
 from agentrl_cli.process_channel import Message, MessageStream
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.workflow import Attempt
-from agentrl_cli.store.trajectory_file import parse_record
+from agentrl_cli.store.trajectory_record import parse_record
 
 _log = get_logger(__name__)
 

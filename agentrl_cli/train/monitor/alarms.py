@@ -398,7 +398,11 @@ def _suggest_float32(config: ExperimentConfig) -> list[str]:
 
 def _suggest_less_staleness(config: ExperimentConfig) -> list[str]:
     staleness = config.rollout.max_staleness
-    return [f"rollout.max_staleness={staleness - 1}"] if staleness else []
+    if not staleness:
+        return []
+    if config.rollout.max_trajectory_age > staleness:
+        return [f"rollout.max_trajectory_age={staleness}"]
+    return [f"rollout.max_staleness={staleness - 1} rollout.max_trajectory_age={staleness - 1}"]
 
 
 class Alarm(NamedTuple):

@@ -6,7 +6,6 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from agentrl_cli.log import Observer, format_count
 from agentrl_cli.prefix_mismatches import MismatchTotals, summarize_prefix_mismatches
 from agentrl_cli.records import Boundary, FailureCause, MismatchCause, StopReason, Trajectory
 from agentrl_cli.scores import PART, compute_group_statistics, compute_part_means, compute_score
@@ -135,41 +134,3 @@ def _count_prefix_mismatches(trajectories: Sequence[Trajectory]) -> dict[str, fl
 
 def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else 0.0
-
-
-class BatchProgress:
-    """Counts finished trajectories of the step that the trainer waits for.
-
-    Trajectories of later steps finish meanwhile; they count when their step comes. Those of
-    replaced groups are subtracted: as many are made again.
-    """
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
-        self._num_finished: Counter[int] = Counter()
-        self._num_filtered_groups: Counter[int] = Counter()
-        self._step: int | None = None
-
-    def begin(self, step: int) -> None:
-        """From now on the trainer waits for ``step``."""
-        self._step = step
-        self._report()
-
-    def on_finished(self, trajectory: Trajectory) -> None:
-        """Counts one trajectory."""
-        self._num_finished[trajectory.step] += 1
-        if trajectory.step == self._step:
-            self._report()
-
-    def on_backup_task(self, step: int, num_trajectories: int) -> None:
-        """A group of ``step``, of so many trajectories, was replaced by another."""
-        self._num_finished[step] -= num_trajectories
-        self._num_filtered_groups[step] += 1
-        if step == self._step:
-            self._report()
-
-    def _report(self) -> None:
-        assert self._step is not None
-        num_filtered = self._num_filtered_groups[self._step]
-        note = f"{format_count(num_filtered, 'group')} replaced" if num_filtered else ""
-        self._observer.on_progress(self._num_finished[self._step], note)

@@ -12,6 +12,7 @@ from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow
 from agentrl_cli.rollout.dataset import TaskStream, build_eval_tasks
 from agentrl_cli.rollout.scheduler import RolloutScheduler, run_tasks
+from agentrl_cli.rollout.step_planner import StepPlanner
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.credit import build_sequences
 from agentrl_cli.tracking.gateway import Gateway
@@ -59,17 +60,19 @@ async def make_workflow(engine, tiny_tokenizer):
 
 
 def schedule(workflow, engine, *, max_staleness=2, batch_size, last_step):
-    return RolloutScheduler(
-        workflow,
-        engine,
+    planner = StepPlanner(
         TaskStream(ROWS, batch_size=batch_size, shuffle=True, seed=1),
-        # Room for two batches: were it for one, and its trajectories equally long, none of the
-        # next would begin before the publication.
-        rollout=RolloutConfig(max_concurrent=8, max_staleness=max_staleness),
         n_samples=2,
+        max_staleness=max_staleness,
+        max_trajectory_age=max_staleness,
         first_step=1,
         last_step=last_step,
     )
+    # Room for two batches: were it for one, and its trajectories equally long, none of the next
+    # would begin before the publication.
+    scheduler = RolloutScheduler(workflow, engine, planner, max_concurrent=8)
+    scheduler.set_policy_version(0)
+    return scheduler
 
 
 async def test_versions_stay_within_the_allowed_staleness(engine, make_workflow, build_tiny_model):
@@ -114,11 +117,11 @@ async def test_cancelled_rollouts_free_the_engine(engine, make_workflow):
     scheduler = schedule(workflow, engine, batch_size=4, last_step=3)
     waiting = asyncio.create_task(scheduler.next_batch(1))
     await asyncio.sleep(0.5)
-    before = scheduler.num_running
+    before = scheduler.pool.num_running
     await scheduler.close()
     await asyncio.gather(waiting, return_exceptions=True)
     assert before > 0
-    assert scheduler.num_running == 0
+    assert scheduler.pool.num_running == 0
     quick = make_workflow(max_tokens=1)
     trajectories = await asyncio.wait_for(
         run_tasks(quick, engine, build_eval_tasks(ROWS[:2]), n_samples=1, max_concurrent=2), 30

@@ -40,19 +40,17 @@ async def test_the_load_is_read_from_the_servers_own_metrics(
         f'{names["num_running"]}{{engine="1"}} 2.0',
         f"{names['num_running']}_by_reason 9.0",
         f"{names['num_waiting']} 7.0",
-        f"{names['cache_use']} 0.25",
     ]
 
     async def answer(_request: web.Request) -> web.Response:
         return web.Response(text="\n".join(lines))
 
     faulty.answers["/metrics"] = answer
-    with pytest.raises(EngineError, match=f"has no metric {names['num_preemptions']}"):
+    with pytest.raises(EngineError, match=f"has no metric {names['cache_use']}"):
         await server.read_load()
-    lines.append(f"{names['num_preemptions']} 1e1")
+    lines.append(f"{names['cache_use']} 2.5e-1")
     load = await server.read_load()
-    assert (load.num_running, load.num_waiting, load.num_preemptions) == (5, 7, 10)
-    assert load.cache_use == 0.25
+    assert (load.num_running, load.num_waiting, load.cache_use) == (5, 7, 0.25)
 
 
 async def test_a_completion_has_the_versions_of_all_its_tokens(

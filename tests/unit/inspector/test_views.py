@@ -190,15 +190,15 @@ def test_steps_have_columns_for_the_trouble_that_they_had(tmp_path, folder: RunF
     troubled = summarize_steps(folder)
     assert "failed: surroundings" in heads(troubled, 200)
     assert "…" not in heads(troubled, 80)
-    quiet = dataclasses.replace(
-        troubled[0],
+    totals = dataclasses.replace(
+        troubled[0].totals,
         num_unscored=0,
         num_policy_failures=0,
         num_surroundings_failures=0,
         num_filtered_groups=0,
         prefix_mismatches=MismatchSummary(),
-        alarms=(),
     )
+    quiet = dataclasses.replace(troubled[0], totals=totals, alarms=())
     assert heads([quiet], 80).startswith("trajectories reward turns tokens step")
 
 

@@ -286,7 +286,7 @@ def test_only_steps_that_are_certain_to_be_known_count(max_staleness, flat, eage
         if late >= 1:
             observe(slow, late, flat)
     if max_staleness:
-        with pytest.raises(RuntimeError, match="observe step 15 before step"):
+        with pytest.raises(RuntimeError, match="observe step 15 before round"):
             quick.batch(16 + max_staleness)
 
 

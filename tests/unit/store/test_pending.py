@@ -91,11 +91,11 @@ def test_a_step_is_learned_from_again_whenever_its_file_was_cut_off(
     """Its trajectories are pending while its own file is written, and it is known to be theirs."""
     real = run_folder.write_trajectory_file
 
-    def write(path: Path, trajectories: list[Trajectory]) -> None:
+    def write(path: Path, *given: Any) -> None:
         if moment == "while":
             layout.temporary_path(path).write_bytes(b"PAR1")
         if moment == "after":
-            real(path, trajectories)
+            real(path, *given)
         raise StoreError("killed here")
 
     # An earlier attempt at the step, of which all failed alike, is stored.
@@ -107,11 +107,12 @@ def test_a_step_is_learned_from_again_whenever_its_file_was_cut_off(
     folder.flush()
     with monkeypatch.context() as patch:
         patch.setattr(run_folder, "write_trajectory_file", write)
-        folder.write_trajectories(1, batch)
+        folder.write_trajectories(1, batch, {1: [], 2: ["000002.001"]})
         with pytest.raises(StoreError, match="killed here"):
             folder.close()
     with RunFolder.create_or_resume(make_config()) as again:
         assert again.read_trajectories(1) == batch
+        assert again.read_open_rounds(1) == {1: [], 2: ["000002.001"]}
         assert again.read_pending() == [make(2, 0)]
         assert [p.name for p in (again.path / "pending").iterdir()] == ["2.jsonl"]
 
@@ -120,9 +121,9 @@ def test_a_steps_file_is_written_while_it_is_trained_on(folder: RunFolder, monke
     is_trained = threading.Event()
     real = run_folder.write_trajectory_file
 
-    def write(path: Path, trajectories: list[Trajectory]) -> None:
+    def write(path: Path, *given: Any) -> None:
         assert is_trained.wait(10.0)
-        real(path, trajectories)
+        real(path, *given)
 
     monkeypatch.setattr(run_folder, "write_trajectory_file", write)
     folder.write_trajectories(1, [make(1, 0)])
@@ -137,13 +138,13 @@ def test_a_steps_file_is_written_while_it_is_trained_on(folder: RunFolder, monke
 
 def test_a_step_of_which_some_are_damaged_is_made_again(tmp_path: Path, caplog) -> None:
     pending = PendingTrajectories(tmp_path)
-    pending.commit(1, [make(1, 0), make(1, 1)])
+    pending.commit(1, [make(1, 0), make(1, 1)], {})
     pending.close()
     path = tmp_path / "1.jsonl"
     path.write_bytes(path.read_bytes()[:-10])
     after = PendingTrajectories(tmp_path)
     written: list[int] = []
-    after.restore(lambda step, _: written.append(step))
+    after.restore(lambda step, *_: written.append(step))
     assert written == []
     assert "batch-000001.json: some of its trajectories are damaged" in caplog.text
     assert after.read() == [make(1, 0)]

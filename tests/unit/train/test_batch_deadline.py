@@ -15,6 +15,7 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.records import Interaction
 from agentrl_cli.rollout.dataset import build_task_stream
 from agentrl_cli.rollout.scheduler import RolloutScheduler
+from agentrl_cli.rollout.step_planner import StepPlanner
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.train.loop import RunCoordinator
 
@@ -107,12 +108,17 @@ def test_no_batch_takes_longer_than_its_deadline(
         scheduler = RolloutScheduler(
             SlowWorkflow(generator, is_always_slow),
             None,
-            build_task_stream(config, [{}] * 30),
-            rollout=config.rollout,
-            n_samples=n_samples,
-            first_step=1,
-            last_step=4,
+            StepPlanner(
+                build_task_stream(config, [{}] * 30),
+                n_samples=n_samples,
+                max_staleness=max_staleness,
+                max_trajectory_age=config.rollout.max_trajectory_age,
+                first_step=1,
+                last_step=4,
+            ),
+            max_concurrent=max_concurrent,
         )
+        scheduler.set_policy_version(0)
         for step in range(1, 5):
             asked = loop.time()
             await scheduler.next_batch(step)

@@ -97,6 +97,19 @@ async def publish(
     )
 
 
+async def test_rollouts_may_use_weights_as_soon_as_a_replica_has_sampled_with_them() -> None:
+    served = threading.Event()
+
+    class Scoring(FixedLearner):
+        def score_probes(self, prompts: Any, candidates: Any) -> Any:
+            assert served.wait(5.0), "the trainer's own numbers were waited for"
+            return super().score_probes(prompts, candidates)
+
+    engine = FaultyEngine(FaultyReplica())
+    await publish_and_verify(engine, Scoring(), 7, [[1]], 1e-3, on_served=served.set)
+    assert served.is_set()
+
+
 async def test_agents_go_on_while_weights_are_gathered_from_other_processes() -> None:
     gathered = threading.Event()
 

@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 
 from agentrl_cli.config.experiment import EngineConfig
-from agentrl_cli.engine.protocol import UNKNOWN_VERSION, Generation, Sampling, join_pieces
+from agentrl_cli.engine.protocol import (
+    UNKNOWN_VERSION,
+    EngineLoad,
+    Generation,
+    Sampling,
+    join_pieces,
+)
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.engine.router.server_mirror import MirrorEngine
 from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerDownError
@@ -192,6 +198,15 @@ class FakeServer:
         if process.refuses_key:
             raise EngineError(f"health: {self.name} refused the key")
         return process.label
+
+    async def read_load(self) -> EngineLoad:
+        await self._reach(self.process, 0.002, "reading its load")
+        return EngineLoad(
+            num_seats=16,
+            num_running=self.process.num_running,
+            num_waiting=1,
+            cache_use=0.25 * self.process.num_running,
+        )
 
     async def pause(self) -> None:
         process = self.process

@@ -44,6 +44,23 @@ async def test_a_call_is_sampled_again_elsewhere_from_its_start(
     assert w.router.take_fault_metrics()["lost_tokens"] == 0.0
 
 
+async def test_the_load_is_that_of_the_servers_that_say_it(w: Any) -> None:
+    calls = [asyncio.ensure_future(w.generate(ENDLESS, 200)) for _ in range(3)]
+    await asyncio.sleep(0.5)
+    load = await w.router.read_load()
+    assert (load.num_seats, load.num_running, load.num_waiting) == (32, 3, 2)
+    assert load.cache_use == 0.5
+    first, second = split_by_load(w)
+    second.hang()
+    load = await w.router.read_load()
+    assert (load.num_seats, load.num_running) == (16, 2)
+    first.hang()
+    assert await w.router.read_load() is None
+    for server in w.servers:
+        server.hang(False)
+    await asyncio.gather(*calls)
+
+
 async def test_a_call_under_which_every_server_dies_is_given_up(w: Any) -> None:
     call = asyncio.ensure_future(w.router.generate(ENDLESS, Sampling(max_tokens=200)))
     while not call.done():

@@ -129,6 +129,7 @@ async def test_a_request_asks_for_tokens_logprobs_and_pieces(
             "detokenize": False,
         },
         "stream": True,
+        "priority": 0,
     }
 
 

@@ -16,7 +16,8 @@ from agentrl_cli.launch.completion_sources import EngineSource
 from agentrl_cli.launch.local_run import run_evaluation
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.log import SilentObserver
-from agentrl_cli.store.run_folder import RunFolder, run_dir_of
+from agentrl_cli.store.layout import run_dir_of
+from agentrl_cli.store.run_folder import RunFolder
 
 
 @pytest.fixture

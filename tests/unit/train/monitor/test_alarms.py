@@ -468,7 +468,12 @@ CASES: list[tuple[str, Line, list[str]]] = [
     (
         "logprob_gap",
         {"logprob_gap_mean": 0.25},
-        ["0.25 nats", "first step it was 0.01", "rollout.max_staleness=1", "50% of the tokens"],
+        [
+            "0.25 nats",
+            "first step it was 0.01",
+            "rollout.max_trajectory_age=2",
+            "50% of the tokens",
+        ],
     ),
     (
         "logprob_gap",
@@ -551,7 +556,7 @@ CLIPPED = ("train.algorithm.loss.kind=ppo_clip", "train.num_epochs=1", "train.nu
             [],
             {"approx_kl": 0.3},
             ["within one step the policy moves 0.3 nats"],
-            ["older weights", "max_staleness"],
+            ["older weights", "max_trajectory_age"],
         ),
         (
             CLIPPED,
@@ -559,7 +564,7 @@ CLIPPED = ("train.algorithm.loss.kind=ppo_clip", "train.num_epochs=1", "train.nu
             [
                 "from sampling on the policy moves 0.3 nats",
                 "or tokens that older weights sampled",
-                "try: rollout.max_staleness=1\n",
+                "try: rollout.max_trajectory_age=2\n",
             ],
             [],
         ),
