@@ -146,14 +146,17 @@ LossConfig = (
 
 
 class RolloutCorrectionConfig(StrictConfig):
-    """Weight of what older weights, or an engine with other numerics, sampled: the truncated
-    exp(proximal - rollout) (arXiv 2110.00641; arXiv 2505.24298, section 5.2)."""
+    """Weight of what older weights sampled: the truncated exp(proximal - rollout) (arXiv
+    2110.00641; arXiv 2505.24298, section 5.2). It is 1 for tokens of the newest policy version,
+    unless ``on_policy_logprobs`` is ``rollout``."""
 
     level: Literal["token", "sequence"] = "token"
-    """``sequence``: one weight per sample, the product of its tokens'."""
+    """``sequence``: one weight per sample, the product of its tokens', so that older ones weigh on
+    the newer ones that continue them."""
     mode: Literal["clamp", "mask"] = "clamp"
     """What happens to a weight outside its bounds. ``clamp``: it is moved to the bound; ``mask``:
-    it becomes 0, so that its tokens give no gradient, but stay in the denominator."""
+    it becomes 0, so that its tokens give no gradient, but stay in the denominator (IcePop, arXiv
+    2510.18855, with ``on_policy_logprobs: rollout``)."""
     cap: float = Field(2.0, ge=1.0)
     """Upper bound."""
     floor: float | None = Field(None, gt=0.0, le=1.0)
@@ -223,6 +226,12 @@ class AlgorithmConfig(StrictConfig):
     rollout_correction: RolloutCorrectionConfig | None = None
     """null: no correction. Default: token weights clamped at 2.0, but none with the loss
     ``ppo_clip``, whose ratio already contains it."""
+    on_policy_logprobs: Literal["proximal", "rollout"] = "proximal"
+    """Whose logprobs stand for those that a token of the newest policy version was sampled with, in
+    ``rollout_correction`` and in the ratio of ``ppo_clip``. ``proximal``: the trainer's, of the
+    same weights, so that weight and ratio begin at exactly 1, without the engine's rounding;
+    ``rollout``: the engine's, as for older tokens, to correct for an engine that computes
+    differently (quantized weights or cache)."""
     kl: KlConfig | None = None
     """null: no reference model."""
     entropy_coef: float = Field(0.0, ge=0.0)
@@ -312,7 +321,11 @@ class CriticConfig(StrictConfig):
 
 
 def check_algorithm(
-    algorithm: AlgorithmConfig, *, n_samples: int, max_tokens_per_trajectory: int
+    algorithm: AlgorithmConfig,
+    *,
+    n_samples: int,
+    max_tokens_per_trajectory: int,
+    max_staleness: int,
 ) -> None:
     """Refuses what would train nothing, or something else than it says.
 
@@ -351,11 +364,23 @@ def check_algorithm(
             f"with train.algorithm.aggregation {algorithm.aggregation}. Type "
             "train.algorithm.aggregation=constant, or train.algorithm.constant_denominator=null"
         )
+    _warn_of_misfits(algorithm, max_staleness)
+
+
+def _warn_of_misfits(algorithm: AlgorithmConfig, max_staleness: int) -> None:
+    """Warns of settings that together do little, or something else than they seem to."""
     if algorithm.has_kl_loss and algorithm.kl is not None and algorithm.kl.estimator == "k1":
         _log.warning(
             "train.algorithm.kl.estimator: k1 in the loss has a gradient of 0 on average, so it "
             "hardly keeps the policy near the reference. Type train.algorithm.kl.estimator=k3, "
             "or train.algorithm.kl.place=reward"
+        )
+    is_chosen = algorithm.rollout_correction not in (None, RolloutCorrectionConfig())
+    if is_chosen and max_staleness == 0 and algorithm.on_policy_logprobs == "proximal":
+        _log.warning(
+            "train.algorithm.rollout_correction with rollout.max_staleness: 0 corrects nothing: "
+            "every token is of the newest policy version and has weight 1. Type "
+            "train.algorithm.on_policy_logprobs=rollout to correct for the engine's numerics"
         )
     if algorithm.has_kl_reward and algorithm.divides_by_deviation:
         _log.warning(
@@ -363,9 +388,9 @@ def check_algorithm(
             "is divided by the deviation together with the reward, so where rewards are nearly "
             "equal it is most of the advantage, whatever kl.coef is. Type "
             "train.algorithm.kl.place=loss, or %s",
-            advantage,
+            algorithm.advantage.kind,
             "train.algorithm.advantage.normalization=none"
-            if advantage == "gae"
+            if algorithm.uses_critic
             else "train.algorithm.advantage.kind=dr_grpo",
         )
 

@@ -447,6 +447,7 @@ class ExperimentConfig(StrictConfig):
             self.train.algorithm,
             n_samples=self.gconfig.n_samples,
             max_tokens_per_trajectory=self.rollout.max_tokens_per_trajectory,
+            max_staleness=self.rollout.max_staleness,
         )
         if self.gconfig.temperature == 0.0:
             raise ConfigError(

@@ -82,7 +82,9 @@ AREAL = {
     "actor.rejection_sampling.upper": "train.algorithm.rollout_correction.cap",
     "actor.rejection_sampling.lower": "train.algorithm.rollout_correction.floor",
     "actor.rejection_sampling.action": "train.algorithm.rollout_correction.mode",
-    "actor.rejection_sampling.level": "train.algorithm.rollout_correction.level",
+    "actor.rejection_sampling.level": (
+        "train.algorithm.rollout_correction.level (newest tokens too: on_policy_logprobs: rollout)"
+    ),
     "actor.weight_update_mode": "engine.weight_transfer.kind (xccl: nccl; disk)",
     "actor.enable_tree_training": "train.packing (prefix_tree, the default)",
     "ref.path": "nothing to set: with train.algorithm.kl, the start weights are the reference",
@@ -191,7 +193,9 @@ VERL = {
     "algorithm.norm_adv_by_std_in_grpo": "train.algorithm.kind (false: dr_grpo)",
     "algorithm.use_kl_in_reward": "train.algorithm.kl (place: reward)",
     "algorithm.kl_ctrl.kl_coef": "train.algorithm.kl.coef",
-    "algorithm.rollout_correction.rollout_is": "train.algorithm.rollout_correction.level",
+    "algorithm.rollout_correction.rollout_is": (
+        "train.algorithm.rollout_correction.level (newest tokens too: on_policy_logprobs: rollout)"
+    ),
     "algorithm.rollout_correction.rollout_is_threshold": "train.algorithm.rollout_correction.cap",
     "critic.model.path": "train.critic.path",
     "critic.optim.lr": "train.critic.learning_rate",

@@ -110,14 +110,15 @@ class Learner:
         Args:
             trajectories: the whole batch, unscored ones included; those of groups that others
                 took the place of are left out.
-            policy_version: of the weights before the update; tokens of other versions count
-                in ``off_policy_fraction``.
+            policy_version: of the weights before the update; tokens of other versions are off
+                policy.
 
         Returns:
             ``loss``, ``grad_norm``, ``learning_rate``, ``approx_kl``, ``clipfrac``, ``kl``,
             ``entropy``, ``logprob_gap_mean``, ``logprob_gap_max``, ``off_policy_fraction``,
-            ``rollout_correction_mean``, ``rollout_correction_max`` (before bounds),
-            ``rollout_correction_dropped_fraction``, ``overlong_penalty_mean`` and
+            ``token_age_mean``, ``token_age_max``, ``importance_weight_mean``,
+            ``importance_weight_max`` (before bounds), ``importance_weight_clipfrac``,
+            ``effective_sample_size``, ``overlong_penalty_mean`` and
             ``kl_penalty_mean`` where they are set, ``num_samples``, ``num_micro_batches``,
             ``num_updates``, ``num_skipped_updates``, ``train_tokens`` (tokens passed forward and
             back), ``train_seconds``; with a critic also ``value_loss``, ``value_clipfrac``,
@@ -139,6 +140,7 @@ class Learner:
             config=self._config,
             ranks=self._ranks,
             step=self.step,
+            policy_version=policy_version,
             metrics=metrics,
         ).make(batch)
         if self._policy.device.type == "cuda":

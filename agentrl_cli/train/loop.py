@@ -203,7 +203,7 @@ class RunCoordinator:
         num_tokens = sum(t.num_completion_tokens for t in batch)
         line = {
             "step": float(step),
-            **summarize_trajectories(batch, policy_version=step - 1),
+            **summarize_trajectories(batch),
             "concurrency_limit": float(self.scheduler.pool.limit.value),
             "num_tasks_in_cooldown": float(self.scheduler.planner.count_cooling(step)),
             **metrics,

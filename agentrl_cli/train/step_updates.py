@@ -62,6 +62,8 @@ class StepUpdates:
     ranks: Ranks
     step: int
     """From 1."""
+    policy_version: int
+    """Of the weights before the step's first update."""
     metrics: UpdateMetrics
 
     def make(self, batch: StepBatch) -> None:
@@ -127,6 +129,7 @@ class StepUpdates:
                     scored.logprobs.detach() if proximal is None else batch.join(proximal)
                 ),
                 rollout_logprobs=batch.targets.rollout_logprobs,
+                is_on_policy=batch.targets.versions == self.policy_version,
                 advantages=batch.targets.advantages,
                 sequence_numbers=batch.sequence_numbers,
                 token_weights=batch.spread([minibatch.token_weights[id(s)] for s in batch.samples]),

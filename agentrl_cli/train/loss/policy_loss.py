@@ -6,7 +6,7 @@ cutting it into micro-batches changes nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -33,7 +33,9 @@ class LossInputs:
     proximal_logprobs: Tensor
     """Nats, of the policy before the step's first update."""
     rollout_logprobs: Tensor
-    """Nats, of the policy that sampled."""
+    """Nats, of the policy that sampled, as the engine computed them."""
+    is_on_policy: Tensor
+    """Bool: the weights from before the step's first update sampled it."""
     advantages: Tensor
     sequence_numbers: Tensor
     """int64: which of the micro-batch's samples the target is of, from 0."""
@@ -55,25 +57,36 @@ class LossOutput:
     """They add up over parts; ``approx_kl`` is the k3 estimate of KL(policy of the ratio's base ||
     new)."""
     maxima: dict[str, Tensor]
-    """``logprob_gap``: the largest |rollout - proximal|, nats; ``rollout_correction``: the
-    largest weight before its cap; 0 without targets."""
+    """``logprob_gap``: the largest |rollout - proximal|, nats; ``importance_weight``: the
+    largest before its bounds; 0 without targets."""
 
 
 def compute_loss(inputs: LossInputs, algorithm: AlgorithmConfig) -> LossOutput:
     """These tokens' part of the minibatch's loss, with statistics.
 
     Per token: rollout correction x policy loss + kl coef x KL - entropy coef x entropy; then the
-    sum over targets, weighted by ``token_weights``.
+    sum over targets, weighted by ``token_weights``. Without a rollout correction the statistics
+    are those of the default one, which says how far off policy the tokens are all the same.
 
     Raises:
         ValueError: a term is set and its input is missing.
     """
     proximal = inputs.proximal_logprobs.detach()
+    gap = (inputs.rollout_logprobs - proximal).detach().abs()
+    if algorithm.on_policy_logprobs == "proximal":
+        # Of the same weights: importance weight and ratio are free of the engine's rounding.
+        sampled = torch.where(inputs.is_on_policy, proximal, inputs.rollout_logprobs)
+        inputs = replace(inputs, rollout_logprobs=sampled)
     policy = compute_policy_loss(algorithm.loss, inputs)
     correction = compute_rollout_correction(
-        proximal, inputs.rollout_logprobs, inputs.sequence_numbers, algorithm.rollout_correction
+        proximal,
+        inputs.rollout_logprobs,
+        inputs.sequence_numbers,
+        algorithm.rollout_correction or RolloutCorrectionConfig(),
     )
-    token_losses = correction.weights * policy.losses
+    token_losses = policy.losses
+    if algorithm.rollout_correction is not None:
+        token_losses = correction.weights * policy.losses
     kl = torch.zeros_like(token_losses)
     if algorithm.kl is not None and algorithm.has_kl_loss:
         if inputs.ref_logprobs is None:
@@ -84,7 +97,6 @@ def compute_loss(inputs: LossInputs, algorithm: AlgorithmConfig) -> LossOutput:
         if inputs.entropies is None:
             raise ValueError("entropy_coef is set: compute_loss needs entropies")
         token_losses = token_losses - algorithm.entropy_coef * inputs.entropies
-    gap = (inputs.rollout_logprobs - proximal).detach().abs()
     return LossOutput(
         loss=(token_losses * inputs.token_weights).sum(),
         sums={
@@ -92,12 +104,13 @@ def compute_loss(inputs: LossInputs, algorithm: AlgorithmConfig) -> LossOutput:
             "clipfrac": policy.is_clipped.sum().float(),
             "kl": kl.detach().sum(),
             "logprob_gap": gap.sum(),
-            "rollout_correction": correction.weights.sum(),
-            "rollout_correction_dropped": correction.is_dropped.sum().float(),
+            "importance_weight": correction.weights.sum(),
+            "importance_weight_squared": correction.weights.square().sum(),
+            "importance_weight_clipped": correction.is_clipped.sum().float(),
         },
         maxima={
             "logprob_gap": _find_largest(gap),
-            "rollout_correction": _find_largest(correction.raw_weights),
+            "importance_weight": _find_largest(correction.raw_weights),
         },
     )
 
@@ -227,37 +240,33 @@ class RolloutCorrection:
     weights: Tensor
     raw_weights: Tensor
     """Before bounds."""
-    is_dropped: Tensor
-    """Bool: masked out."""
+    is_clipped: Tensor
+    """Bool: outside of the bounds, so clamped or masked."""
 
 
 def compute_rollout_correction(
     proximal_logprobs: Tensor,
     rollout_logprobs: Tensor,
     sequence_numbers: Tensor,
-    config: RolloutCorrectionConfig | None,
+    config: RolloutCorrectionConfig,
 ) -> RolloutCorrection:
-    """exp(proximal - rollout) within bounds; all 1 without ``config``.
+    """exp(proximal - rollout) within bounds.
 
     The behaviour correction of decoupled PPO (arXiv 2110.00641; arXiv 2505.24298, section 5.2).
     Clamped at ``cap`` like the weights of V-trace (arXiv 1802.01561, section 4.1); masked outside
     [floor, cap] as in IcePop (arXiv 2510.18855, section 2.3.2). At the level
-    ``sequence`` it is the product over the sample's tokens. It corrects for older weights and for
-    the numerics of the engine alike, and is 1 where rollout and trainer agree.
+    ``sequence`` it is the product over the sample's tokens: what older weights sampled in it weighs
+    on what newer ones continued.
     """
-    nothing = torch.zeros_like(proximal_logprobs, dtype=torch.bool)
-    if config is None:
-        ones = torch.ones_like(proximal_logprobs)
-        return RolloutCorrection(ones, ones, nothing)
     gap = (proximal_logprobs - rollout_logprobs).detach()
     if config.level == "sequence":
         gap = sum_over_sequences(gap, sequence_numbers)
     raw = gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     floor = 0.0 if config.floor is None else config.floor
-    if config.mode == "clamp":
-        return RolloutCorrection(raw.clamp(floor, config.cap), raw, nothing)
-    is_dropped = (raw > config.cap) | (raw < floor)
-    return RolloutCorrection(raw.masked_fill(is_dropped, 0.0), raw, is_dropped)
+    is_clipped = (raw > config.cap) | (raw < floor)
+    clamped = raw.clamp(floor, config.cap)
+    weights = clamped if config.mode == "clamp" else raw.masked_fill(is_clipped, 0.0)
+    return RolloutCorrection(weights, raw, is_clipped)
 
 
 KlEstimator = Literal["k1", "k2", "k3"]

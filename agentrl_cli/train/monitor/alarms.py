@@ -260,8 +260,13 @@ def _describe_logprob_gap(history: History, config: ExperimentConfig, lasted: st
             f"model or cache, another kernel){measured}; {stale:.0%} of the tokens were sampled by "
             "older weights"
         )
-        quantization = "engine.server_args without quantization of weights or cache"
-        return Message(seen, usually, [*_suggest_float32(config), quantization])
+        suggestions = _suggest_float32(config)
+        suggestions.append("engine.server_args without quantization of weights or cache")
+        algorithm = config.train.algorithm
+        is_used = algorithm.rollout_correction is not None or algorithm.loss.kind == "ppo_clip"
+        if is_used and algorithm.on_policy_logprobs == "proximal":
+            suggestions.append("train.algorithm.on_policy_logprobs=rollout, to correct for it")
+        return Message(seen, usually, suggestions)
     usually = (
         f"the policy moves faster than its trajectories are made: {stale:.0%} of the tokens "
         f"were sampled by older weights, while engine and trainer agree on the same ones "

@@ -14,23 +14,23 @@ from agentrl_cli.scores import PART, compute_group_statistics, compute_part_mean
 _HARD, _EASY = 0.05, 0.95
 
 
-def summarize_trajectories(
-    trajectories: Sequence[Trajectory], policy_version: int
-) -> dict[str, float]:
+def summarize_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The step's metrics of its trajectories; every value is finite.
 
     ``trajectories`` are all that were sampled for the step, including those of replaced groups:
     what is not trained on is reported all the same. ``reward_*`` (``reward_std`` unbiased) are
     over the scored trajectories and missing when there are none, as 0 would be read as a reward;
     ``reward_part_<name>`` over those with that part.
-    ``truncated_fraction`` is the share of trajectories with a reply cut by its length limit;
-    ``staleness_*`` is ``policy_version`` minus the version of each sampled token. Lengths, turns
-    and tool calls are per trajectory. What counts as a prefix mismatch, and what it costs, is
-    defined in :mod:`agentrl_cli.prefix_mismatches`.
+    ``truncated_fraction`` is the share of trajectories with a reply cut by its length limit.
+    Lengths, turns, tool calls and seconds are per trajectory; ``trained_seconds_ratio`` is the mean
+    duration of those that are trained on / that of all, so below 1 where slow ones lose their
+    share, and missing where none is trained on. What counts as a prefix mismatch, and what it
+    costs, is defined in :mod:`agentrl_cli.prefix_mismatches`.
     """
     return {
         **_summarize_rewards(trajectories),
-        **_summarize_tokens(trajectories, policy_version),
+        **_summarize_sizes(trajectories),
+        **_summarize_seconds(trajectories),
         **_count_ends(trajectories),
         **_count_prefix_mismatches(trajectories),
     }
@@ -81,26 +81,32 @@ def _summarize_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return summary | {f"{PART}{name}": value for name, value in parts.items()}
 
 
-def _summarize_tokens(trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
+def _summarize_sizes(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     tokens = [t.num_completion_tokens for t in trajectories]
     num_truncated = sum(
         any(i.finish_reason == "length" for i in t.interactions) for t in trajectories
     )
-    staleness = [
-        policy_version - version
-        for trajectory in trajectories
-        for interaction in trajectory.interactions
-        for version in interaction.versions
-    ]
     return {
         "turns_mean": _mean([t.num_turns for t in trajectories]),
         "tool_calls_mean": _mean([t.num_tool_calls for t in trajectories]),
         "completion_tokens_mean": _mean(tokens),
         "completion_tokens_max": float(max(tokens, default=0)),
         "truncated_fraction": num_truncated / max(len(trajectories), 1),
-        "staleness_mean": _mean(staleness),
-        "staleness_max": float(max(staleness, default=0)),
     }
+
+
+def _summarize_seconds(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    seconds = [t.seconds for t in trajectories]
+    trained = [
+        t.seconds for t in trajectories if t.replaced_by is None and compute_score(t) is not None
+    ]
+    summary = {
+        "trajectory_seconds_mean": _mean(seconds),
+        "trajectory_seconds_max": max(seconds, default=0.0),
+    }
+    if trained and any(seconds):
+        summary["trained_seconds_ratio"] = _mean(trained) / _mean(seconds)
+    return summary
 
 
 def _count_ends(trajectories: Sequence[Trajectory]) -> dict[str, float]:

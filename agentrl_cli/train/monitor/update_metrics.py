@@ -20,7 +20,7 @@ class UpdateMetrics:
 
     def __init__(self, samples: Sequence[Sample], policy_version: int) -> None:
         self._num_samples = len(samples)
-        self._off_policy_fraction = _compute_off_policy_fraction(samples, policy_version)
+        self._ages = _summarize_ages(samples, policy_version)
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._maxima: defaultdict[str, float] = defaultdict(float)
         self._grad_norms: list[float] = []
@@ -79,9 +79,15 @@ class UpdateMetrics:
                 self._maxima[name] = max(self._maxima[name], value)
 
     def summarize(self) -> dict[str, float]:
-        """The metrics; means of nothing are 0."""
+        """The metrics; means of nothing are 0.
+
+        ``effective_sample_size`` is (sum w)² / (n x sum w²) over the n tokens passed forward; w are
+        their importance weights within the bounds (Kish, Survey Sampling, 1965): a mean over them
+        varies as one over this share of n tokens of equal weight does. 1: all weigh alike.
+        """
         sums, num_updates = self._sums, len(self._grad_norms)
         num_tokens = max(sums["scored_tokens"], 1.0)
+        weight, squared = sums["importance_weight"], sums["importance_weight_squared"]
         means = {
             name: sums[name] / num_tokens for name in ("approx_kl", "clipfrac", "kl", "entropy")
         }
@@ -92,10 +98,11 @@ class UpdateMetrics:
             "grad_norm": sum(self._grad_norms) / max(num_updates, 1),
             "logprob_gap_mean": sums["logprob_gap"] / num_tokens,
             "logprob_gap_max": self._maxima["logprob_gap"],
-            "rollout_correction_mean": sums["rollout_correction"] / num_tokens,
-            "rollout_correction_max": self._maxima["rollout_correction"],
-            "rollout_correction_dropped_fraction": sums["rollout_correction_dropped"] / num_tokens,
-            "off_policy_fraction": self._off_policy_fraction,
+            "importance_weight_mean": weight / num_tokens,
+            "importance_weight_max": self._maxima["importance_weight"],
+            "importance_weight_clipfrac": sums["importance_weight_clipped"] / num_tokens,
+            "effective_sample_size": weight**2 / (num_tokens * squared) if squared else 0.0,
+            **self._ages,
             "num_samples": float(self._num_samples),
             "num_micro_batches": sums["num_micro_batches"],
             "num_updates": float(num_updates),
@@ -115,8 +122,13 @@ class UpdateMetrics:
         }
 
 
-def _compute_off_policy_fraction(samples: Sequence[Sample], policy_version: int) -> float:
-    """Share of the trained tokens that another policy version sampled."""
-    versions = [s.targets.versions for s in samples]
-    joined = torch.cat(versions) if versions else torch.empty(0)
-    return float((joined != policy_version).float().mean()) if joined.numel() else 0.0
+def _summarize_ages(samples: Sequence[Sample], policy_version: int) -> dict[str, float]:
+    """How many policy versions before ``policy_version`` the trained tokens were sampled."""
+    versions = [sample.targets.versions for sample in samples]
+    ages = policy_version - torch.cat([*versions, torch.empty(0, dtype=torch.long)])
+    count = max(ages.numel(), 1)
+    return {
+        "token_age_mean": float(ages.sum()) / count,
+        "token_age_max": float(ages.max()) if ages.numel() else 0.0,
+        "off_policy_fraction": float((ages != 0).sum()) / count,
+    }

@@ -63,7 +63,7 @@ def check_steps(folder: RunFolder, num_steps: int) -> None:
     metrics = folder.read_metrics()
     assert [line["step"] for line in metrics] == list(range(1, num_steps + 1))
     assert sum(line["failures"] for line in metrics) == 0
-    assert max(line["staleness_max"] for line in metrics) <= 1
+    assert max(line["token_age_max"] for line in metrics) <= 1
     assert max(line["probe_gap_max"] for line in metrics) < 1e-3
     mismatches = [
         v for line in metrics for k, v in line.items() if k.startswith("prefix_mismatches_")

@@ -98,8 +98,7 @@ def test_the_policy_is_pulled_by_return_less_value(build_model, build_learner, r
             ids = torch.tensor([[*turn.prompt_ids, *turn.completion_ids]])
             logprobs = model(ids).logits.log_softmax(-1)[0, :-1]
             new = logprobs.gather(1, ids[0, 1:, None])[len(turn.prompt_ids) - 1 :, 0]
-            importance = (new.detach() - torch.tensor(turn.rollout_logprobs)).exp().clamp(max=2)
-            loss = loss - (importance * (new - new.detach()).exp() * trajectory.reward).sum()
+            loss = loss - ((new - new.detach()).exp() * trajectory.reward).sum()
             num_tokens += new.numel()
     (loss / num_tokens).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])

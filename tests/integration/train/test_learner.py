@@ -89,10 +89,14 @@ def test_turns_merged_or_apart_give_the_same_gradient(build_model, build_config,
     assert_close(weights_of(merged), weights_of(apart), 5e-6)
 
 
-def test_the_update_is_the_gradient_of_the_plain_formula(build_model, build_config, ragged_batch):
-    """One forward pass per turn of the stock model, the loss written out as in the papers."""
+@pytest.mark.parametrize("age", [0, 1])
+def test_the_update_is_the_gradient_of_the_plain_formula(
+    build_model, build_config, ragged_batch, age
+):
+    """One forward pass per turn of the stock model, the loss written out as in the papers; all
+    tokens are of the newest policy version, or of the one before."""
     learner = Learner(build_model(), build_config(max_grad_norm=1e9))
-    metrics = learner.update(ragged_batch, 0)
+    metrics = learner.update(ragged_batch, policy_version=age)
     model = build_model()
     loss, num_tokens = torch.zeros(()), 0
     for group in ("g0", "g1", "g2"):
@@ -105,6 +109,7 @@ def test_the_update_is_the_gradient_of_the_plain_formula(build_model, build_conf
                 logprobs = model(ids).logits.log_softmax(-1)[0, :-1]
                 new = logprobs.gather(1, ids[0, 1:, None])[len(turn.prompt_ids) - 1 :, 0]
                 importance = (new.detach() - torch.tensor(turn.rollout_logprobs)).exp().clamp(max=2)
+                importance = importance if age else torch.ones_like(importance)
                 ratio = (new - new.detach()).exp()
                 loss = loss - (importance * ratio * advantage).sum()
                 num_tokens += new.numel()
@@ -112,6 +117,10 @@ def test_the_update_is_the_gradient_of_the_plain_formula(build_model, build_conf
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     assert metrics["loss"] == pytest.approx(float(loss.detach() / num_tokens), rel=1e-4)
     assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    assert metrics["token_age_mean"] == metrics["token_age_max"] == age
+    assert metrics["off_policy_fraction"] == age
+    assert (metrics["effective_sample_size"] == 1.0) == (age == 0)
+    assert (metrics["importance_weight_max"] == 1.0) == (age == 0)
 
 
 def test_no_signal_leaves_the_weights_alone(build_model, build_config, build_trajectory):

@@ -212,6 +212,7 @@ def compute_own(model: nn.Module, batch: Batch, settings: dict[str, Any]) -> tup
                 new_logprobs=scored.logprobs,
                 proximal_logprobs=old,
                 rollout_logprobs=old,
+                is_on_policy=torch.zeros(len(old), dtype=torch.bool),
                 advantages=part.targets.advantages,
                 sequence_numbers=part.sequence_numbers,
                 token_weights=part.spread([weights[id(sample)] for sample in part.samples]),

@@ -113,8 +113,13 @@ def test_what_is_wrong_by_itself_is_one_problem(given: dict[str, Any]):
     assert len(caught.value.errors()) == 1
 
 
-def check(algorithm: AlgorithmConfig, n_samples: int = 4, limit: int = 1000) -> None:
-    check_algorithm(algorithm, n_samples=n_samples, max_tokens_per_trajectory=limit)
+def check(algorithm: AlgorithmConfig, n_samples: int = 4, staleness: int = 2) -> None:
+    check_algorithm(
+        algorithm,
+        n_samples=n_samples,
+        max_tokens_per_trajectory=1000,
+        max_staleness=staleness,
+    )
 
 
 @pytest.mark.parametrize("kind", sorted(set(RECIPES) - {"ppo"}))
@@ -173,6 +178,17 @@ def test_what_cannot_work_together_is_refused(
         check(build(**given))
     for cure in cures:
         check(build(**{**given, **cure}))
+
+
+def test_a_correction_of_tokens_that_have_weight_1_is_warned_of(caplog: pytest.LogCaptureFixture):
+    masked = {"rollout_correction": {"mode": "mask"}}
+    with caplog.at_level(logging.WARNING):
+        check(build(), staleness=0)
+        check(build(**masked), staleness=1)
+        check(build(**masked, on_policy_logprobs="rollout"), staleness=0)
+        assert not caplog.records
+        check(build(**masked), staleness=0)
+    assert "Type train.algorithm.on_policy_logprobs=rollout" in caplog.text
 
 
 def test_k1_in_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture):

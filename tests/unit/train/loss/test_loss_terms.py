@@ -24,6 +24,7 @@ def loss_of(
     *,
     proximal: list[float] | None = None,
     rollout: list[float] | None = None,
+    on_policy: list[bool] | None = None,
     advantages: list[float],
     weights: list[float] | None = None,
     sequences: list[int] | None = None,
@@ -31,13 +32,15 @@ def loss_of(
     entropies: Tensor | None = None,
     **algorithm: Any,
 ) -> LossOutput:
-    """compute_loss with defaults: on policy, everything trained, weight 1 per token."""
+    """compute_loss with defaults: no token is of the newest policy version, the rollout logprobs
+    are the proximal ones, everything is trained, weight 1 per token."""
     proximal_logprobs = new.detach() if proximal is None else tensor(proximal)
     return compute_loss(
         LossInputs(
             new_logprobs=new,
             proximal_logprobs=proximal_logprobs,
             rollout_logprobs=proximal_logprobs if rollout is None else tensor(rollout),
+            is_on_policy=torch.tensor(on_policy or [False] * len(new), dtype=torch.bool),
             advantages=tensor(advantages),
             sequence_numbers=torch.tensor(sequences or [0] * len(new), dtype=torch.long),
             token_weights=tensor([1.0] * len(new) if weights is None else weights),
@@ -76,8 +79,51 @@ def test_decoupled_loss_clips_on_proximal_and_weighs_by_rollout():
     assert output.sums["logprob_gap"].item() == pytest.approx(math.log(1.5) + 3 * LOG_2)
     assert output.maxima["logprob_gap"].item() == pytest.approx(2 * LOG_2)
     assert output.sums["approx_kl"].item() == pytest.approx(0.1 - math.log(1.1) + 1 - LOG_2)
-    assert output.sums["rollout_correction"].item() == pytest.approx(4.0)
-    assert output.maxima["rollout_correction"].item() == pytest.approx(4.0)
+    assert output.sums["importance_weight"].item() == pytest.approx(4.0)
+    assert output.sums["importance_weight_squared"].item() == pytest.approx(2.25 + 4 + 0.25)
+    assert output.sums["importance_weight_clipped"].item() == 1.0
+    assert output.maxima["importance_weight"].item() == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "slopes"),
+    [
+        ({}, [1.25, 0.5, 1.0]),
+        ({"on_policy_logprobs": "rollout"}, [1.25, 0.5, 1.5]),
+        # 1.25 x 0.5 x 1: what older weights began weighs on what the newest ones continued.
+        ({"rollout_correction": {"level": "sequence"}}, [0.625] * 3),
+        ({"kind": "gspo"}, [1.25, 0.5, 1.0]),
+        ({"rollout_correction": None}, [1.0, 1.0, 1.0]),
+        # The ratio is new / rollout itself: 1.25 is clipped, and so is 1.5.
+        ({"loss": {"kind": "ppo_clip"}}, [0.0, 0.5, 1.0]),
+        ({"loss": {"kind": "ppo_clip"}, "on_policy_logprobs": "rollout"}, [0.0, 0.5, 0.0]),
+    ],
+)
+def test_tokens_of_the_newest_version_are_exactly_on_policy(
+    algorithm: dict[str, Any], slopes: list[float]
+):
+    # proximal / rollout is 1.25, 0.5 and, by the engine's rounding alone, 1.5.
+    options: dict[str, Any] = {
+        "rollout": [-1.0 - math.log(1.25), -1.0 + LOG_2, -1.0 - math.log(1.5)],
+        "on_policy": [False, False, True],
+        "advantages": [1.0] * 3,
+        **algorithm,
+    }
+    gradient = gradient_of(tensor([-1.0] * 3), **options)
+    assert gradient == pytest.approx([-slope for slope in slopes])
+    if slopes[2] == 1.0:
+        assert gradient[2] == -1.0, "not to the bit"
+    # What the engine is off by is reported all the same.
+    gap = loss_of(tensor([-1.0] * 3), **options).sums["logprob_gap"].item()
+    assert gap == pytest.approx(math.log(1.25) + LOG_2 + math.log(1.5))
+
+
+def test_without_a_correction_the_weights_are_those_of_the_default_one():
+    options: dict[str, Any] = {"rollout": [-1.0 - 2 * LOG_2, -1.0], "advantages": [1.0, 1.0]}
+    for algorithm in ({}, {"loss": {"kind": "ppo_clip"}}, {"rollout_correction": None}):
+        output = loss_of(tensor([-1.0, -1.0]), **options, **algorithm)
+        assert output.sums["importance_weight"].item() == pytest.approx(2.0 + 1.0)
+        assert output.maxima["importance_weight"].item() == pytest.approx(4.0)
 
 
 def test_a_masked_token_gives_no_gradient_and_stays_in_the_denominator():
@@ -91,8 +137,8 @@ def test_a_masked_token_gives_no_gradient_and_stays_in_the_denominator():
     output = loss_of(tensor([-1.0, -1.0]), **options)
     assert output.loss.item() == pytest.approx(-0.5)
     assert gradient_of(tensor([-1.0, -1.0]), **options) == pytest.approx([0.0, -0.5])
-    assert output.sums["rollout_correction_dropped"].item() == 1.0
-    assert output.sums["rollout_correction"].item() == pytest.approx(1.0)
+    assert output.sums["importance_weight_clipped"].item() == 1.0
+    assert output.sums["importance_weight"].item() == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

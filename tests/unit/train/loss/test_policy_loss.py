@@ -56,6 +56,7 @@ def evaluate(
         new_logprobs=logprobs,
         proximal_logprobs=proximal,
         rollout_logprobs=proximal if rollout is None else tensor(rollout),
+        is_on_policy=torch.zeros(len(ratios), dtype=torch.bool),
         advantages=tensor(advantages),
         sequence_numbers=torch.tensor(sequences or [0] * len(ratios), dtype=torch.long),
         token_weights=torch.ones(len(ratios)),
@@ -294,31 +295,31 @@ SEQUENCES: list[Any] = [[1.5, 0.5, 2.0, 0.5], [0, 1, 0, 1], [3.0, 0.25, 3.0, 0.2
 
 
 @pytest.mark.parametrize(
-    ("case", "config", "weights", "dropped"),
+    ("case", "config", "weights", "clipped"),
     [
-        (TOKENS, {}, [2.0, 2.0, 1.0, 0.5, 0.1], []),
-        (TOKENS, {"cap": 3.0}, [3.0, 2.0, 1.0, 0.5, 0.1], []),
-        (TOKENS, {"floor": 0.4}, [2.0, 2.0, 1.0, 0.5, 0.4], []),
+        (TOKENS, {}, [2.0, 2.0, 1.0, 0.5, 0.1], [0]),
+        (TOKENS, {"cap": 3.0}, [3.0, 2.0, 1.0, 0.5, 0.1], [0]),
+        (TOKENS, {"floor": 0.4}, [2.0, 2.0, 1.0, 0.5, 0.4], [0, 4]),
         # On the bound is inside.
         (TOKENS, {"mode": "mask", "floor": 1.0, "cap": 1.0}, [0, 0, 1.0, 0, 0], [0, 1, 3, 4]),
         (TOKENS, {"mode": "mask", "cap": 2.1}, [0.0, 2.0, 1.0, 0.5, 0.1], [0]),
         (TOKENS, {"mode": "mask", "floor": 0.2, "cap": 5.0}, [4.0, 2.0, 1.0, 0.5, 0.0], [4]),
         (TOKENS, {"mode": "mask", "floor": 0.6, "cap": 1.5}, [0, 0, 1.0, 0, 0], [0, 1, 3, 4]),
-        (SEQUENCES, {}, [2.0, 0.25, 2.0, 0.25], []),
-        (SEQUENCES, {"cap": 4.0, "floor": 0.5}, [3.0, 0.5, 3.0, 0.5], []),
+        (SEQUENCES, {}, [2.0, 0.25, 2.0, 0.25], [0, 2]),
+        (SEQUENCES, {"cap": 4.0, "floor": 0.5}, [3.0, 0.5, 3.0, 0.5], [1, 3]),
         (SEQUENCES, {"mode": "mask"}, [0.0, 0.25, 0.0, 0.25], [0, 2]),
         (SEQUENCES, {"mode": "mask", "cap": 3.1, "floor": 0.3}, [3.0, 0, 3.0, 0], [1, 3]),
     ],
 )
 def test_correction_weights(
-    case: list[Any], config: dict[str, Any], weights: list[float], dropped: list[int]
+    case: list[Any], config: dict[str, Any], weights: list[float], clipped: list[int]
 ):
     ratios, sequences, raw, level = case
     correction = correct(ratios, sequences, level=level, **config)
     assert correction.weights.tolist() == pytest.approx(weights)
     assert correction.raw_weights.tolist() == pytest.approx(raw)
-    assert correction.is_dropped.nonzero()[:, 0].tolist() == dropped
-    assert correction.is_dropped.dtype == torch.bool
+    assert correction.is_clipped.nonzero()[:, 0].tolist() == clipped
+    assert correction.is_clipped.dtype == torch.bool
     assert not correction.weights.requires_grad
 
 
@@ -326,16 +327,6 @@ def test_correction_weights(
 def test_weights_are_finite(level: str):
     correction = correct([math.exp(700.0), math.exp(-700.0)], [0, 1], level=level)
     assert correction.raw_weights.tolist() == pytest.approx([math.exp(20.0), math.exp(-20.0)])
-
-
-def test_without_a_correction_every_weight_is_one():
-    correction = compute_rollout_correction(
-        tensor([-1.0, -2.0]), tensor([-3.0, -1.0]), torch.tensor([0, 0]), None
-    )
-    assert correction.weights.tolist() == [1.0, 1.0]
-    assert correction.raw_weights.tolist() == [1.0, 1.0]
-    assert correction.is_dropped.tolist() == [False, False]
-    assert correction.is_dropped.dtype == torch.bool
 
 
 @pytest.mark.parametrize(

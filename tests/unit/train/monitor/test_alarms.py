@@ -478,7 +478,10 @@ CASES: list[tuple[str, Line, list[str]]] = [
     (
         "logprob_gap",
         {"logprob_gap_mean": 0.25, "probe_gap_mean": 0.09},
-        ["the engine computes differently", "0.09 nats apart after", "model.dtype=float32"],
+        [
+            *("the engine computes differently", "0.09 nats apart after", "model.dtype=float32"),
+            "try: train.algorithm.on_policy_logprobs=rollout",
+        ],
     ),
     ("entropy_collapse", {"entropy": 0.02}, ["0.02 nats", "2.0% of the 1", "temperature=1.0"]),
     ("truncated", {"truncated_fraction": 0.8}, ["80%", "above 40%", "gconfig.max_tokens=128"]),

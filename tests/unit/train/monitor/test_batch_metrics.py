@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,10 +19,8 @@ from agentrl_cli.records import (
 from agentrl_cli.train.monitor.batch_metrics import describe_hardness, summarize_trajectories
 
 
-def call(name: str, num_tokens: int, version: int = 3, **fields: Any) -> Interaction:
-    return Interaction(
-        id=name, completion_ids=(1,) * num_tokens, versions=(version,) * num_tokens, **fields
-    )
+def call(name: str, num_tokens: int, **fields: Any) -> Interaction:
+    return Interaction(id=name, completion_ids=(1,) * num_tokens, **fields)
 
 
 def attempt(name: str, group: str, reward: float | None, *calls: Interaction, **fields: Any):
@@ -33,7 +32,7 @@ def attempt(name: str, group: str, reward: float | None, *calls: Interaction, **
 BATCH = [
     attempt(
         "a", "x", 1.0,
-        call("a0", 4, version=2, reply={"role": "assistant", "tool_calls": [{}, {}]}),
+        call("a0", 4, reply={"role": "assistant", "tool_calls": [{}, {}]}),
         call("a1", 6, finish_reason="length", mismatch_cause=MismatchCause.HISTORY_EDITED),
     ),
     attempt("b", "x", 0.0, call("b0", 2)),
@@ -41,7 +40,7 @@ BATCH = [
         "c", "y", None, call("c0", 0, status=InteractionStatus.FAILED),
         failure=Failure(boundary=Boundary.TOOL, kind="ZeroDivisionError", message=""),
     ),
-    attempt("d", "y", 0.5, call("d0", 4, version=5)),
+    attempt("d", "y", 0.5, call("d0", 4)),
 ]  # fmt: skip
 
 
@@ -51,13 +50,13 @@ def test_parts_of_rewards_are_averaged_over_who_has_them():
         attempt("b", "x", 0.0, call("b0", 1), reward_parts={"form": 0.5}),
         attempt("c", "x", None),
     ]
-    metrics = summarize_trajectories(batch, 0)
+    metrics = summarize_trajectories(batch)
     parts = {k: v for k, v in metrics.items() if k.startswith("reward_part_")}
     assert parts == {"reward_part_form": 0.75, "reward_part_right": 0.0}
 
 
 def test_a_batch_by_hand():
-    metrics = summarize_trajectories(BATCH, 5)
+    metrics = summarize_trajectories(BATCH)
     assert metrics["num_trajectories"] == 4
     assert metrics["num_unscored"] == 1
     # Rewards 1, 0, 1/2: mean 1/2, unbiased deviation sqrt((1/4 + 1/4 + 0) / 2) = 1/2.
@@ -71,9 +70,6 @@ def test_a_batch_by_hand():
     assert metrics["completion_tokens_mean"] == 4.0
     assert metrics["completion_tokens_max"] == 10.0
     assert metrics["truncated_fraction"] == 0.25
-    # 4 tokens are 3 behind, 8 are 2 behind, 4 are fresh: 28 / 16.
-    assert metrics["staleness_mean"] == pytest.approx(1.75)
-    assert metrics["staleness_max"] == 3.0
     assert metrics["failures"] == 1
     assert metrics["failures_tool"] == 1
     assert sum(metrics[f"failures_{boundary}"] for boundary in Boundary) == 1
@@ -95,18 +91,18 @@ def test_replaced_groups_count_in_everything_that_is_reported():
         attempt("e", "z", 0.0, call("e0", 12)),
         attempt("f", "z", 0.0, call("f0", 8)),
     ]
-    metrics = summarize_trajectories(batch, 3)
+    metrics = summarize_trajectories(batch)
     assert metrics["num_filtered_groups"] == 1
     assert metrics["num_groups_without_signal"] == 2
     assert metrics["num_trajectories"] == 6
     assert metrics["reward_mean"] == 0.5
     assert metrics["completion_tokens_mean"] == 6.0
-    assert summarize_trajectories(BATCH, 5)["num_filtered_groups"] == 0
+    assert summarize_trajectories(BATCH)["num_filtered_groups"] == 0
 
 
 @pytest.mark.parametrize("reward", [None, math.nan])
 def test_without_a_reward_there_is_no_mean_to_misread(reward: float | None):
-    metrics = summarize_trajectories([attempt("a", "x", reward, call("a0", 1))], 3)
+    metrics = summarize_trajectories([attempt("a", "x", reward, call("a0", 1))])
     assert "reward_mean" not in metrics
     assert metrics["num_unscored"] == 1
     assert all(math.isfinite(value) for value in metrics.values())
@@ -117,14 +113,32 @@ def test_what_is_unscored_for_a_turn_of_its_own_counts_in_no_mean():
         attempt("a", "x", 1.0, call("a0", 1, turn_return=math.nan)),
         attempt("b", "x", 0.25, call("b0", 1, turn_return=0.25)),
     ]
-    metrics = summarize_trajectories(batch, 3)
+    metrics = summarize_trajectories(batch)
     assert metrics["num_unscored"] == 1
     assert metrics["reward_mean"] == metrics["reward_max"] == 0.25
 
 
+def test_slow_trajectories_that_are_not_trained_on_are_seen():
+    def ratio(*batch: Trajectory) -> float | None:
+        return summarize_trajectories(batch).get("trained_seconds_ratio")
+
+    quick = attempt("a", "x", 1.0, call("a0", 1), seconds=1.0)
+    slow = attempt("b", "x", 0.0, call("b0", 1), seconds=8.0)
+    failed, replaced = replace(slow, reward=None), replace(slow, replaced_by="z")
+    metrics = summarize_trajectories([quick, slow])
+    assert (metrics["trajectory_seconds_mean"], metrics["trajectory_seconds_max"]) == (4.5, 8.0)
+    assert metrics["trained_seconds_ratio"] == 1.0
+    # Trained 1 s; all (1 + 8) / 2. Trained (1 + 8) / 2; all (1 + 8 + 8 + 8) / 4 = 6.25.
+    assert ratio(quick, failed) == ratio(quick, replaced) == pytest.approx(1 / 4.5)
+    assert ratio(quick, slow, failed, replaced) == pytest.approx(4.5 / 6.25)
+    assert ratio(slow, replace(quick, reward=None)) == pytest.approx(8 / 4.5)
+    # Nothing trained; nothing measured.
+    assert ratio() is ratio(failed) is ratio(replace(quick, seconds=0.0)) is None
+
+
 def test_an_empty_batch_and_a_single_reward_are_finite():
-    assert all(math.isfinite(v) for v in summarize_trajectories([], 0).values())
-    assert summarize_trajectories([attempt("a", "x", 0.3, call("a0", 1))], 0)["reward_std"] == 0.0
+    assert all(math.isfinite(v) for v in summarize_trajectories([]).values())
+    assert summarize_trajectories([attempt("a", "x", 0.3, call("a0", 1))])["reward_std"] == 0.0
 
 
 def test_a_base_that_solves_nearly_nothing_or_all_is_told_what_to_do() -> None:

@@ -29,12 +29,13 @@ def batch_of(num_targets: int) -> MicroBatch:
 
 
 def output(loss: float, sums: float, largest: float) -> LossOutput:
-    """Every sum is ``sums``, every maximum ``largest``."""
-    names = ("approx_kl", "clipfrac", "kl", "logprob_gap", "rollout_correction")
+    """Every sum is ``sums``, that of squares 4 x as much, every maximum ``largest``."""
+    names = ("approx_kl", "clipfrac", "kl", "logprob_gap", "importance_weight")
     return LossOutput(
         torch.tensor(loss, requires_grad=True),
-        {name: torch.tensor(sums) for name in (*names, "rollout_correction_dropped")},
-        {name: torch.tensor(largest) for name in ("logprob_gap", "rollout_correction")},
+        {name: torch.tensor(sums) for name in (*names, "importance_weight_clipped")}
+        | {"importance_weight_squared": torch.tensor(4 * sums)},
+        {name: torch.tensor(largest) for name in ("logprob_gap", "importance_weight")},
     )
 
 
@@ -44,7 +45,7 @@ def entropies(*values: float) -> Tensor:
 
 def filled() -> UpdateMetrics:
     """Two updates of 1 + 2 and 1 targets, passed forward as 2 + 3 and 2 tokens."""
-    metrics = UpdateMetrics([sample(3, 3, 2), sample(3)], 3)
+    metrics = UpdateMetrics([sample(3, 3, 1), sample(3)], 3)
     metrics.add_micro_batch(batch_of(1), output(0.5, 2.0, 7.0), entropies(1.0))
     metrics.add_micro_batch(batch_of(2), output(0.25, 4.0, 3.0), entropies(2.0, 0.5))
     metrics.add_update(2.0)
@@ -53,12 +54,14 @@ def filled() -> UpdateMetrics:
     return metrics
 
 
-#: Sums of 8 over 4 targets, entropies of 4; losses 0.75 and -0.25; norms 2 and 4.
+#: Sums of 8 over 4 targets, entropies of 4; losses 0.75 and -0.25; norms 2 and 4. Weights 8 and
+#: squares 32, as of 4, 4, 0, 0: 8² / (4 x 32). One of four tokens is 2 versions old.
 EXPECTED = {
     "approx_kl": 2.0, "clipfrac": 2.0, "kl": 2.0, "entropy": 1.0, "loss": 0.25, "grad_norm": 3.0,
-    "logprob_gap_mean": 2.0, "logprob_gap_max": 7.0, "rollout_correction_mean": 2.0,
-    "rollout_correction_max": 7.0, "rollout_correction_dropped_fraction": 2.0,
-    "off_policy_fraction": 0.25, "num_samples": 2.0, "num_micro_batches": 3.0, "num_updates": 2.0,
+    "logprob_gap_mean": 2.0, "logprob_gap_max": 7.0, "importance_weight_mean": 2.0,
+    "importance_weight_max": 7.0, "importance_weight_clipfrac": 2.0, "effective_sample_size": 0.5,
+    "token_age_mean": 0.5, "token_age_max": 2.0, "off_policy_fraction": 0.25,
+    "num_samples": 2.0, "num_micro_batches": 3.0, "num_updates": 2.0,
     "num_skipped_updates": 0.0, "train_tokens": 7.0,
 }  # fmt: skip
 
@@ -118,7 +121,7 @@ def test_ranks_add_up():
     expected = EXPECTED | {
         "loss": 0.5,
         "logprob_gap_max": 100.0,
-        "rollout_correction_max": 100.0,
+        "importance_weight_max": 100.0,
         "num_micro_batches": 6.0,
         "train_tokens": 14.0,
     }
