@@ -36,8 +36,8 @@ def format_page(results: Results, num_steps: int) -> str:
             str(staleness),
             objective,
             after,
-            f"{statistics.mean(line['staleness_mean'] for line in lines):.2f}",
-            f"{max(line['staleness_max'] for line in lines):.0f}",
+            f"{statistics.mean(line['token_age_mean'] for line in lines):.2f}",
+            f"{max(line['token_age_max'] for line in lines):.0f}",
             f"{statistics.mean(line['off_policy_fraction'] for line in lines):.2f}",
         ]
         rows.append("| " + " | ".join(cells) + " |")

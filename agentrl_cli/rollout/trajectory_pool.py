@@ -66,8 +66,8 @@ class ConcurrencyLimit:
             self._num_seats = load.num_seats
             self.value = self._clamp(math.ceil(load.num_seats * _CALLS_PER_SEAT))
         num_calls = load.num_running + load.num_waiting
-        # Probes are calls of no trajectory. And after a fall, more run than may until they end: what
-        # is measured is not yet its effect.
+        # Probes are calls of no trajectory. And after a fall, more run than may until they end:
+        # what is measured is not yet its effect.
         if not (num_calls and num_running and load.num_seats) or num_running > self.value:
             return self.value
         share = min(1.0, num_calls / num_running)
