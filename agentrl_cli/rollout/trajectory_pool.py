@@ -31,7 +31,7 @@ _MAX_FALL, _MAX_RISE = 0.7, 1.5
 #: Of what was measured before, in the share of its time that a trajectory spends at the engine.
 _MEMORY = 0.8
 #: By so much, from one update to the next, more calls are tried than memory was seen for.
-_MEMORY_GROWTH = 1.02
+_MEMORY_GROWTH = 1.05
 #: Calls that wait while more than this share of the memory is taken wait for memory. (Others may
 #: have come since the engine's last step.)
 _FULL = 0.9
@@ -65,12 +65,11 @@ class ConcurrencyLimit:
             # As if agents did nothing but call the model: more are let in as their pauses show.
             self._num_seats = load.num_seats
             self.value = self._clamp(math.ceil(load.num_seats * _CALLS_PER_SEAT))
-        num_calls = load.num_running + load.num_waiting
-        # Probes are calls of no trajectory. And after a fall, more run than may until they end:
-        # what is measured is not yet its effect.
-        if not (num_calls and num_running and load.num_seats) or num_running > self.value:
+        # Probes are calls of no trajectory, and a publication holds all calls. And after a fall,
+        # more run than may until they end: what is measured is not yet its effect.
+        if not (load.num_running and num_running) or num_running > self.value:
             return self.value
-        share = min(1.0, num_calls / num_running)
+        share = min(1.0, (load.num_running + load.num_waiting) / num_running)
         known = share if math.isnan(self._share) else self._share
         self._share = _MEMORY * known + (1 - _MEMORY) * share
         # (What vLLM counts as preempted says less: a publication preempts all calls.)

@@ -98,6 +98,12 @@ def test_the_limit_stays_between_its_bounds() -> None:
     for _ in range(20):
         limit.update(limit.value, load(1, limit.value - 1, 0.95))
     assert limit.value == 8
+    limit = ConcurrencyLimit(floor=8, ceiling=40)
+    limit.update(0, load(0, 0))
+    # A publication holds all calls: that says nothing of the memory.
+    assert limit.update(18, load(0, 18, 0.95)) == 18
+    assert limit.update(18, load(16, 2, 0.9)) == 17
+    limit.value = 8
     # Nothing runs, or nobody calls: nothing is known.
     assert limit.update(0, load(0, 0)) == 8
     # A probe is sampled, between two steps.
