@@ -6,10 +6,11 @@
 Three figures, each from one run of this module:
 
 - requests/s, added latency and CPU of three-turn sessions through gateway and router, beside a
-  plain aiohttp client that sends the same token ids to the server itself; on a server that
-  answers at once (``null``) and on real vLLM (``vllm``). Rounds of both ways alternate; the
-  figures are medians over the rounds. Client, server, and gateway with router are processes
-  of their own: the CPU time is that of gateway and router alone.
+  plain aiohttp client that sends the same token ids to the server itself, and beside the same
+  through a bare proxy, which hands bytes on; on a server that answers at once (``null``) and on
+  real vLLM (``vllm``). Rounds of the ways alternate; the figures are medians over the rounds.
+  Client, server, and gateway with router are processes of their own: the CPU time is that of
+  gateway and router (or of the proxy) alone.
 - ``publish``: a publication of new weights to real vLLM through the file, beside one copy of
   the same bytes in memory.
 - the time from nothing to the first token of a server.
@@ -32,7 +33,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import aiohttp
 import torch
+from aiohttp import web
 from transformers.utils import logging
 
 from agentrl_cli.engine.protocol import Sampling, ServerEndpoint
@@ -79,8 +82,32 @@ async def open_process(*argv: str) -> AsyncIterator[Process]:
         await process.wait()
 
 
+@asynccontextmanager
+async def open_proxy(url: str) -> AsyncIterator[str]:
+    """The address of a proxy, in this process, that hands on what it gets and does nothing else."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as http:
+
+        async def hand_on(request: web.Request) -> web.Response:
+            headers = {"Content-Type": "application/json"}
+            async with http.post(url, data=await request.read(), headers=headers) as reply:
+                return web.Response(body=await reply.read(), content_type="application/json")
+
+        app = web.Application()
+        app.router.add_post("/", hand_on)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            host, port = runner.addresses[0][:2]
+            yield f"http://{host}:{port}/"
+        finally:
+            await runner.cleanup()
+
+
 class Comparison:
-    """The same sessions on the bare server and through gateway and router."""
+    """The same sessions on the bare server, through a bare proxy, through gateway and router."""
 
     def __init__(
         self,
@@ -96,11 +123,18 @@ class Comparison:
 
     async def run(self, num_concurrent: int, num_rounds: int) -> dict[str, Round]:
         """Medians over the rounds, by way."""
-        rounds: dict[str, list[Round]] = {"bare server": [], "gateway + router": []}
+        rounds: dict[str, list[Round]] = {
+            "bare server": [],
+            "bare proxy": [],
+            "gateway + router": [],
+        }
         for number in range(num_rounds + 1):
             lengths = self._draw_lengths(num_concurrent * _NUM_SUCCESSORS, seed=number)
             job = {"lengths": lengths, "num_concurrent": num_concurrent}
-            bare = await self._measure(job | self._build_bare_job(len(lengths)))
+            bare_job = job | self._build_bare_job(len(lengths))
+            bare = await self._measure(bare_job)
+            async with open_proxy(bare_job["url"]) as url:
+                proxied = await self._measure(bare_job | {"url": url})
             sessions = [self._gateway.open_session() for _ in lengths]
             routed = await self._measure(
                 job
@@ -114,6 +148,7 @@ class Comparison:
                 self._gateway.close_session(session)
             if number:  # the first round warms up
                 rounds["bare server"].append(bare)
+                rounds["bare proxy"].append(proxied)
                 rounds["gateway + router"].append(routed)
         return {way: _compute_median(measured) for way, measured in rounds.items()}
 
@@ -175,21 +210,25 @@ async def compare(
     endpoint: ServerEndpoint,
     arguments: argparse.Namespace,
 ) -> None:
-    """Both ways at every load, as a table."""
+    """All ways at every load, as a table."""
     print(f"\n{title}: sessions of {_NUM_TURNS} turns, {arguments.rounds} rounds\n")
-    print("| at once | way | requests/s | of bare | p50 ms | added ms | CPU ms a request |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| at once | way | requests/s | of bare | p50 ms | added ms | CPU ms a request "
+        "| of the proxy's |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     async with open_process("benchmarks.load") as load:
         comparison = Comparison(router, endpoint, load, tuple(arguments.new_tokens))
         for num_sessions in arguments.sessions:
             figures = await comparison.run(num_sessions, arguments.rounds)
-            bare = figures["bare server"]
+            bare, proxy = figures["bare server"], figures["bare proxy"]
             for way, figure in figures.items():
                 print(
                     f"| {num_sessions} | {way} | {figure.requests_per_second:,.0f} "
                     f"| {figure.requests_per_second / bare.requests_per_second:.2f} "
                     f"| {figure.p50_ms:.1f} | {figure.p50_ms - bare.p50_ms:.1f} "
-                    f"| {figure.cpu_ms if figure is not bare else 0.0:.2f} |",
+                    f"| {figure.cpu_ms if figure is not bare else 0.0:.2f} "
+                    f"| {figure.cpu_ms / proxy.cpu_ms if figure is not bare else 0.0:.2f} |",
                     flush=True,
                 )
         await comparison.close()
