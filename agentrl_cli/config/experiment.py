@@ -276,6 +276,9 @@ class RolloutConfig(StrictConfig):
     timeout_seconds: ResumeSafe[float] = Field(600.0, gt=0.0)
     """Deadline of one trajectory: further calls are refused, and an agent that has not
     returned a few seconds later is stopped."""
+    max_retries: ResumeSafe[int] = Field(1, ge=0)
+    """How often a trajectory that failed through its surroundings (a server, a tool, the reward
+    function) is made again; not one that ran out of time, and none before any has worked."""
     max_turns: int = Field(16, ge=1)
     """Maximum number of model calls in one trajectory."""
     max_tokens_per_trajectory: int = Field(32768, ge=1)
@@ -318,12 +321,16 @@ class RolloutConfig(StrictConfig):
         """Processes that run blocking reward functions."""
         return self.reward_workers or count_usable_cores()
 
+    def count_retries(self) -> int:
+        """How often a trajectory may be made again; a program elsewhere has its own sessions."""
+        return 0 if self.agent_mode == "external" else self.max_retries
+
     def compute_deadline(self, num_trajectories: int, *, max_in_a_row: int = 1) -> float:
         """Seconds after which so many trajectories are over, whatever agents and rewards do.
 
         ``max_in_a_row``: how many of them at most begin only after another has ended.
         """
-        num_waves = math.ceil(num_trajectories / self.count_parallel())
+        num_waves = math.ceil(num_trajectories / min(self.count_parallel(), self.min_concurrent))
         if max_in_a_row > 1:
             # While places are free, one of the row is running (Graham 1966).
             num_waves += max_in_a_row
@@ -336,7 +343,8 @@ class RolloutConfig(StrictConfig):
             ) * self.external.max_sessions_per_attempt
         # Calls of the reward function wait for each other too.
         num_calls = math.ceil(num_trajectories / self.count_reward_workers())
-        return 60.0 + num_waves * seconds + num_calls * self.reward_timeout_seconds
+        once = num_waves * seconds + num_calls * self.reward_timeout_seconds
+        return 60.0 + (1 + self.count_retries()) * once
 
 
 class LauncherConfig(StrictConfig):

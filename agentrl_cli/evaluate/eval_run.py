@@ -31,9 +31,8 @@ async def evaluate(
     step: int = 0,
     label: str | None = None,
 ) -> EvalReport:
-    """The report of ``n_samples`` attempts at every task, stored with their trajectories.
-
-    ``step`` is the step after which the model is evaluated (0: before the first).
+    """The report of ``n_samples`` attempts at every task after ``step`` (0: before the first),
+    stored with their trajectories.
 
     Raises:
         RolloutFailedError: every trajectory failed in the same way; stored with a label that
@@ -63,6 +62,7 @@ async def evaluate(
             n_samples=n_samples,
             max_concurrent=rollout.max_concurrent,
             min_concurrent=rollout.min_concurrent,
+            max_retries=rollout.count_retries(),
             step=step,
             on_finished=show,
         )

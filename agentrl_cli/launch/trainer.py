@@ -320,6 +320,7 @@ class PPOTrainer:
             planner,
             max_concurrent=rollout.max_concurrent,
             min_concurrent=rollout.min_concurrent,
+            max_retries=rollout.count_retries(),
             on_finished=folder.add_pending,
             observer=self.observer,
         )

@@ -24,13 +24,14 @@ async def run_tasks(
     n_samples: int,
     max_concurrent: int,
     min_concurrent: int | None = None,
+    max_retries: int = 0,
     step: int = 0,
     on_finished: OnFinished | None = None,
 ) -> list[Trajectory]:
     """``n_samples`` trajectories of every task, in the order of the tasks.
 
-    :class:`TrajectoryPool` says how many run at a time. ``on_finished`` is called with each as it
-    ends. What it raises ends everything.
+    :class:`TrajectoryPool` says how many run at a time, and what is made again. ``on_finished`` is
+    called with each as it ends. What it raises ends everything.
 
     Raises:
         RolloutFailedError: every trajectory failed in the same way.
@@ -44,7 +45,12 @@ async def run_tasks(
             on_finished(trajectory)
 
     pool = TrajectoryPool(
-        workflow, engine, keep, max_concurrent=max_concurrent, min_concurrent=min_concurrent
+        workflow,
+        engine,
+        keep,
+        max_concurrent=max_concurrent,
+        min_concurrent=min_concurrent,
+        max_retries=max_retries,
     )
     # The samples of a group are neighbours, so they share prefixes.
     attempts = [
@@ -74,7 +80,7 @@ class RolloutScheduler:
         workflow: makes a trajectory.
         engine: samples.
         planner: decides what starts and what a step is made of.
-        max_concurrent, min_concurrent: see :class:`TrajectoryPool`.
+        max_concurrent, min_concurrent, max_retries: see :class:`TrajectoryPool`.
         on_finished: called with each trajectory as it ends; what it raises ends the run.
         observer: hears how far the step that the trainer waits for is.
     """
@@ -87,6 +93,7 @@ class RolloutScheduler:
         *,
         max_concurrent: int,
         min_concurrent: int | None = None,
+        max_retries: int = 0,
         on_finished: OnFinished | None = None,
         observer: Observer | None = None,
     ) -> None:
@@ -101,6 +108,7 @@ class RolloutScheduler:
             self._keep,
             max_concurrent=max_concurrent,
             min_concurrent=min_concurrent,
+            max_retries=max_retries,
         )
         self._changed = self.pool.changed
         self._feeder: asyncio.Task[None] | None = None

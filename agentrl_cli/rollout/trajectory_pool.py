@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agentrl_cli.engine.protocol import EngineLoad, InferenceEngine
 from agentrl_cli.log import get_logger
-from agentrl_cli.records import Trajectory
+from agentrl_cli.records import Boundary, FailureCause, Trajectory
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
 
 _log = get_logger(__name__)
@@ -24,6 +25,8 @@ OnFinished = Callable[[Trajectory], None]
 
 #: How often the load is read.
 _UPDATE_SECONDS = 1.0
+#: Before the first retry, on average; before each further one twice as long.
+_FIRST_PAUSE_SECONDS = 2.0
 #: Calls for each seat: a few wait, so that a seat which becomes free is taken at once.
 _CALLS_PER_SEAT = 1.1
 #: A limit that is far off is approached in steps, since what is measured lags behind.
@@ -104,6 +107,7 @@ class TrajectoryPool:
         max_concurrent: how many may be in progress at the same time.
         min_concurrent: their number follows the engine's load, between this and that; None: it
             does not.
+        max_retries: how often one that failed through its surroundings is made again.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class TrajectoryPool:
         *,
         max_concurrent: int,
         min_concurrent: int | None = None,
+        max_retries: int = 0,
     ) -> None:
         floor = min(min_concurrent or max_concurrent, max_concurrent)
         self.limit = ConcurrencyLimit(floor, max_concurrent)
@@ -126,11 +131,19 @@ class TrajectoryPool:
         self._running: set[asyncio.Task[None]] = set()
         self._room = asyncio.Event()
         self._follower: asyncio.Task[None] | None = None
+        self._max_retries = max_retries
+        self._num_retries = 0
+        self._has_worked = False
 
     @property
     def num_running(self) -> int:
         """Trajectories in progress."""
         return len(self._running)
+
+    def take_num_retries(self) -> int:
+        """How often a trajectory was made again since the last call."""
+        taken, self._num_retries = self._num_retries, 0
+        return taken
 
     async def start(self, attempt: Attempt) -> None:
         """Starts an attempt as soon as there is room; returns when it has started."""
@@ -180,11 +193,35 @@ class TrajectoryPool:
 
     async def _run(self, attempt: Attempt) -> None:
         try:
-            self._on_finished(await self._workflow.arun_trajectory(self._engine, attempt))
+            self._on_finished(await self._make(attempt))
         except asyncio.CancelledError:
             raise
         except BaseException as error:
             self.fail(error)
+
+    async def _make(self, attempt: Attempt) -> Trajectory:
+        """The trajectory, or its last try: each begins later than the one before it."""
+        for number in range(self._max_retries + 1):
+            trajectory = await self._workflow.arun_trajectory(self._engine, attempt)
+            self._has_worked |= trajectory.failure is None
+            if number == self._max_retries or not self._may_be_retried(trajectory):
+                break
+            self._num_retries += 1
+            _log.info("%s is made again: %s", attempt.id, trajectory.failure)
+            # Who failed together would come back together.
+            await asyncio.sleep(_FIRST_PAUSE_SECONDS * 2**number * random.uniform(0.5, 1.5))
+        return trajectory
+
+    def _may_be_retried(self, trajectory: Trajectory) -> bool:
+        """Whether another try may end otherwise. One that ran out of time would take as long again,
+        and where nothing has ever worked, the mistake is the user's."""
+        failure = trajectory.failure
+        return (
+            self._has_worked
+            and failure is not None
+            and failure.cause is FailureCause.SURROUNDINGS
+            and failure.boundary is not Boundary.TIMEOUT
+        )
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)

@@ -205,6 +205,7 @@ class RunCoordinator:
             "step": float(step),
             **summarize_trajectories(batch),
             "concurrency_limit": float(self.scheduler.pool.limit.value),
+            "num_retries": float(self.scheduler.pool.take_num_retries()),
             "num_tasks_in_cooldown": float(self.scheduler.planner.count_cooling(step)),
             **metrics,
             "rollout_seconds": self._rollout_seconds,

@@ -1,10 +1,11 @@
-"""The number of trajectories follows the engine's load: simulated, and in the pool."""
+"""How many trajectories run at a time, by the engine's load; and which are made again."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.engine.protocol import EngineLoad
-from agentrl_cli.records import Trajectory
+from agentrl_cli.records import Boundary, Failure, FailureCause, Trajectory
 from agentrl_cli.rollout import trajectory_pool
 from agentrl_cli.rollout.dataset import build_eval_tasks
 from agentrl_cli.rollout.trajectory_pool import ConcurrencyLimit, TrajectoryPool
@@ -215,3 +216,57 @@ async def test_a_fixed_number_asks_for_no_load() -> None:
     pool.fail(ValueError("x"))
     await asyncio.wait_for(waiting, 5)
     await pool.close()
+
+
+class Failing(RolloutWorkflow):
+    """Trajectories that fail as often as their row says, and then work."""
+
+    def __init__(self, failure: Failure | None = None) -> None:
+        self.failure = failure or Failure(boundary=Boundary.ENGINE, kind="EngineError", message="m")
+        self.num_tries: Counter[str] = Counter()
+
+    async def arun_episode(self, engine: Any, data: Any) -> dict[str, Any]:
+        raise AssertionError("the pool calls arun_trajectory")
+
+    async def arun_trajectory(self, engine: Any, attempt: Attempt) -> Trajectory:
+        self.num_tries[attempt.id] += 1
+        fails = self.num_tries[attempt.id] <= attempt.task.row["num_failures"]
+        return attempt.begin_trajectory(failure=self.failure if fails else None)
+
+
+async def run_failing(workflow: Failing, nums_failures: list[int]) -> list[bool]:
+    """Whether each worked in the end; one after the other, each with at most two retries."""
+    ended: list[Trajectory] = []
+    pool = TrajectoryPool(workflow, None, ended.append, max_concurrent=1, max_retries=2)  # type: ignore[arg-type]
+    for task in build_eval_tasks([{"num_failures": num} for num in nums_failures]):
+        await pool.start(Attempt(task=task))
+    await pool.drain()
+    assert pool.take_num_retries() == workflow.num_tries.total() - len(nums_failures)
+    assert pool.take_num_retries() == 0
+    await pool.close()
+    return [t.failure is None for t in ended]
+
+
+async def test_what_failed_through_its_surroundings_is_made_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trajectory_pool, "_FIRST_PAUSE_SECONDS", 0.001)
+    workflow = Failing()
+    assert await run_failing(workflow, [0, 1, 2, 3]) == [True, True, True, False]
+    assert [*workflow.num_tries.values()] == [1, 2, 3, 3]
+
+
+async def test_nothing_is_made_again_while_nothing_has_worked() -> None:
+    workflow = Failing()
+    assert await run_failing(workflow, [9, 9]) == [False, False]
+    assert workflow.num_tries.total() == 2
+
+
+@pytest.mark.parametrize(
+    "change", [{"boundary": Boundary.TIMEOUT}, {"cause": FailureCause.POLICY}], ids=str
+)
+async def test_what_would_fail_again_is_an_outcome(change: dict[str, Any]) -> None:
+    failure = Failure(boundary=Boundary.AGENT, kind="E", message="m")
+    workflow = Failing(replace(failure, **change))
+    assert await run_failing(workflow, [0, 1]) == [True, False]
+    assert workflow.num_tries.total() == 2
