@@ -135,7 +135,9 @@ class RolloutProgram:
         """Makes one trajectory and sends its record, or what it raised."""
         attempt = Attempt(**{**message["attempt"], "task": Task(**message["attempt"]["task"])})
         await self._watchdog.name_trajectory(attempt.id)
-        self._report({"op": "begun", "key": message["key"]})
+        # On its way before anything that may end this process: else nobody would know what did.
+        begun = self._send({"op": "begun", "key": message["key"]})
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(begun, self._control))
         record, error = b"", None
         try:
             workflow = self._workflows[message["split"]]
@@ -149,6 +151,9 @@ class RolloutProgram:
         self._engine.report_counts()
         described = error and _describe(error)
         self._report({"op": "ended", "key": message["key"], "error": described}, record)
+
+    async def _send(self, message: Message) -> None:
+        self._stream.send(message)
 
     def _report(self, message: Message, payload: bytes = b"") -> None:
         """Sends from the event loop of the rollouts."""

@@ -218,6 +218,7 @@ def run(folder: Path) -> Path:
     trajectory = Trajectory(**ids, step=1, interactions=(call,), reward=1.0)
     with RunFolder.create_or_resume(config) as run_folder:
         run_folder.write_trajectories(1, [trajectory])
+        run_folder.flush()
         yield run_folder.path.relative_to(folder)
 
 

@@ -83,7 +83,7 @@ def test_updates_are_those_of_layers_as_they_are(make_learner, ragged_batch, set
         torch.testing.assert_close(found, tensor, atol=5e-6, rtol=0.0, msg=name)
     [expected_logprobs] = plain.compute_logprobs([[1, 2, 3, 4]])
     [logprobs] = compiled.compute_logprobs([[1, 2, 3, 4]])
-    assert logprobs == pytest.approx(expected_logprobs, abs=1e-5)
+    assert logprobs == pytest.approx(expected_logprobs, abs=2e-5)
 
 
 def test_no_length_is_compiled_by_itself(make_learner, build_trajectory):

@@ -111,7 +111,7 @@ async def test_reply_that_was_cut_after_a_call_counts_as_truncated(open_client: 
     [one] = client.interactions
     assert one.finish_reason == "length"
     trajectory = Trajectory(id="t", task_id="0", group_id="g", interactions=(one,))
-    assert summarize_trajectories([trajectory], 0)["truncated_fraction"] == 1.0
+    assert summarize_trajectories([trajectory])["truncated_fraction"] == 1.0
 
 
 async def test_branches_share_a_turn_that_is_trained_once(open_client: Open) -> None:
