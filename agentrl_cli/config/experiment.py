@@ -279,6 +279,9 @@ class RolloutConfig(StrictConfig):
     max_retries: ResumeSafe[int] = Field(1, ge=0)
     """How often a trajectory that failed through its surroundings (a server, a tool, the reward
     function) is made again; not one that ran out of time, and none before any has worked."""
+    max_failed_groups: ResumeSafe[int | None] = Field(3, ge=1)
+    """A task of which so many groups in a row failed through their surroundings, all retries
+    included, is set aside and reported; null: never."""
     max_turns: int = Field(16, ge=1)
     """Maximum number of model calls in one trajectory."""
     max_tokens_per_trajectory: int = Field(32768, ge=1)

@@ -50,7 +50,7 @@ from agentrl_cli.train.resume import (
     CheckpointSaver,
     find_first_rolled_step,
     open_cursor,
-    read_open_rounds,
+    read_planner_state,
     read_unused,
 )
 
@@ -312,7 +312,8 @@ class PPOTrainer:
             first_step=first_step,
             last_step=self.config.train.total_steps,
             already_finished=waiting,
-            open_rounds=read_open_rounds(folder, rollout, first_step),
+            max_failed_groups=rollout.max_failed_groups,
+            state=read_planner_state(folder, rollout, first_step),
         )
         return RolloutScheduler(
             workflow,

@@ -15,6 +15,11 @@ from agentrl_cli.rollout.step_planner import StepPlanner
 from agentrl_cli.rollout.trajectory_pool import OnFinished, TrajectoryPool
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
 
+_DESCRIBE_SET_ASIDE = (
+    "all trajectories of its last groups failed through their surroundings "
+    "(rollout.max_failed_groups)"
+)
+
 
 async def run_tasks(
     workflow: RolloutWorkflow,
@@ -143,6 +148,12 @@ class RolloutScheduler:
             self._changed.clear()
             await self._changed.wait()
             self._raise_error()
+        self._report_set_aside()
+        if not trajectories:
+            raise RunError(
+                f"step {step}: all of its tasks were set aside: {_DESCRIBE_SET_ASIDE}. Mend what "
+                "they need, or leave them out of train_dataset"
+            )
         check_batch_worked(trajectories, f"step {step}")
         return trajectories
 
@@ -184,6 +195,14 @@ class RolloutScheduler:
         num_replaced = self.planner.num_replaced
         note = f"{format_count(num_replaced, 'group')} replaced" if num_replaced else ""
         self._observer.on_progress(self.planner.count_finished(), note)
+
+    def _report_set_aside(self) -> None:
+        for task_id, failure in self.planner.set_aside.items():
+            self._observer.on_message(
+                f"task {task_id} (its row, counted from 0) is set aside for the rest of the run: "
+                f"{_DESCRIBE_SET_ASIDE}, the last one at the boundary '{failure.boundary}' with "
+                f"{failure.kind}: {failure.message.splitlines()[0][:200]}"
+            )
 
     def _check_turn(self, step: int) -> None:
         if step != self.planner.next_step:

@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agentrl_cli.records import Trajectory
+from agentrl_cli.records import Failure, Trajectory
 from agentrl_cli.rollout.dataset import Task, TaskStream, list_outcomes, parse_group_id
 from agentrl_cli.rollout.workflow import Attempt
 from agentrl_cli.scores import compute_group_statistics, compute_score
-from agentrl_cli.store.trajectory_summary import OpenRounds
+from agentrl_cli.store.trajectory_summary import PlannerState
 
 _Group = dict[int, Trajectory]
 
@@ -63,6 +63,9 @@ class StepPlanner:
     may be replaced in turn, until no backup task is left. Both are given to the trainer with the
     same step, the first one marked.
 
+    A task of which ``max_failed_groups`` groups in a row failed through their surroundings is set
+    aside: its place in a step stays empty.
+
     Args:
         stream: the tasks.
         n_samples: trajectories of a group.
@@ -70,7 +73,8 @@ class StepPlanner:
         first_step: the first that is to be made.
         last_step: of the run.
         already_finished: what an interrupted run has left; it is not made again.
-        open_rounds: the :attr:`open_rounds` of the step before ``first_step``.
+        max_failed_groups: see above; None: no task is set aside.
+        state: the :attr:`state` after the step before ``first_step``.
     """
 
     def __init__(
@@ -83,16 +87,15 @@ class StepPlanner:
         first_step: int,
         last_step: int,
         already_finished: Iterable[Trajectory] = (),
-        open_rounds: OpenRounds | None = None,
+        max_failed_groups: int | None = None,
+        state: PlannerState | None = None,
     ) -> None:
         self.next_step = first_step
         """The step that is made now."""
-        self.open_rounds: OpenRounds = open_rounds or {}
-        """What a resumed run has to know besides the last step that was made.
-
-        Of the rounds up to that step, those with groups that no step was made of yet, and of later
-        rounds those of which a step has taken groups; with the groups that steps were made of.
-        """
+        self.state = state or PlannerState()
+        """What a resumed run has to know: as it was when the last step was made."""
+        self.set_aside: dict[str, Failure] = {}
+        """Tasks that were set aside by the last step, by id, and the last failure of each."""
         self.num_replaced = 0
         """Groups of steps to come that backup tasks have replaced."""
         self._stream = stream
@@ -102,7 +105,9 @@ class StepPlanner:
         self._last_step = last_step
         self._version = first_step - 1
         self._already_finished = {t.id: t for t in already_finished}
-        self._taken = {number: {*names} for number, names in self.open_rounds.items()}
+        self._taken = {number: {*names} for number, names in self.state.open_rounds.items()}
+        self._failing = dict(self.state.failing_tasks)
+        self._max_failed_groups = max_failed_groups
         self._next_round = first_step
         self._places: dict[str, _Place] = {}
         self._backup_tasks: dict[int, deque[Task]] = {}
@@ -150,6 +155,7 @@ class StepPlanner:
         for name in names:
             del self._places[name]
         trajectories = self._list_trajectories({name: groups[name] for name in names})
+        self._count_failures(groups.values())
         scores = ((t.group_id, t.task_id, compute_score(t)) for t in trajectories)
         self._stream.observe(self.next_step, list_outcomes(scores))
         self._num_complete -= len(places)
@@ -175,8 +181,34 @@ class StepPlanner:
         backup_tasks = self._stream.backup_tasks(number)
         self._backup_tasks[number] = deque(t for t in backup_tasks if t.group_id not in taken)
         for position, task in enumerate(self._stream.batch(number)):
-            if task.group_id not in taken:
-                self._queue(self._open_group(_Place(number, position, {}, 0), task))
+            if task.group_id in taken:
+                continue
+            place = _Place(number, position, {}, 0)
+            if self._is_set_aside(task):
+                place.groups, place.first_version = {task.group_id: {}}, self._version
+                self._places[task.group_id] = place
+                self._num_complete += 1
+                self._num_ended += self._n_samples
+            else:
+                self._queue(self._open_group(place, task))
+
+    def _is_set_aside(self, task: Task) -> bool:
+        limit = self._max_failed_groups
+        return limit is not None and self._failing.get(task.task_id, 0) >= limit
+
+    def _count_failures(self, groups: Iterable[_Group]) -> None:
+        """Takes note of the tasks whose groups failed through their surroundings, all of them."""
+        self.set_aside = {}
+        for group in groups:
+            if not group:
+                continue
+            last = [*group.values()][-1]
+            if all(t.failure is not None and not t.is_policy_failure for t in group.values()):
+                self._failing[last.task_id] = self._failing.get(last.task_id, 0) + 1
+                if self._failing[last.task_id] == self._max_failed_groups and last.failure:
+                    self.set_aside[last.task_id] = last.failure
+            else:
+                self._failing.pop(last.task_id, None)
 
     def _open_group(self, place: _Place, task: Task) -> list[Attempt]:
         place.groups[task.group_id] = {}
@@ -248,10 +280,13 @@ class StepPlanner:
         left = {place.round for place in self._places.values() if place.round < self.next_step}
         for number in [n for n in self._taken if n < self.next_step and n not in left]:
             del self._taken[number], self._backup_tasks[number]
-        self.open_rounds = {n: sorted(self._taken.get(n, ())) for n in left | {*self._taken}}
+        self.state = PlannerState(
+            open_rounds={n: sorted(self._taken.get(n, ())) for n in left | {*self._taken}},
+            failing_tasks=dict(self._failing),
+        )
 
     def _list_trajectories(self, groups: Mapping[str, _Group]) -> list[Trajectory]:
-        without_signal = (name for name, group in groups.items() if not _has_signal(group))
+        without_signal = (n for n, group in groups.items() if group and not _has_signal(group))
         replacing = (name for name in groups if self._is_backup(name))
         replaced_by = dict(zip(without_signal, replacing, strict=False))
         return [

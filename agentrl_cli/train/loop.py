@@ -147,7 +147,7 @@ class RunCoordinator:
         except RolloutFailedError as error:
             self.folder.write_trajectories(step, error.trajectories)
             raise
-        self.folder.write_trajectories(step, batch, self.scheduler.planner.open_rounds)
+        self.folder.write_trajectories(step, batch, self.scheduler.planner.state)
         self._rollout_seconds = time.perf_counter() - self._step_started
         return batch
 

@@ -15,6 +15,7 @@ from agentrl_cli.rollout.dataset import TaskStream, build_eval_tasks
 from agentrl_cli.rollout.scheduler import RolloutScheduler, run_tasks
 from agentrl_cli.rollout.step_planner import StepPlanner
 from agentrl_cli.rollout.workflow import RolloutWorkflow
+from agentrl_cli.store.trajectory_summary import PlannerState
 
 FAILURE = Failure(boundary=Boundary.AGENT, kind="KeyError", message="'x'", traceback="tb")
 
@@ -103,6 +104,10 @@ async def test_all_steps_of_a_run_are_made_within_the_limit_of_what_runs():
 class Progress(SilentObserver):
     def __init__(self):
         self.told = []
+        self.messages = []
+
+    def on_message(self, text):
+        self.messages.append(text)
 
     def on_progress(self, num_done, note=""):
         self.told.append((num_done, note))
@@ -132,6 +137,29 @@ async def test_generation_runs_ahead_of_training_exactly_as_far_as_allowed():
     scheduler.set_policy_version(1)
     await asyncio.sleep(0.02)
     assert {step for step, _, _ in workflow.started} == {1, 2, 3, 4}
+    await scheduler.close()
+
+
+async def test_a_task_that_is_set_aside_is_named_with_its_failure():
+    progress = Progress()
+    workflow = FakeWorkflow(lambda attempt: None if attempt.task.task_id == "0" else 1.0)
+    scheduler = schedule(workflow, batch_size=9, observer=progress, max_failed_groups=2)
+    for step in range(1, 4):
+        # Each step has every task.
+        assert len(await scheduler.next_batch(step)) == (16 if step == 3 else 18)
+        scheduler.set_policy_version(step)
+        assert len(progress.messages) == (step > 1)
+    await scheduler.close()
+    [message] = progress.messages
+    assert message.startswith("task 0 (its row, counted from 0) is set aside")
+    assert "at the boundary 'agent' with KeyError: 'x'" in message
+
+
+async def test_a_step_whose_tasks_were_all_set_aside_ends_the_run():
+    state = PlannerState(failing_tasks={str(number): 2 for number in range(9)})
+    scheduler = schedule(FakeWorkflow(), max_failed_groups=2, state=state)
+    with pytest.raises(RunError, match="step 1: all of its tasks were set aside"):
+        await scheduler.next_batch(1)
     await scheduler.close()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -13,10 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_cli.records import Interaction, Trajectory
+from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
 from agentrl_cli.rollout.dataset import TaskStream, list_outcomes
 from agentrl_cli.rollout.step_planner import StepPlanner
 from agentrl_cli.scores import compute_score
+from agentrl_cli.store.trajectory_summary import PlannerState
+
+FAILURE = Failure(boundary=Boundary.TOOL, kind="ConnectionError", message="no such host")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Setting:
     shuffle: bool = False
     max_cooldown_epochs: int | None = None
     flat_tasks: frozenset[int] = frozenset()
+    max_failed_groups: int | None = None
 
     def build_planner(self, disk: Disk) -> StepPlanner:
         stream = TaskStream(
@@ -57,7 +61,8 @@ class Setting:
             first_step=len(disk.steps) + 1,
             last_step=self.last_step,
             already_finished=list(disk.pending.values()),
-            open_rounds=disk.open_rounds,
+            max_failed_groups=self.max_failed_groups,
+            state=disk.state,
         )
 
     def judge(self, attempt):
@@ -95,7 +100,7 @@ class Disk:
 
     steps: dict[int, list[Trajectory]] = field(default_factory=dict)
     pending: dict[str, Trajectory] = field(default_factory=dict)
-    open_rounds: dict[int, list[str]] = field(default_factory=dict)
+    state: PlannerState = field(default_factory=PlannerState)
 
 
 @dataclass
@@ -126,7 +131,7 @@ class Simulation:
                 return True
             if not self.is_learning and (batch := planner.take_step()) is not None:
                 step = planner.next_step - 1
-                disk.steps[step], disk.open_rounds = batch, planner.open_rounds
+                disk.steps[step], disk.state = batch, planner.state
                 for one in batch:
                     del disk.pending[one.id]
                 self.is_learning = True
@@ -159,6 +164,8 @@ class Simulation:
     def end(self, attempt, version):
         call = Interaction(id="call", versions=[-1, version])
         reward = (self.judge or self.setting.judge)(attempt)
+        if reward == "fails":
+            return attempt.begin_trajectory(failure=FAILURE, interactions=(call,))
         return attempt.begin_trajectory(reward=reward, interactions=(call,))
 
 
@@ -208,7 +215,7 @@ def test_every_group_is_in_one_step_and_none_is_too_old(setting, seed):
     assert simulation.run()
     check_steps(setting, disk)
     assert not disk.pending
-    assert disk.open_rounds == {}
+    assert disk.state.open_rounds == {}
     ids = [id_ for id_, _ in simulation.started]
     assert sorted(ids) == sorted(t.id for batch in disk.steps.values() for t in batch)
     # Round k may begin when the policy version is k - 1 - max_staleness.
@@ -375,6 +382,48 @@ def test_a_round_of_which_no_step_was_made_yet_is_not_lost():
     options = {"seconds": lambda attempt: seconds.get(attempt.id, 1.0)}
     # Ends: the second group, the step made of it; then the run is killed.
     assert not Simulation(setting, disk, **options).run(max_events=2)
-    assert disk.open_rounds == {1: [], 2: ["000002.000"]}
+    assert disk.state.open_rounds == {1: [], 2: ["000002.000"]}
     take_steps(setting, disk, **options)
     check_steps(setting, disk)
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("num_backup_tasks", [0, 1])
+def test_a_task_that_fails_again_and_again_is_set_aside(max_staleness, num_backup_tasks):
+    """Four tasks, two a step: each comes every other step."""
+    setting = Setting(
+        num_rows=4, batch_size=2, last_step=14, max_staleness=max_staleness,
+        max_failed_groups=3, num_backup_tasks=num_backup_tasks,
+    )  # fmt: skip
+    recovers = {"1": 2}
+    seen = Counter()
+
+    def judge(attempt):
+        task_id = attempt.task.task_id
+        seen[task_id] += attempt.sample_index
+        if task_id == "0" or seen[task_id] <= recovers.get(task_id, 0):
+            return "fails"
+        return float(attempt.sample_index)
+
+    disk = Disk()
+    for max_events in (30, 45, None):
+        Simulation(setting, disk, judge=judge, seconds=lambda _: 1.0).run(max_events)
+    assert list(disk.steps) == list(range(1, 15))
+    failed = [t for batch in disk.steps.values() for t in batch if t.failure is not None]
+    # Groups that were begun before the third had failed are made all the same.
+    num_failed = sum(t.task_id == "0" for t in failed) // setting.n_samples
+    assert 3 <= num_failed <= 3 + max_staleness * (1 + num_backup_tasks)
+    assert disk.state.failing_tasks == {"0": num_failed}
+    worked = Counter(t.task_id for batch in disk.steps.values() for t in batch if not t.failure)
+    assert worked["1"] > 0
+    if not max_staleness:
+        # Nobody takes the place of the task that is set aside.
+        assert {len(list_groups(disk.steps[step])) for step in (11, 13)} == {1}
+
+
+def test_without_a_limit_no_task_is_set_aside():
+    setting = Setting(num_rows=2, batch_size=1, last_step=12, n_samples=1)
+    disk = Disk()
+    judge = lambda attempt: "fails" if attempt.task.task_id == "0" else 1.0  # noqa: E731
+    take_steps(setting, disk, judge=judge)
+    assert all(len(batch) == 1 for batch in disk.steps.values())
