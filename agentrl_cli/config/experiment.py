@@ -281,7 +281,7 @@ class RolloutConfig(StrictConfig):
     function) is made again; not one that ran out of time, and none before any has worked."""
     max_failed_groups: ResumeSafe[int | None] = Field(3, ge=1)
     """A task of which so many groups in a row failed through their surroundings, all retries
-    included, is set aside and reported; null: never."""
+    included, is set aside and reported, until the run is resumed; null: never."""
     max_turns: int = Field(16, ge=1)
     """Maximum number of model calls in one trajectory."""
     max_tokens_per_trajectory: int = Field(32768, ge=1)
@@ -347,7 +347,8 @@ class RolloutConfig(StrictConfig):
         # Calls of the reward function wait for each other too.
         num_calls = math.ceil(num_trajectories / self.count_reward_workers())
         once = num_waves * seconds + num_calls * self.reward_timeout_seconds
-        return 60.0 + (1 + self.count_retries()) * once
+        # A margin, with the pauses before retries.
+        return (1 + self.count_retries()) * (60.0 + once)
 
 
 class LauncherConfig(StrictConfig):

@@ -50,7 +50,7 @@ from agentrl_cli.train.resume import (
     CheckpointSaver,
     find_first_rolled_step,
     open_cursor,
-    read_planner_state,
+    read_open_rounds,
     read_unused,
 )
 
@@ -313,7 +313,7 @@ class PPOTrainer:
             last_step=self.config.train.total_steps,
             already_finished=waiting,
             max_failed_groups=rollout.max_failed_groups,
-            state=read_planner_state(folder, rollout, first_step),
+            open_rounds=read_open_rounds(folder, rollout, first_step),
         )
         return RolloutScheduler(
             workflow,

@@ -152,7 +152,7 @@ class RolloutScheduler:
         if not trajectories:
             raise RunError(
                 f"step {step}: all of its tasks were set aside: {_DESCRIBE_SET_ASIDE}. Mend what "
-                "they need, or leave them out of train_dataset"
+                "they need and resume the run, or leave them out of train_dataset"
             )
         check_batch_worked(trajectories, f"step {step}")
         return trajectories
@@ -199,9 +199,10 @@ class RolloutScheduler:
     def _report_set_aside(self) -> None:
         for task_id, failure in self.planner.set_aside.items():
             self._observer.on_message(
-                f"task {task_id} (its row, counted from 0) is set aside for the rest of the run: "
-                f"{_DESCRIBE_SET_ASIDE}, the last one at the boundary '{failure.boundary}' with "
-                f"{failure.kind}: {failure.message.splitlines()[0][:200]}"
+                f"task {task_id} (its row, counted from 0) is set aside: {_DESCRIBE_SET_ASIDE}, "
+                f"the last one at the boundary '{failure.boundary}' with {failure.kind}: "
+                f"{failure.message[:200]}. When the run is resumed it is tried again; "
+                "rollout.max_failed_groups=null sets none aside"
             )
 
     def _check_turn(self, step: int) -> None:

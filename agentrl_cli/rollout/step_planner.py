@@ -14,7 +14,7 @@ from agentrl_cli.records import Failure, Trajectory
 from agentrl_cli.rollout.dataset import Task, TaskStream, list_outcomes, parse_group_id
 from agentrl_cli.rollout.workflow import Attempt
 from agentrl_cli.scores import compute_group_statistics, compute_score
-from agentrl_cli.store.trajectory_summary import PlannerState
+from agentrl_cli.store.trajectory_summary import OpenRounds
 
 _Group = dict[int, Trajectory]
 
@@ -64,7 +64,8 @@ class StepPlanner:
     same step, the first one marked.
 
     A task of which ``max_failed_groups`` groups in a row failed through their surroundings is set
-    aside: its place in a step stays empty.
+    aside until the run is resumed: its place in a step stays empty. A step in which nothing worked
+    does not count: that was no task's doing.
 
     Args:
         stream: the tasks.
@@ -74,7 +75,7 @@ class StepPlanner:
         last_step: of the run.
         already_finished: what an interrupted run has left; it is not made again.
         max_failed_groups: see above; None: no task is set aside.
-        state: the :attr:`state` after the step before ``first_step``.
+        open_rounds: the :attr:`open_rounds` of the step before ``first_step``.
     """
 
     def __init__(
@@ -88,12 +89,16 @@ class StepPlanner:
         last_step: int,
         already_finished: Iterable[Trajectory] = (),
         max_failed_groups: int | None = None,
-        state: PlannerState | None = None,
+        open_rounds: OpenRounds | None = None,
     ) -> None:
         self.next_step = first_step
         """The step that is made now."""
-        self.state = state or PlannerState()
-        """What a resumed run has to know: as it was when the last step was made."""
+        self.open_rounds: OpenRounds = open_rounds or {}
+        """What a resumed run has to know besides the last step that was made.
+
+        Of the rounds up to that step, those with groups that no step was made of yet, and of later
+        rounds those of which a step has taken groups; with the groups that steps were made of.
+        """
         self.set_aside: dict[str, Failure] = {}
         """Tasks that were set aside by the last step, by id, and the last failure of each."""
         self.num_replaced = 0
@@ -105,8 +110,8 @@ class StepPlanner:
         self._last_step = last_step
         self._version = first_step - 1
         self._already_finished = {t.id: t for t in already_finished}
-        self._taken = {number: {*names} for number, names in self.state.open_rounds.items()}
-        self._failing = dict(self.state.failing_tasks)
+        self._taken = {number: {*names} for number, names in self.open_rounds.items()}
+        self._failing: dict[str, int] = {}
         self._max_failed_groups = max_failed_groups
         self._next_round = first_step
         self._places: dict[str, _Place] = {}
@@ -199,16 +204,28 @@ class StepPlanner:
     def _count_failures(self, groups: Iterable[_Group]) -> None:
         """Takes note of the tasks whose groups failed through their surroundings, all of them."""
         self.set_aside = {}
-        for group in groups:
-            if not group:
+        made = [[*group.values()] for group in groups if group]
+        failed = {
+            group[-1].task_id: group[-1].failure
+            for group in made
+            if all(t.failure is not None and not t.is_policy_failure for t in group)
+        }
+        if len(failed) == len(made):
+            return
+        for task_id in {group[-1].task_id for group in made}:
+            failure = failed.get(task_id)
+            if failure is None:
+                self._failing.pop(task_id, None)
                 continue
-            last = [*group.values()][-1]
-            if all(t.failure is not None and not t.is_policy_failure for t in group.values()):
-                self._failing[last.task_id] = self._failing.get(last.task_id, 0) + 1
-                if self._failing[last.task_id] == self._max_failed_groups and last.failure:
-                    self.set_aside[last.task_id] = last.failure
-            else:
-                self._failing.pop(last.task_id, None)
+            self._failing[task_id] = self._failing.get(task_id, 0) + 1
+            if self._failing[task_id] == self._max_failed_groups:
+                self.set_aside[task_id] = failure
+
+    @property
+    def num_set_aside(self) -> int:
+        """Tasks that are set aside. May be read from any thread."""
+        limit = self._max_failed_groups
+        return 0 if limit is None else sum(n >= limit for n in [*self._failing.values()])
 
     def _open_group(self, place: _Place, task: Task) -> list[Attempt]:
         place.groups[task.group_id] = {}
@@ -280,10 +297,7 @@ class StepPlanner:
         left = {place.round for place in self._places.values() if place.round < self.next_step}
         for number in [n for n in self._taken if n < self.next_step and n not in left]:
             del self._taken[number], self._backup_tasks[number]
-        self.state = PlannerState(
-            open_rounds={n: sorted(self._taken.get(n, ())) for n in left | {*self._taken}},
-            failing_tasks=dict(self._failing),
-        )
+        self.open_rounds = {n: sorted(self._taken.get(n, ())) for n in left | {*self._taken}}
 
     def _list_trajectories(self, groups: Mapping[str, _Group]) -> list[Trajectory]:
         without_signal = (n for n, group in groups.items() if group and not _has_signal(group))

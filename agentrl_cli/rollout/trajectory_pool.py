@@ -25,8 +25,8 @@ OnFinished = Callable[[Trajectory], None]
 
 #: How often the load is read.
 _UPDATE_SECONDS = 1.0
-#: Before the first retry, on average; before each further one twice as long.
-_FIRST_PAUSE_SECONDS = 2.0
+#: Before the first retry, at most; before each further one twice as long, up to a limit.
+_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 4.0, 60.0
 #: Calls for each seat: a few wait, so that a seat which becomes free is taken at once.
 _CALLS_PER_SEAT = 1.1
 #: A limit that is far off is approached in steps, since what is measured lags behind.
@@ -203,13 +203,14 @@ class TrajectoryPool:
         """The trajectory, or its last try: each begins later than the one before it."""
         for number in range(self._max_retries + 1):
             trajectory = await self._workflow.arun_trajectory(self._engine, attempt)
-            self._has_worked |= trajectory.failure is None
+            self._has_worked |= trajectory.failure is None or trajectory.is_policy_failure
             if number == self._max_retries or not self._may_be_retried(trajectory):
                 break
             self._num_retries += 1
             _log.info("%s is made again: %s", attempt.id, trajectory.failure)
             # Who failed together would come back together.
-            await asyncio.sleep(_FIRST_PAUSE_SECONDS * 2**number * random.uniform(0.5, 1.5))
+            pause = min(_FIRST_PAUSE_SECONDS * 2**number, _MAX_PAUSE_SECONDS)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
         return trajectory
 
     def _may_be_retried(self, trajectory: Trajectory) -> bool:

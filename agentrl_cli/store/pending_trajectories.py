@@ -29,7 +29,7 @@ from agentrl_cli.log import get_logger
 from agentrl_cli.records import Trajectory
 from agentrl_cli.store.atomic_files import append_whole, store_errors, write_text
 from agentrl_cli.store.trajectory_record import format_record, parse_record
-from agentrl_cli.store.trajectory_summary import PlannerState
+from agentrl_cli.store.trajectory_summary import OpenRounds, parse_open_rounds
 
 ResultT = TypeVar("ResultT")
 
@@ -77,13 +77,15 @@ class PendingTrajectories:
             wait([self._last])
         self._raise_error()
 
-    def commit(self, step: int, trajectories: Sequence[Trajectory], state: PlannerState) -> None:
+    def commit(
+        self, step: int, trajectories: Sequence[Trajectory], open_rounds: OpenRounds
+    ) -> None:
         """Notes that ``step`` is made of these: from now on :meth:`restore` gives them.
 
         Raises:
             StoreError: the disk is full, or the folder cannot be written to.
         """
-        self._do(self._commit, step, trajectories, state)
+        self._do(self._commit, step, trajectories, open_rounds)
         self._raise_error()
 
     def drop(self, step: int, trajectories: Iterable[Trajectory]) -> None:
@@ -94,7 +96,7 @@ class PendingTrajectories:
         """
         self._do(self._drop, step, [*trajectories])
 
-    def restore(self, write: Callable[[int, list[Trajectory], PlannerState], object]) -> None:
+    def restore(self, write: Callable[[int, list[Trajectory], OpenRounds], object]) -> None:
         """Has the steps written that were committed when the run was interrupted, and drops them.
 
         For the process that holds the run folder alone, as :meth:`read`.
@@ -113,8 +115,8 @@ class PendingTrajectories:
                 with store_errors(path, "deleted"):
                     path.unlink()
                 continue
-            step, trajectories, state = found
-            write(step, trajectories, state)
+            step, trajectories, open_rounds = found
+            write(step, trajectories, open_rounds)
             self.drop(step, trajectories)
 
     def read(self) -> list[Trajectory]:
@@ -172,14 +174,16 @@ class PendingTrajectories:
                 append_whole(file, b'{"crc32": %d, "trajectory": %s}\n' % (crc, record))
         self._ids.add(trajectory.id)
 
-    def _commit(self, step: int, trajectories: Sequence[Trajectory], state: PlannerState) -> None:
+    def _commit(
+        self, step: int, trajectories: Sequence[Trajectory], open_rounds: OpenRounds
+    ) -> None:
         for trajectory in trajectories:
             self._add(trajectory)
         batch = {
             "step": step,
             "groups": [*dict.fromkeys(self._path(t).name for t in trajectories)],
             "trajectories": [[t.id, t.replaced_by] for t in trajectories],
-            "planner": state.to_dict(),
+            "open_rounds": open_rounds,
         }
         write_text(self._batch_path(step), json.dumps(batch) + "\n")
 
@@ -217,8 +221,8 @@ class PendingTrajectories:
         return sorted(self._folder.glob("*.jsonl"))
 
 
-def _read_batch(path: Path) -> tuple[int, list[Trajectory], PlannerState] | None:
-    """Step, trajectories and planner state of a committed batch; None: some are damaged."""
+def _read_batch(path: Path) -> tuple[int, list[Trajectory], OpenRounds] | None:
+    """Step, trajectories and open rounds of a committed batch; None: some are damaged."""
     with store_errors(path, "read"):
         batch = json.loads(path.read_text(encoding="utf-8"))
     kept: dict[str, Trajectory] = {}
@@ -232,7 +236,7 @@ def _read_batch(path: Path) -> tuple[int, list[Trajectory], PlannerState] | None
     except KeyError:
         return None
     trajectories = [replace(t, step=step, replaced_by=other) for t, other in found]
-    return step, trajectories, PlannerState.from_dict(batch["planner"])
+    return step, trajectories, parse_open_rounds(batch["open_rounds"])
 
 
 def _read_group(path: Path, *, mend: bool = False) -> dict[str, Trajectory]:

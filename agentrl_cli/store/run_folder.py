@@ -24,12 +24,12 @@ from agentrl_cli.store.manifest import write_manifest
 from agentrl_cli.store.pending_trajectories import PendingTrajectories
 from agentrl_cli.store.resume_check import check_same_config, save_config
 from agentrl_cli.store.trajectory_file import (
-    read_planner_state,
+    read_open_rounds,
     read_summaries,
     read_trajectory_file,
     write_trajectory_file,
 )
-from agentrl_cli.store.trajectory_summary import PlannerState, TrajectorySummary
+from agentrl_cli.store.trajectory_summary import OpenRounds, TrajectorySummary
 
 #: What the metrics of alarms begin with: ``alarm_<name>`` is 1 in the steps in which it is active.
 ALARM_PREFIX = "alarm_"
@@ -186,11 +186,11 @@ class RunFolder:
     # Trajectories
 
     def write_trajectories(
-        self, step: int, trajectories: Sequence[Trajectory], state: PlannerState | None = None
+        self, step: int, trajectories: Sequence[Trajectory], open_rounds: OpenRounds | None = None
     ) -> Path:
         """Writes the trajectories that ``step`` trains on; replaces those written before.
 
-        ``state`` is what :meth:`read_planner_state` gives when the next step is to be made.
+        ``open_rounds`` is what :meth:`read_open_rounds` gives when the next step is to be made.
 
         When this returns the next start has them, whatever happens: they are pending, and noted as
         the step's. Their own file is written meanwhile; whoever reads it here waits for it.
@@ -199,19 +199,21 @@ class RunFolder:
             StoreError: the disk is full, or the folder cannot be written to.
         """
         self.flush()
-        state = state or PlannerState()
-        self._pending.commit(step, trajectories, state)
-        self._writing = self._writer.submit(self._complete_step, step, [*trajectories], state)
+        rounds = open_rounds or {}
+        self._pending.commit(step, trajectories, rounds)
+        self._writing = self._writer.submit(self._complete_step, step, [*trajectories], rounds)
         return self._step_path(step)
 
     def _complete_step(
-        self, step: int, trajectories: list[Trajectory], state: PlannerState
+        self, step: int, trajectories: list[Trajectory], open_rounds: OpenRounds
     ) -> None:
-        self._write_step(step, trajectories, state)
+        self._write_step(step, trajectories, open_rounds)
         self._pending.drop(step, trajectories)
 
-    def _write_step(self, step: int, trajectories: list[Trajectory], state: PlannerState) -> None:
-        write_trajectory_file(self._step_path(step), trajectories, state)
+    def _write_step(
+        self, step: int, trajectories: list[Trajectory], open_rounds: OpenRounds
+    ) -> None:
+        write_trajectory_file(self._step_path(step), trajectories, open_rounds)
 
     def flush(self) -> None:
         """Returns when all trajectories that were given to this object are written.
@@ -246,9 +248,9 @@ class RunFolder:
         """The trajectories of one step; no other file is read."""
         return read_trajectory_file(self._step_path(step, must_exist=True))
 
-    def read_planner_state(self, step: int) -> PlannerState:
-        """The state that was given with the trajectories of ``step``."""
-        return read_planner_state(self._step_path(step, must_exist=True))
+    def read_open_rounds(self, step: int) -> OpenRounds:
+        """The open rounds that were given with the trajectories of ``step``."""
+        return read_open_rounds(self._step_path(step, must_exist=True))
 
     def list_trajectories(self, step: int) -> list[TrajectorySummary]:
         """As :meth:`read_trajectories`, without tokens and messages: fast for large steps."""

@@ -40,15 +40,16 @@ from agentrl_cli.store.trajectory_record import (
     write_json,
 )
 from agentrl_cli.store.trajectory_summary import (
-    PlannerState,
+    OpenRounds,
     TrajectorySummary,
     TrajectoryTotals,
+    parse_open_rounds,
 )
 
 FORMAT_VERSION = "2"
 _FORMAT = b"agentrl_format"
 _TOTALS = b"agentrl_totals"
-_PLANNER_STATE = b"agentrl_planner_state"
+_OPEN_ROUNDS = b"agentrl_open_rounds"
 
 #: Computed when a trajectory is written, for who reads no interactions.
 _COMPUTED: Mapping[str, Kind] = {
@@ -86,7 +87,7 @@ _ROWS_PER_GROUP = 256
 
 
 def write_trajectory_file(
-    path: Path, trajectories: Sequence[Trajectory], state: PlannerState | None = None
+    path: Path, trajectories: Sequence[Trajectory], open_rounds: OpenRounds | None = None
 ) -> None:
     """Writes all of ``trajectories``, or leaves ``path`` as it was.
 
@@ -103,8 +104,8 @@ def write_trajectory_file(
             tables = [_build_table(group[part : part + _ROWS_AT_A_TIME]) for part in parts]
             writer.write_table(pa.concat_tables(tables), row_group_size=_ROWS_PER_GROUP)
         totals = write_json(TrajectoryTotals.of(trajectories).to_dict())
-        planner = write_json((state or PlannerState()).to_dict())
-        footer = {_FORMAT: FORMAT_VERSION, _TOTALS: totals, _PLANNER_STATE: planner}
+        rounds = write_json(open_rounds or {})
+        footer = {_FORMAT: FORMAT_VERSION, _TOTALS: totals, _OPEN_ROUNDS: rounds}
         writer.add_key_value_metadata(footer)
 
 
@@ -151,14 +152,14 @@ def read_totals(path: Path) -> TrajectoryTotals:
         return TrajectoryTotals.from_dict(json.loads(file.metadata.metadata[_TOTALS]))
 
 
-def read_planner_state(path: Path) -> PlannerState:
-    """The state that was given with a step's trajectories.
+def read_open_rounds(path: Path) -> OpenRounds:
+    """The open rounds that were given with a step's trajectories.
 
     Raises:
         StoreError: the file is missing or damaged.
     """
     with _opened(path) as file:
-        return PlannerState.from_dict(json.loads(file.metadata.metadata[_PLANNER_STATE]))
+        return parse_open_rounds(json.loads(file.metadata.metadata[_OPEN_ROUNDS]))
 
 
 def read_summaries(path: Path, numbers: Sequence[int] | None = None) -> list[TrajectorySummary]:

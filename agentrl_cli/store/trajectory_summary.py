@@ -11,30 +11,15 @@ from typing import Any, Self
 from agentrl_cli.prefix_mismatches import MismatchSummary, summarize_prefix_mismatches
 from agentrl_cli.records import Boundary, FailureCause, StopReason, Trajectory
 
+#: What of a run's order of tasks is open after a step, by round of the order: the groups of the
+#: round that steps were made of (rollout/step_planner.py). Of earlier rounds that are not in it
+#: all were, of later ones none.
+OpenRounds = Mapping[int, Sequence[str]]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerState:
-    """What a resumed run has to know of its tasks besides the last step that was made."""
 
-    open_rounds: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    """By round of the order: the groups of it that steps were made of. Of earlier rounds that are
-    not in it all were, of later ones none."""
-    failing_tasks: Mapping[str, int] = field(default_factory=dict)
-    """By task id: how many groups in a row have failed through their surroundings."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """The state that ``to_dict`` wrote, after its way through JSON, where every key is text.
-
-        Raises:
-            KeyError, TypeError, ValueError: ``data`` is no such state.
-        """
-        rounds = {int(number): names for number, names in data["open_rounds"].items()}
-        return cls(open_rounds=rounds, failing_tasks=dict(data["failing_tasks"]))
+def parse_open_rounds(data: Mapping[str, Sequence[str]]) -> OpenRounds:
+    """Open rounds that were written as JSON, where every key is text."""
+    return {int(number): names for number, names in data.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

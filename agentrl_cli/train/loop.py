@@ -147,7 +147,7 @@ class RunCoordinator:
         except RolloutFailedError as error:
             self.folder.write_trajectories(step, error.trajectories)
             raise
-        self.folder.write_trajectories(step, batch, self.scheduler.planner.state)
+        self.folder.write_trajectories(step, batch, self.scheduler.planner.open_rounds)
         self._rollout_seconds = time.perf_counter() - self._step_started
         return batch
 
@@ -206,6 +206,7 @@ class RunCoordinator:
             **summarize_trajectories(batch),
             "concurrency_limit": float(self.scheduler.pool.limit.value),
             "num_retries": float(self.scheduler.pool.take_num_retries()),
+            "num_tasks_set_aside": float(self.scheduler.planner.num_set_aside),
             "num_tasks_in_cooldown": float(self.scheduler.planner.count_cooling(step)),
             **metrics,
             "rollout_seconds": self._rollout_seconds,

@@ -21,7 +21,7 @@ from agentrl_cli.rollout.rollout_failures import check_batch_worked
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import write_text
 from agentrl_cli.store.run_folder import RunFolder, find_best_checkpoint, find_best_eval
-from agentrl_cli.store.trajectory_summary import PlannerState
+from agentrl_cli.store.trajectory_summary import OpenRounds
 from agentrl_cli.train.learner import Learner
 
 
@@ -145,22 +145,22 @@ def read_unused(folder: RunFolder, first_step: int) -> list[Trajectory]:
     return folder.read_pending()
 
 
-def read_planner_state(folder: RunFolder, config: RolloutConfig, first_step: int) -> PlannerState:
-    """What the planner of the steps from ``first_step`` on has to know of those before.
+def read_open_rounds(folder: RunFolder, config: RolloutConfig, first_step: int) -> OpenRounds:
+    """Which tasks of earlier rounds steps from ``first_step`` on have to be made of.
 
     Raises:
         RunFolderError: the file that knows it is gone.
     """
     last_step = first_step - 1
-    if last_step and last_step in folder.trajectory_steps():
-        return folder.read_planner_state(last_step)
-    if last_step and config.max_staleness:
+    if not last_step or not config.max_staleness:
+        return {}
+    if last_step not in folder.trajectory_steps():
         raise RunFolderError(
             f"{folder.path}: the trajectories of step {last_step} are gone, and with them, which "
             f"tasks are still to be trained on. Put trajectories/step-{last_step:06d}.parquet "
             "back, or start a new run: trial_name=NAME model.path=CHECKPOINT"
         )
-    return PlannerState()
+    return folder.read_open_rounds(last_step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from agentrl_cli.rollout.dataset import TaskStream, build_eval_tasks
 from agentrl_cli.rollout.scheduler import RolloutScheduler, run_tasks
 from agentrl_cli.rollout.step_planner import StepPlanner
 from agentrl_cli.rollout.workflow import RolloutWorkflow
-from agentrl_cli.store.trajectory_summary import PlannerState
 
 FAILURE = Failure(boundary=Boundary.AGENT, kind="KeyError", message="'x'", traceback="tb")
 
@@ -156,10 +155,15 @@ async def test_a_task_that_is_set_aside_is_named_with_its_failure():
 
 
 async def test_a_step_whose_tasks_were_all_set_aside_ends_the_run():
-    state = PlannerState(failing_tasks={str(number): 2 for number in range(9)})
-    scheduler = schedule(FakeWorkflow(), max_failed_groups=2, state=state)
-    with pytest.raises(RunError, match="step 1: all of its tasks were set aside"):
-        await scheduler.next_batch(1)
+    # One task a step, of nine.
+    scheduler = schedule(FakeWorkflow(), batch_size=1, last_step=99, max_failed_groups=1)
+    planner = scheduler.planner
+    planner._failing["4"] = 1
+    with pytest.raises(RunError, match=r"step \d: all of its tasks were set aside"):  # noqa: PT012
+        for step in range(1, 10):
+            await scheduler.next_batch(step)
+            scheduler.set_policy_version(step)
+    assert planner.num_set_aside == 1
     await scheduler.close()
 
 

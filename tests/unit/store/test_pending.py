@@ -21,7 +21,6 @@ from agentrl_cli.records import Boundary, Failure, FailureCause, Interaction, Tr
 from agentrl_cli.store import layout, pending_trajectories, run_folder
 from agentrl_cli.store.pending_trajectories import PendingTrajectories
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.store.trajectory_summary import PlannerState
 
 
 def make(step: int, index: int, num_tokens: int = 20, **fields) -> Trajectory:
@@ -85,7 +84,7 @@ def test_a_group_that_moves_to_a_later_step_stays_pending(folder: RunFolder) -> 
     assert folder.read_trajectories(2) == [replace(moved, step=2)]
 
 
-STATE = PlannerState(open_rounds={1: [], 2: ["000002.001"]}, failing_tasks={"7": 2})
+OPEN_ROUNDS = {1: [], 2: ["000002.001"]}
 
 
 @pytest.mark.parametrize("moment", ["before", "while", "after"])
@@ -111,12 +110,12 @@ def test_a_step_is_learned_from_again_whenever_its_file_was_cut_off(
     folder.flush()
     with monkeypatch.context() as patch:
         patch.setattr(run_folder, "write_trajectory_file", write)
-        folder.write_trajectories(1, batch, STATE)
+        folder.write_trajectories(1, batch, OPEN_ROUNDS)
         with pytest.raises(StoreError, match="killed here"):
             folder.close()
     with RunFolder.create_or_resume(make_config()) as again:
         assert again.read_trajectories(1) == batch
-        assert again.read_planner_state(1) == STATE
+        assert again.read_open_rounds(1) == OPEN_ROUNDS
         assert again.read_pending() == [make(2, 0)]
         assert [p.name for p in (again.path / "pending").iterdir()] == ["2.jsonl"]
 
@@ -152,7 +151,7 @@ def test_a_steps_file_is_written_while_it_is_trained_on(folder: RunFolder, monke
 
 def test_a_step_of_which_some_are_damaged_is_made_again(tmp_path: Path, caplog) -> None:
     pending = PendingTrajectories(tmp_path)
-    pending.commit(1, [make(1, 0), make(1, 1)], PlannerState())
+    pending.commit(1, [make(1, 0), make(1, 1)], {})
     pending.close()
     path = tmp_path / "1.jsonl"
     path.write_bytes(path.read_bytes()[:-10])

@@ -140,4 +140,4 @@ def test_the_deadline_by_hand(max_backup_tasks, num_waves, num_reward_waves):
     # take them four at a time. And each may be made once more.
     config = build_config(4, 4, max_backup_tasks, max_staleness=2, max_concurrent=8)
     seconds = num_waves * TRAJECTORY_SECONDS + num_reward_waves * REWARD_SECONDS
-    assert compute_deadline(config) == MARGIN_SECONDS + 2 * seconds
+    assert compute_deadline(config) == 2 * (MARGIN_SECONDS + seconds)
