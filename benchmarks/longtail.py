@@ -69,10 +69,9 @@ def build_agent() -> Any:
     """An agent with slow tools."""
 
     async def solve(data: dict[str, Any], client: Any, model: str) -> float:
-        _attempts[data["question"]] += 1
-        name = f"{data['question']} {_attempts[data['question']]}"
+        number = _attempts[data["question"]] = _attempts[data["question"]] + 1
         messages = [{"role": "user", "content": data["question"]}]
-        for seconds in draw_delays(name):
+        for seconds in draw_delays(f"{data['question']} {number}"):
             reply = await client.chat.completions.create(model=model, messages=messages)
             content = reply.choices[0].message.content
             messages += [
@@ -81,7 +80,7 @@ def build_agent() -> Any:
             ]
             await asyncio.sleep(seconds)
         # Different in a group, so that there is something to learn.
-        return float(len(name) + _attempts[data["question"]] % 2)
+        return float(number % 2)
 
     return solve
 
@@ -99,11 +98,13 @@ class Run:
 
     def count_slow(self) -> tuple[float, float]:
         """The share of slow trajectories in the timed steps, and in all steps."""
-        limit = statistics.quantiles((t.seconds for t in self.trajectories), n=10)[8]
+        drawn = (math.fsum(draw_delays(f"drawn {number}")) for number in range(20_000))
+        limit = statistics.quantiles(drawn, n=10)[8]
         timed = [t for t in self.trajectories if 1 < t.step <= 1 + _NUM_TIMED]
-        shares = [
-            sum(t.seconds > limit for t in some) / len(some) for some in (timed, self.trajectories)
-        ]
+        shares = []
+        for some in (timed, self.trajectories):
+            tools = (t.seconds - sum(i.seconds for i in t.interactions) for t in some)
+            shares.append(sum(seconds > limit for seconds in tools) / len(some))
         return shares[0], shares[1]
 
     def measure_age(self) -> tuple[float, int]:
@@ -196,6 +197,8 @@ def run_vllm(max_staleness: int, folder: Path) -> Run:
         raise RuntimeError(f"the run failed: {metrics.parent / 'logs'}")
     run = RunFolder.open(metrics.parent)
     lines = run.read_metrics()
+    if not all(line["train_tokens"] for line in lines):
+        raise RuntimeError(f"a step had nothing to learn: {metrics}")
     seconds = sum(line["step_seconds"] for line in lines[1 : 1 + _NUM_TIMED])
     learning = [
         (end - line["step_seconds"] + line["rollout_seconds"], end)
@@ -365,8 +368,9 @@ sleeps for a log-normal time (median 0.2 s, p99 5 s); {_BATCH_SIZE} groups of {_
 trajectories a step; `rollout.max_trajectory_age` {_MAX_AGE}. Seconds of the {_NUM_TIMED} steps
 after the first, medians over {num_rounds} rounds that alternate the settings, and the ratio to
 `max_staleness` 0 of the same round (goal: {_GOAL} at 1 or 2). Slow is a trajectory among the
-slowest tenth of its run: what is trained should hold 10 % of them. The steps at a run's end wait
-for all that was begun.
+slowest tenth of all that may be drawn: what is trained should hold 10 % of them. A window of ten
+steps shows less of what the age limit costs than the planner alone does below; the steps at a
+run's end wait for all that was begun.
 """
     ]
     for engine, runs in results.items():
