@@ -126,6 +126,18 @@ class ServerDownError(EngineError):
     """
 
 
+class ServerBusyError(EngineError):
+    """A healthy engine server did not serve a call, and may serve the same one a little later.
+
+    Attributes:
+        is_rate_limit: it has too much to do; otherwise something went wrong in it.
+    """
+
+    def __init__(self, message: str, *, is_rate_limit: bool = False) -> None:
+        super().__init__(message)
+        self.is_rate_limit = is_rate_limit
+
+
 class ContextLengthError(EngineError):
     """A prompt (plus what it asks to generate) does not fit ``engine.max_model_len``.
 

@@ -279,6 +279,10 @@ class RolloutConfig(StrictConfig):
     max_retries: ResumeSafe[int] = Field(1, ge=0)
     """How often a trajectory that failed through its surroundings (a server, a tool, the reward
     function) is made again; not one that ran out of time, and none before any has worked."""
+    retry_from: ResumeSafe[Literal["start", "finished_turns"]] = "start"
+    """``finished_turns``: the agent runs from its start, but a call whose prompt is that of a call
+    which the failed try completed gets its reply again. For agents whose tools may be called twice
+    for the same turn; where one answers otherwise, the model is asked from there on."""
     max_failed_groups: ResumeSafe[int | None] = Field(3, ge=1)
     """A task of which so many groups in a row failed through their surroundings, all retries
     included, is set aside and reported, until the run is resumed; null: never."""

@@ -128,7 +128,9 @@ class EngineServer(ABC):
     ) -> Generation:
         reply = parse_object(event)
         if "error" in reply:
-            raise self._http.build_error("generate", read_error_message(event))
+            error = reply["error"]
+            status = error.get("code") if isinstance(error, dict) else None
+            raise self._http.build_error("generate", read_error_message(event), status)
         try:
             piece, spans = self._read_piece(reply, sampling, num_before)
             if piece.finish_reason is None:

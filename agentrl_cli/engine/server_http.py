@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 
 from agentrl_cli.engine.protocol import ServerEndpoint
-from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerDownError
+from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerBusyError, ServerDownError
 
 Method = Literal["GET", "POST"]
 
@@ -26,6 +26,7 @@ _CONNECT_SECONDS = 10.0
 _SHOWN_CHARS = 300
 #: The server is there, and says that it cannot serve.
 _DOWN_STATUSES = frozenset({502, 503, 504})
+_TOO_MANY_REQUESTS, _INTERNAL_ERROR = 429, 500
 #: How vLLM says that its process that computes is gone; the one that answers ends soon after.
 _ENGINE_DEAD = "EngineCore encountered an issue"
 #: Of a log: enough for long lines of a traceback, little enough to read while an event loop waits.
@@ -39,6 +40,7 @@ class ServerHttp:
     Everything raises:
         ServerDownError: the connection was refused, reset or closed before the reply's end, or
             the server says that it cannot serve.
+        ServerBusyError: the server has too much to do, or made an error of its own.
         EngineError: the server answered with another error (shown), or this client was closed.
     """
 
@@ -110,10 +112,14 @@ class ServerHttp:
         if self._session is not None:
             await self._session.close()
 
-    def build_error(self, leg: str, said: str) -> EngineError:
-        """The error for what the server says went wrong."""
-        kind = ServerDownError if _ENGINE_DEAD in said else EngineError
-        return kind(f"{leg}: {self._where} answered {said}")
+    def build_error(self, leg: str, said: str, status: object = None) -> EngineError:
+        """The error for what the server says went wrong, with what status of HTTP's."""
+        message = f"{leg}: {self._where} answered {said}"
+        if _ENGINE_DEAD in said:
+            return ServerDownError(message)
+        if status in (_TOO_MANY_REQUESTS, _INTERNAL_ERROR):
+            return ServerBusyError(message, is_rate_limit=status == _TOO_MANY_REQUESTS)
+        return EngineError(message)
 
     @asynccontextmanager
     async def _open(
@@ -176,7 +182,7 @@ class ServerHttp:
                 f"{leg}: {self._where} refused the key ({said}). The server was started with "
                 "another key than this run's: is a server of another run on that port?"
             )
-        raise self.build_error(leg, said)
+        raise self.build_error(leg, said, status)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -174,6 +174,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
     ) -> Trajectory:
         row, started = attempt.task.row, time.perf_counter()
         client = self._open(engine, None if self._seed is None else f"{self._seed}/{attempt.id}")
+        client.session.resume_from(self.find_finished_turns(attempt))
         score, answer, failure, boundary = Score(reward=None), None, None, None
         try:
             outcome = await self._run_to_its_end(engine, client, attempt, worker)

@@ -12,7 +12,7 @@ import asyncio
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agentrl_cli.engine.protocol import EngineLoad, InferenceEngine
 from agentrl_cli.log import get_logger
@@ -206,6 +206,7 @@ class TrajectoryPool:
             self._has_worked |= trajectory.failure is None or trajectory.is_policy_failure
             if number == self._max_retries or not self._may_be_retried(trajectory):
                 break
+            attempt = replace(attempt, earlier=trajectory.interactions)
             self._num_retries += 1
             _log.info("%s is made again: %s", attempt.id, trajectory.failure)
             # Who failed together would come back together.

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
@@ -42,6 +42,8 @@ class Attempt:
     step: int = 0
     """The round of its task, until a step takes the trajectory; of an evaluation, the step after
     which it is made."""
+    earlier: tuple[Interaction, ...] = ()
+    """The calls of the try before this one, which failed."""
 
     @property
     def id(self) -> str:
@@ -76,6 +78,9 @@ class RolloutWorkflow(ABC):
     policy_failure_reward: float | None = 0.0
     """Of a trajectory that failed through what the policy sampled; None: unscored."""
 
+    retry_from: Literal["start", "finished_turns"] = "start"
+    """What an attempt uses of its ``earlier`` calls."""
+
     _sampling: Sampling | None = None
     _budget: Budget | None = None
     _reward: AsyncRewardWrapper | None = None
@@ -92,6 +97,7 @@ class RolloutWorkflow(ABC):
         self._reward = reward or self._reward
         self.timeout_seconds = rollout.timeout_seconds
         self.turn_discount = rollout.turn_discount
+        self.retry_from = rollout.retry_from
         self.policy_failure_reward = rollout.policy_failure_reward
         self._budget = Budget(
             max_turns=rollout.max_turns,
@@ -118,7 +124,8 @@ class RolloutWorkflow(ABC):
             UserInputError: a mistake that would repeat itself in every trajectory.
         """
         started = time.perf_counter()
-        with collect_sessions(self._sampling, self._budget) as sessions:
+        earlier = self.find_finished_turns(attempt)
+        with collect_sessions(self._sampling, self._budget, earlier) as sessions:
             failure = style = boundary = None
             score = Score(reward=None)
             try:
@@ -154,6 +161,10 @@ class RolloutWorkflow(ABC):
             failure=failure,
             seconds=time.perf_counter() - started,
         )
+
+    def find_finished_turns(self, attempt: Attempt) -> tuple[Interaction, ...]:
+        """The calls whose replies the attempt's own calls get again."""
+        return attempt.earlier if self.retry_from == "finished_turns" else ()
 
     async def _judge(
         self, row: Mapping[str, Any], interactions: tuple[Interaction, ...]

@@ -6,7 +6,7 @@ Sampled tokens become the text, reasoning and tool calls of a reply, and what AP
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -93,14 +93,8 @@ class ModelCalls:
         Raises:
             EngineError: a choice failed; the others are cancelled.
         """
-        session_id = self.session.id
         with self._recording_failure():
-            generations = await _run_all(
-                [
-                    self.engine.generate(call.plan.prompt_ids, call.sampling, session_id=session_id)
-                    for call in self.calls
-                ]
-            )
+            generations = await _run_all([self._generate(call) for call in self.calls])
             parsed = [
                 self.open_reader(call).read(generation.completion_ids)
                 for call, generation in zip(self.calls, generations, strict=True)
@@ -130,13 +124,24 @@ class ModelCalls:
         """A reader of what the call samples."""
         return ReplyReader(self.template, self.request, call.plan.prompt_ids)
 
+    async def _generate(self, call: OpenCall) -> Generation:
+        return self.session.take_finished_turn(call) or await self.engine.generate(
+            call.plan.prompt_ids, call.sampling, session_id=self.session.id
+        )
+
+    def _open_stream(self, call: OpenCall) -> AsyncGenerator[Generation]:
+        finished = self.session.take_finished_turn(call)
+        if finished is not None:
+            return _yield_one(finished)
+        ids, sampling = call.plan.prompt_ids, call.sampling
+        return self.engine.stream(ids, sampling, session_id=self.session.id)  # type: ignore[return-value]
+
     async def _stream(self, index: int, writer: StreamWriter, reply: Reply) -> None:
         call = self.calls[index]
         reader = self.open_reader(call)
         whole = ParsedText()
         pieces: list[Generation] = []
-        stream = self.engine.stream(call.plan.prompt_ids, call.sampling, session_id=self.session.id)
-        async with aclosing(stream) as generations:  # type: ignore[type-var]
+        async with aclosing(self._open_stream(call)) as generations:
             async for generation in generations:
                 if not pieces:
                     reply.add(writer.begin_choice(index))
@@ -164,6 +169,10 @@ class ModelCalls:
             has_malformed_call=parsed.has_malformed_call,
         )
         return Choice(index, interaction, generation)
+
+
+async def _yield_one(generation: Generation) -> AsyncGenerator[Generation]:
+    yield generation
 
 
 async def _run_all(works: list[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import operator
 import secrets
 import time
 import uuid
@@ -56,8 +57,15 @@ class CollectedSessions:
     """Holds where a session is opened without one."""
     budget: Budget | None = None
     """Likewise."""
+    finished_turns: list[Interaction] = field(default_factory=list)
+    """Completed calls of an earlier try at the trajectory, whose replies calls may get again."""
     sessions: list[Session] = field(default_factory=list)
     clock: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+
+def list_completed(interactions: Iterable[Interaction]) -> list[Interaction]:
+    """Those that completed, in the same order."""
+    return [i for i in interactions if i.status is InteractionStatus.COMPLETED]
 
 
 def list_interactions(sessions: Iterable[Session]) -> tuple[Interaction, ...]:
@@ -70,14 +78,17 @@ _COLLECTED: ContextVar[CollectedSessions | None] = ContextVar("collected session
 
 @contextmanager
 def collect_sessions(
-    sampling: Sampling | None = None, budget: Budget | None = None
+    sampling: Sampling | None = None,
+    budget: Budget | None = None,
+    earlier: Iterable[Interaction] = (),
 ) -> Iterator[list[Session]]:
     """The sessions that are opened inside the block, by this task and those it starts; the list is
-    empty after it. A session without ``sampling`` or ``budget`` of its own has these.
+    empty after it. A session without ``sampling`` or ``budget`` of its own has these; ``earlier``:
+    see :meth:`Session.resume_from`.
 
     A rollout that fails leaves nothing behind but these: they hold what was sampled.
     """
-    collected = CollectedSessions(sampling, budget)
+    collected = CollectedSessions(sampling, budget, list_completed(earlier))
     token = _COLLECTED.set(collected)
     try:
         yield collected.sessions
@@ -174,7 +185,7 @@ class Session:
         return found if found and found.status is InteractionStatus.COMPLETED else None
 
     def _list_completed(self) -> list[Interaction]:
-        return [i for i in self.interactions if i.status is InteractionStatus.COMPLETED]
+        return list_completed(self.interactions)
 
     async def wait_for_tokens(self, sampling: Sampling, num_choices: int) -> None:
         """Returns when the budget has the tokens that a request may need, or no call is in flight.
@@ -233,6 +244,27 @@ class Session:
         self._open_calls.update((id(call), call) for call in calls)
         self.touch()
         return calls
+
+    def resume_from(self, earlier: Iterable[Interaction]) -> None:
+        """Lets the trajectory's calls get the replies that an earlier try at it got."""
+        self._trajectory.finished_turns.extend(list_completed(earlier))
+
+    def take_finished_turn(self, call: OpenCall) -> Generation | None:
+        """What an earlier try sampled for this very call, each only once; None: nothing.
+
+        It is what the model says to that prompt, with the logprobs and versions of its time.
+        """
+        turns = self._trajectory.finished_turns
+        for turn in turns:
+            if _answers(turn, call):
+                turns.remove(turn)
+                return Generation(
+                    completion_ids=tuple(turn.completion_ids),
+                    rollout_logprobs=tuple(turn.rollout_logprobs),
+                    versions=tuple(turn.versions),
+                    finish_reason="length" if turn.finish_reason == "length" else "stop",
+                )
+        return None
 
     def complete_call(
         self,
@@ -416,6 +448,21 @@ class Session:
 
     def _tick(self) -> int:
         return next(self._trajectory.clock)
+
+
+def _answers(turn: Interaction, call: OpenCall) -> bool:
+    """Whether the call could have sampled what the turn holds."""
+    asked, sampling, num_tokens = call.asked, call.sampling, len(turn.completion_ids)
+    most = num_tokens if sampling.max_tokens is None else sampling.max_tokens
+    return (
+        # Those are not on record.
+        not (sampling.stop or sampling.num_top_logprobs)
+        and (num_tokens == most if turn.finish_reason == "length" else 0 < num_tokens <= most)
+        and (turn.temperature, turn.top_p) == (asked.temperature, asked.top_p)
+        and turn.structural_tag == asked.structural_tag
+        and len(turn.prompt_ids) == len(asked.prompt_ids)
+        and all(map(operator.eq, turn.prompt_ids, asked.prompt_ids))
+    )
 
 
 def read_clock() -> float:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 
 from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.engine.protocol import EngineLoad, Generation, Replica, Sampling, check_request
 from agentrl_cli.engine.router.server_pool import ServerPool, shorten
-from agentrl_cli.errors import EngineError, ServerDownError
+from agentrl_cli.errors import EngineError, ServerBusyError, ServerDownError
 
 #: A call may find each server dead before the router knows that it is; beyond that it is sampled
-#: again this often. One that kills its servers must not reach all of them again and again.
+#: again this often. One that breaks its servers must not reach all of them again and again.
 _MAX_RESAMPLINGS = 3
+#: Before a call goes to busy servers again, at most; then twice as long, up to a limit.
+_FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 1.0, 30.0
 
 
 class PooledEngine:
@@ -85,7 +88,9 @@ class PooledEngine:
     ) -> AsyncGenerator[Generation]:
         """The pieces of the completion, or the whole of it; raises as :meth:`generate`."""
         deadline = self._pool.find_call_deadline()
-        for num_left in reversed(range(_MAX_RESAMPLINGS + len(self._pool.servers))):
+        num_left = _MAX_RESAMPLINGS + len(self._pool.servers)
+        pauses = _draw_pauses()
+        while True:
             server = await self._pool.choose(session_id, deadline)
             has_begun = False
             try:
@@ -98,7 +103,10 @@ class PooledEngine:
                         has_begun = True
                         yield piece
                 return
-            except ServerDownError as error:
+            except (ServerDownError, ServerBusyError) as error:
+                pause = next(pauses) if isinstance(error, ServerBusyError) else 0.0
+                # How often a server has too much to do is no matter, only for how long.
+                num_left -= not (isinstance(error, ServerBusyError) and error.is_rate_limit)
                 problem = ""
                 if has_begun:
                     problem = (
@@ -107,9 +115,23 @@ class PooledEngine:
                     )
                 elif not num_left:
                     problem = (
-                        f"The call was sampled again {_MAX_RESAMPLINGS} times and more, and each "
-                        "server failed under it"
+                        f"The call was sampled again {_MAX_RESAMPLINGS} times and more, and failed "
+                        "each time"
+                    )
+                elif pause and self._pool.now() + pause >= deadline:
+                    problem = (
+                        "The call may take no longer than engine.generate_timeout_seconds="
+                        f"{self._config.generate_timeout_seconds:g}"
                     )
                 if problem:
-                    raise ServerDownError(f"{shorten(str(error))}. {problem}") from error
+                    raise type(error)(f"{shorten(str(error))}. {problem}") from error
                 self._pool.counts["resampled_calls"] += 1
+                await asyncio.sleep(pause)
+
+
+def _draw_pauses() -> Iterator[float]:
+    """Seconds between attempts at one call: those that failed together do not return together."""
+    longest = _FIRST_PAUSE_SECONDS
+    while True:
+        yield longest * random.uniform(0.5, 1.0)
+        longest = min(2 * longest, _MAX_PAUSE_SECONDS)

@@ -40,7 +40,7 @@ from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
 from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
 from agentrl_cli.secret_masking import find_secrets, hide_text
-from agentrl_cli.store.trajectory_record import format_record
+from agentrl_cli.store.trajectory_record import format_record, parse_record
 
 _log = get_logger(__name__)
 
@@ -104,7 +104,7 @@ class RolloutProgram:
         beating = asyncio.create_task(self._beat())
         try:
             while True:
-                message, _ = await self._stream.receive()
+                message, payload = await self._stream.receive()
                 if message["op"] == "servers":
                     self._background.post(self._engine.take_state, message)
                 elif message["op"] == "cancel":
@@ -112,15 +112,15 @@ class RolloutProgram:
                     if future is not None:
                         future.cancel()
                 else:
-                    self._begin(message)
+                    self._begin(message, payload)
         except EOFError:
             _log.info("the trainer has closed the connection")
         finally:
             beating.cancel()
 
-    def _begin(self, message: Message) -> None:
+    def _begin(self, message: Message, payload: bytes) -> None:
         key = message["key"]
-        future = self._running[key] = self._background.submit(self._run(message))
+        future = self._running[key] = self._background.submit(self._run(message, payload))
         future.add_done_callback(lambda _: self._running.pop(key, None))
 
     async def _beat(self) -> None:
@@ -131,9 +131,11 @@ class RolloutProgram:
             self._background.post(self._engine.report_counts)
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    async def _run(self, message: Message) -> None:
+    async def _run(self, message: Message, payload: bytes) -> None:
         """Makes one trajectory and sends its record, or what it raised."""
-        attempt = Attempt(**{**message["attempt"], "task": Task(**message["attempt"]["task"])})
+        told = message["attempt"]
+        earlier = parse_record(payload).interactions if payload else ()
+        attempt = Attempt(**{**told, "task": Task(**told["task"]), "earlier": earlier})
         await self._watchdog.name_trajectory(attempt.id)
         # On its way before anything that may end this process: else nobody would know what did.
         begun = self._send({"op": "begun", "key": message["key"]})

@@ -23,7 +23,7 @@ from agentrl_cli.log import get_logger
 from agentrl_cli.process_channel import Message, MessageStream
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.workflow import Attempt
-from agentrl_cli.store.trajectory_record import parse_record
+from agentrl_cli.store.trajectory_record import format_record, parse_record
 
 _log = get_logger(__name__)
 
@@ -151,7 +151,11 @@ class RolloutWorker:
         future = self._running[key] = self._loop.create_future()
         self._attempts[key] = attempt
         try:
-            self.send({"op": "run", "key": key, "split": split, "attempt": asdict(attempt)})
+            told = asdict(replace(attempt, earlier=()))
+            record = b""
+            if attempt.earlier:
+                record = format_record(attempt.begin_trajectory(interactions=attempt.earlier))
+            self.send({"op": "run", "key": key, "split": split, "attempt": told}, record)
             # The row as it is here: what is no JSON does not come back as it went.
             return replace(await future, task=attempt.task.row)
         finally:
@@ -160,10 +164,10 @@ class RolloutWorker:
                 self.send({"op": "cancel", "key": key})
             self._begun.discard(key)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, payload: bytes = b"") -> None:
         """Sends, without waiting."""
         if self._stream is not None:
-            self._stream.send(message)
+            self._stream.send(message, payload)
 
     def list_running(self) -> dict[str, str]:
         """The trajectories in progress: their ids, and what to call them."""

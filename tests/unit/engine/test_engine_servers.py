@@ -20,7 +20,13 @@ from agentrl_cli.engine.engine_server import (
     expand_spans,
 )
 from agentrl_cli.engine.protocol import UNKNOWN_VERSION, Sampling
-from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerDownError, UserInputError
+from agentrl_cli.errors import (
+    EngineError,
+    EngineTimeoutError,
+    ServerBusyError,
+    ServerDownError,
+    UserInputError,
+)
 
 Generate = Callable[..., Awaitable[Any]]
 
@@ -116,13 +122,18 @@ async def test_what_a_server_gives_up_another_may_finish(
             pass
 
 
-async def test_an_error_in_the_stream_is_the_servers_own(generate: Generate, faulty: Any) -> None:
+@pytest.mark.parametrize(
+    ("code", "kind"), [(400, EngineError), (500, ServerBusyError), (None, EngineError)]
+)
+async def test_an_error_in_the_stream_is_the_servers_own(
+    generate: Generate, faulty: Any, code: int | None, kind: type[EngineError]
+) -> None:
     [piece] = faulty.make_pieces([1], reason=None)
-    error = {"error": {"message": "no such adapter", "code": 400}}
+    error = {"error": {"message": "no such adapter", "code": code}}
     faulty.answers[faulty.generate_path] = faulty.stream(piece, error)
     with pytest.raises(EngineError, match="no such adapter") as caught:
         await generate()
-    assert not isinstance(caught.value, ServerDownError)
+    assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize(

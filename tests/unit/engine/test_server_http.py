@@ -12,7 +12,7 @@ import pytest
 
 from agentrl_cli.engine.protocol import ServerEndpoint
 from agentrl_cli.engine.server_http import ServerHttp, format_log_tail, read_error_message
-from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerDownError
+from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerBusyError, ServerDownError
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -215,6 +215,19 @@ async def test_an_error_of_the_server_is_told_in_its_own_words(
             assert not isinstance(caught.value, ServerDownError)
             assert KEY not in str(caught.value)
             assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("status", "is_rate_limit"),
+    [("429 Too Many Requests", True), ("500 Internal Server Error", False)],
+)
+async def test_a_busy_server_may_be_asked_again(status: str, is_rate_limit: bool) -> None:
+    reply = make_reply(b'{"error": {"message": "later"}}', status)
+    async with serve(answer_with(reply, then_close=True)) as http:
+        for call in (ask(http), collect(http)):
+            with pytest.raises(ServerBusyError, match=f"{status[:3]}: later") as caught:
+                await call
+            assert caught.value.is_rate_limit == is_rate_limit
 
 
 async def test_a_connection_is_used_again_and_one_that_went_stale_is_no_dead_server() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import openai
@@ -462,3 +463,89 @@ async def test_arun_episode_exports_and_raises(make_workflow, scripted_engine):
     assert tensors["loss_mask"].sum() == sum(s.end - s.start for s in item.spans)
     with pytest.raises(openai.InternalServerError):
         await workflow.arun_episode(scripted_engine([EngineError("x")]), ROW)
+
+
+@pytest.fixture
+def make_again(make_workflow, scripted_engine):
+    """Fails in the second of three turns' tools, and tries once more: both trajectories."""
+    tool_answers = ["first", "second"]
+
+    async def run_twice(later_replies, *, tool_answers_later=tool_answers, stream=False, **rollout):
+        answers = []
+
+        async def solve(data, client):
+            messages = [{"role": "user", "content": data["question"]}]
+            for number in range(3):
+                if stream:
+                    options = {"model": "m", "messages": messages}
+                    async with client.chat.completions.stream(**options) as events:
+                        async for _ in events:
+                            pass
+                        reply = await events.get_final_completion()
+                else:
+                    reply = await client.chat.completions.create(model="m", messages=messages)
+                messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+                if number < 2:
+                    messages.append({"role": "user", "content": answers[number]})
+            return messages[-1]["content"]
+
+        workflow = make_workflow(solve, lambda **_: 1.0, **rollout)
+        answers[:] = tool_answers[:1]
+        first = await workflow.arun_trajectory(scripted_engine(["one", "two"]), _attempt())
+        assert first.failure.kind == "IndexError"
+        answers[:] = tool_answers_later
+        engine = scripted_engine(later_replies)
+        attempt = replace(_attempt(), earlier=first.interactions)
+        return first, await workflow.arun_trajectory(engine, attempt)
+
+    return run_twice
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_retry_goes_on_from_the_finished_turns(make_again, stream):
+    first, second = await make_again(["three"], stream=stream, retry_from="finished_turns")
+    assert (second.failure, second.final_answer, second.reward) == (None, "three", 1.0)
+    assert [i.extends_parent for i in second.interactions] == [False, True, True]
+    for earlier, again in zip(first.interactions, second.interactions, strict=False):
+        assert earlier.id != again.id
+        for name in ("prompt_ids", "completion_ids", "rollout_logprobs", "versions", "reply"):
+            assert list(getattr(again, name)) == list(getattr(earlier, name)), name
+    # Not what the failed try was credited with.
+    assert [i.reward for i in second.interactions] == [None, None, 1.0]
+
+
+async def test_a_retry_asks_again_once_a_tool_answers_otherwise(make_again):
+    _, second = await make_again(
+        ["2", "3"], tool_answers_later=["other", "second"], retry_from="finished_turns"
+    )
+    assert [i.reply["content"] for i in second.interactions] == ["one", "2", "3"]
+
+
+async def test_a_retry_starts_over_where_nothing_else_is_asked_for(make_again):
+    _, second = await make_again(["1", "2", "3"])
+    assert [i.reply["content"] for i in second.interactions] == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"temperature": 0.5}, {"top_p": 0.9}, {"stop": ["x"]}, {"max_tokens": 1}, {"logprobs": True}],
+    ids=str,
+)
+async def test_a_turn_is_given_again_only_to_the_same_call(make_workflow, scripted_engine, change):
+    options = {}
+
+    async def solve(data, client):
+        messages = [{"role": "user", "content": "hello"}]
+        create = client.chat.completions.create
+        reply = await create(model="m", messages=messages, **options)
+        return reply.choices[0].message.content
+
+    workflow = make_workflow(solve, lambda **_: 1.0, retry_from="finished_turns")
+    first = await workflow.arun_trajectory(scripted_engine(["a long reply"]), _attempt())
+    attempt = replace(_attempt(), earlier=first.interactions)
+    assert (await workflow.arun_trajectory(scripted_engine([]), attempt)).failure is None
+    options.update(change)
+    if "logprobs" in change:
+        options["top_logprobs"] = 2
+    again = await workflow.arun_trajectory(scripted_engine(["other"]), attempt)
+    assert again.final_answer == "other"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.engine.protocol import EngineLoad
-from agentrl_cli.records import Boundary, Failure, FailureCause, Trajectory
+from agentrl_cli.records import Boundary, Failure, FailureCause, Interaction, Trajectory
 from agentrl_cli.rollout import trajectory_pool
 from agentrl_cli.rollout.dataset import build_eval_tasks
 from agentrl_cli.rollout.trajectory_pool import ConcurrencyLimit, TrajectoryPool
@@ -230,8 +230,13 @@ class Failing(RolloutWorkflow):
 
     async def arun_trajectory(self, engine: Any, attempt: Attempt) -> Trajectory:
         self.num_tries[attempt.id] += 1
-        fails = self.num_tries[attempt.id] <= attempt.task.row["num_failures"]
-        return attempt.begin_trajectory(failure=self.failure if fails else None)
+        number = self.num_tries[attempt.id]
+        assert [i.id for i in attempt.earlier] == [f"call of try {number - 1}"] * (number > 1)
+        fails = number <= attempt.task.row["num_failures"]
+        return attempt.begin_trajectory(
+            interactions=(Interaction(id=f"call of try {number}"),),
+            failure=self.failure if fails else None,
+        )
 
 
 async def run_failing(workflow: Failing, nums_failures: list[int]) -> list[bool]:

@@ -209,3 +209,16 @@ def test_both_bases_insist_on_their_method():
     for base in (RolloutWorkflow, AgentWorkflow):
         with pytest.raises(TypeError, match="abstract"):
             base()
+
+
+async def test_a_retry_goes_on_from_the_turns_of_all_clients(open_client, scripted_engine):
+    workflow = TwoClients(open_client, error=RuntimeError("the tool broke"))
+    failed = await workflow.arun_trajectory(scripted_engine(["1", "2", "3", "4"]), ATTEMPT)
+    assert failed.failure is not None
+    workflow.error = None
+    workflow.use(RolloutConfig(retry_from="finished_turns"))
+    attempt = replace(ATTEMPT, earlier=failed.interactions[:3])
+    trajectory = await workflow.arun_trajectory(scripted_engine(["other"]), attempt)
+    assert trajectory.failure is None
+    replies = [i.reply["content"] for i in trajectory.interactions]
+    assert replies == ["1", "2", "3", "other"]

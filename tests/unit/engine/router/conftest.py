@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 import zlib
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,12 @@ from agentrl_cli.engine.protocol import (
 )
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.engine.router.server_mirror import MirrorEngine
-from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerDownError
+from agentrl_cli.errors import (
+    EngineError,
+    EngineTimeoutError,
+    ServerBusyError,
+    ServerDownError,
+)
 
 END_ID = 2
 #: A completion of a prompt that begins with it is as long as it may be.
@@ -88,6 +93,8 @@ class FakeProcess:
     refuses_weights: bool = False
     ignores_weights: bool = False
     ignores_version: bool = False
+    refusals: Iterator[int] = field(default_factory=lambda: iter(()))
+    """Statuses that the next calls are answered with."""
     num_aborted: int = 0
     num_running: int = 0
     prompts: list[tuple[int, ...]] = field(default_factory=list)
@@ -153,6 +160,8 @@ class FakeServer:
         process, ids = self.process, list(prompt_ids)
         process.prompts.append(tuple(prompt_ids))
         process.samplings.append(sampling)
+        for status in process.refusals:
+            raise ServerBusyError(f"{self.name}: {status}", is_rate_limit=status == 429)
         process.num_running += 1
         max_tokens = min(MAX_MODEL_LEN - len(ids), sampling.max_tokens or MAX_MODEL_LEN)
         new_ids: list[int] = []

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from agentrl_cli.engine.protocol import Sampling
-from agentrl_cli.errors import ContextLengthError, EngineError, EngineTimeoutError, ServerDownError
+from agentrl_cli.errors import (
+    ContextLengthError,
+    EngineError,
+    EngineTimeoutError,
+    ServerBusyError,
+    ServerDownError,
+)
 
 #: Its completion is as long as it may be.
 ENDLESS = [2000]
@@ -71,6 +77,41 @@ async def test_a_call_under_which_every_server_dies_is_given_up(w: Any) -> None:
     with pytest.raises(ServerDownError, match=r"sampled again 3 times and more"):
         await call
     assert w.router.take_fault_metrics()["resampled_calls"] == 3 + 2 - 1
+
+
+def refuse(w: Any, *statuses: int) -> None:
+    refusals = iter(statuses)
+    for server in w.servers:
+        server.process.refusals = refusals
+
+
+@pytest.mark.parametrize("streams", [True, False])
+async def test_a_busy_server_is_asked_again_later_and_later(w: Any, streams: bool) -> None:
+    refuse(w, *[429] * 8, 500, 500)
+    begin = asyncio.get_running_loop().time()
+    generation = await (w.stream if streams else w.generate)(ENDLESS, 50)
+    assert (generation[0] if streams else generation).versions == (0,) * 50
+    # 1 + 2 + 4 + 8 + 16 + 5 * 30, each at least half.
+    assert 90 < asyncio.get_running_loop().time() - begin < 183
+    metrics = w.router.take_fault_metrics()
+    assert metrics["resampled_calls"] == 10
+    assert metrics["server_failures"] == metrics["num_unhealthy_servers"] == 0
+
+
+async def test_a_call_that_breaks_servers_is_given_up(w: Any) -> None:
+    refuse(w, *[500] * 100)
+    with pytest.raises(ServerBusyError, match=r"500.* sampled again 3 times and more"):
+        await w.generate(ENDLESS, 50)
+    assert w.router.take_fault_metrics()["resampled_calls"] == 3 + 2 - 1
+
+
+@in_world(generate_timeout_seconds=100.0)
+async def test_a_call_does_not_wait_for_a_busy_server_beyond_its_deadline(w: Any) -> None:
+    refuse(w, *[429] * 100)
+    begin = asyncio.get_running_loop().time()
+    with pytest.raises(ServerBusyError, match=r"429.* engine.generate_timeout_seconds=100"):
+        await w.generate(ENDLESS, 50)
+    assert 70 < asyncio.get_running_loop().time() - begin < 100
 
 
 @limited

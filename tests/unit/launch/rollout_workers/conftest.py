@@ -200,10 +200,11 @@ class Site:
         await router.start(0)
         return router
 
-    def submit(self, question: str, number: int = 0, split: str = "train") -> Any:
+    def submit(self, question: str, number: int = 0, split: str = "train", **fields: Any) -> Any:
         """A future of the trajectory of this question."""
         task = Task(task_id=str(number), row={"question": question}, group_id=f"1.{number}")
-        return self.background.submit(self.workers.run(split, Attempt(task=task, step=1)))
+        attempt = Attempt(task=task, step=1, **fields)
+        return self.background.submit(self.workers.run(split, attempt))
 
     def run(self, *questions: str, timeout_seconds: float = 240) -> list[Trajectory]:
         futures = [self.submit(question, number) for number, question in enumerate(questions)]

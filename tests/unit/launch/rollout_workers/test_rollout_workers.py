@@ -44,6 +44,20 @@ def test_trajectories_are_made_elsewhere_and_arrive_whole(site: Sites) -> None:
     assert len(set(s.servers[0].salts)) == 2
 
 
+def test_a_retry_goes_on_from_the_turns_that_another_worker_has_finished(site: Sites) -> None:
+    s = site()
+    s.start(num_workers=1, retry_from="finished_turns")
+    s.wait_until_ready(1)
+    [first] = s.run("1")
+    num_calls = s.servers[0].num_calls
+    again = s.submit("1", earlier=first.interactions).result(240)
+    assert s.servers[0].num_calls == num_calls
+    [before], [after] = first.interactions, again.interactions
+    assert list(after.completion_ids) == list(before.completion_ids)
+    assert list(after.rollout_logprobs) == list(before.rollout_logprobs)
+    assert before.id != after.id
+
+
 def test_a_worker_that_dies_costs_its_trajectories_a_retry(site: Sites) -> None:
     s = site()
     s.start(num_workers=2)
