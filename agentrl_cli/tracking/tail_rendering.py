@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import marshal
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -21,7 +21,7 @@ from jinja2 import nodes
 from jinja2.runtime import LoopContext, Undefined
 from jinja2.utils import Namespace
 
-from agentrl_cli.records import Message
+from agentrl_cli.records import Message, SharedSequence
 from agentrl_cli.tracking.message_meaning import is_same_json
 
 #: What a round may read of its own loop: nothing of it depends on what comes later, but for the
@@ -29,6 +29,10 @@ from agentrl_cli.tracking.message_meaning import is_same_json
 _LOOP_KEYS = frozenset({"first", "index", "index0", "last", "nextitem", "previtem"})
 #: Objects with a state of their own.
 _STATEFUL = frozenset({"cycler", "joiner"})
+#: Which the sandbox prefers to keys of the same name.
+_DICT_NAMES = frozenset(dir(dict))
+#: Where a namespace keeps what templates set in it.
+_ATTRIBUTES = "_Namespace__attrs"
 _STARTS_LATE, _READS, _BEGINS = "_agentrl_starts_late", "_agentrl_reads", "_agentrl_begins"
 
 
@@ -62,7 +66,7 @@ class TailTemplate:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         environment = _compile_jinja_template(source).environment.overlay()
-        environment.is_safe_attribute = partial(_is_safe, environment.is_safe_attribute)
+        environment.getattr = partial(_read_attribute, environment.getattr)
         tree = environment.parse(source)
         if _has_side_effects(tree) or not _rewrite_loops(tree):
             return None
@@ -139,15 +143,28 @@ def _digest(values: Sequence[Any]) -> object:
 
 def _to_plain(value: Any) -> Any:
     if isinstance(value, Namespace):
-        attributes = object.__getattribute__(value, "_Namespace__attrs")
+        attributes = object.__getattribute__(value, _ATTRIBUTES)
         return ["namespace", *sorted(attributes.items())]
     return ["undefined"] if isinstance(value, Undefined) else [value]
 
 
-def _is_safe(ask: Callable[..., bool], obj: object, name: str, value: object) -> bool:
-    """Whether a template may read an attribute; of its own namespaces it may, and loops do so for
-    every message, where the sandbox takes long to come to the same answer."""
-    return (type(obj) is Namespace and not name.startswith("_")) or ask(obj, name, value)
+def _read_attribute(ask: Callable[..., Any], obj: Any, name: str) -> Any:
+    """What ``obj.name`` is in a template.
+
+    The sandbox takes long to find what is in messages, namespaces and loops, and templates ask it
+    for that in every round.
+    """
+    kind = type(obj)
+    if kind is dict:
+        if name in obj and name not in _DICT_NAMES:
+            return obj[name]
+    elif kind is Namespace:
+        attributes = object.__getattribute__(obj, _ATTRIBUTES)
+        if name in attributes:
+            return attributes[name]
+    elif kind is _LateLoop and name in _LOOP_KEYS:
+        return getattr(obj, name)
+    return ask(obj, name)
 
 
 def _has_side_effects(tree: nodes.Template) -> bool:
@@ -259,9 +276,11 @@ class TemplateForms:
     def __init__(self) -> None:
         #: By the message's address, which no other has while it is held beside its form.
         self._known: dict[Hashable, dict[int, tuple[Message, Message]]] = {}
+        #: What was listed last, which the next one mostly continues.
+        self._latest: tuple[Any, Hashable, list[Message]] = (None, None, [])
 
     def list_forms(
-        self, messages: Iterable[Message], shape: Hashable, make: Callable[[Message], Message]
+        self, messages: Sequence[Message], shape: Hashable, make: Callable[[Message], Message]
     ) -> list[Message]:
         """The forms of ``messages``; one that is its own form already is not copied.
 
@@ -270,12 +289,21 @@ class TemplateForms:
             shape: equal where ``make`` makes the same of a message.
             make: the form of a message.
         """
-        known, forms = self._known.setdefault(shape, {}), []
-        for message in messages:
+        known = self._known.setdefault(shape, {})
+        latest, latest_shape, listed = self._latest
+        left, forms = messages, []
+        if (
+            isinstance(messages, SharedSequence)
+            and messages.parent is latest
+            and shape == latest_shape
+        ):
+            left, forms = messages.own, listed[: messages.num_shared]
+        for message in left:
             found = known.get(id(message))
             if found is None:
                 form = make(message)
                 found = (message, message if is_same_json(form, message) else form)
                 known[id(message)] = found
             forms.append(found[1])
+        self._latest = (messages, shape, forms)
         return forms

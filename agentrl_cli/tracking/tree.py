@@ -21,6 +21,7 @@ from agentrl_cli.tracking.message_meaning import (
     replays_reasoning,
     share_texts,
     write_json,
+    write_open_list,
     write_reasoning,
 )
 from agentrl_cli.tracking.tail_rendering import Tail, TemplateForms
@@ -107,6 +108,8 @@ class ConversationTree:
         self._keep_reasoning = keep_reasoning
         self._root = MessageHistory()
         self._num_held = 0
+        #: The messages of the last request, and as JSON: mostly the next one goes on from there.
+        self._latest: tuple[MessageHistory, bytes] = (self._root, b"")
         self._forms = TemplateForms()
         self._known_inputs: list[TemplateInputs] = []
         self._by_conversation: dict[bytes, list[_Node]] = {}
@@ -162,6 +165,10 @@ class ConversationTree:
             known: a beginning that is not compared again.
         """
         history = known or self._root
+        latest, written = self._latest
+        fits = written and (case is None or latest.fits(case))
+        if known is None and fits and write_open_list(messages).startswith(written):
+            history = latest
         for message in messages[len(history) :]:
             following = history.find_next(message, case)
             if following is None:
@@ -174,13 +181,18 @@ class ConversationTree:
         case = inputs.case
         found = messages.parent if isinstance(messages, SharedSequence) else None
         known = found if isinstance(found, MessageHistory) and found.fits(case) else None
-        history = self.find_known(messages, case, known)
+        known = history = self.find_known(messages, case, known)
         self._num_held += len(messages) - len(history)
         if self._num_held > _MAX_HELD:
             self._root, self._num_held = MessageHistory(), 0
             self._replays.clear()
         for position in range(len(history), len(messages)):
             history = self._extend(history, messages, position, inputs)
+        latest, written = self._latest
+        if known is not latest or not written:
+            self._latest = (history, write_open_list(messages))
+        else:
+            self._latest = (history, write_open_list(messages[len(known) :], written))
         return history
 
     def _extend(
@@ -330,10 +342,9 @@ class ConversationTree:
         edit: MismatchCause | None,
     ) -> PromptPlan:
         turn = parent.interaction
-        messages = tuple(history)
         if inputs is not parent.plan.inputs and _say_same(inputs, parent.plan.inputs):
             inputs = parent.plan.inputs  # Its order of keys is the one that was rendered.
-        new_messages = messages[num_known:]
+        new_messages = history[num_known:]
         placeholder = make_placeholder(turn.reply)
         skeleton = SharedSequence((placeholder, *new_messages), parent.plan.skeleton)
         if parent.reasoning:
@@ -345,7 +356,7 @@ class ConversationTree:
         cause = shown = None
         if after is None:
             split = self._template.split_at_last_turn(skeleton, inputs)
-            shown = self._find_shown_reasoning(parent, messages, inputs)
+            shown = self._find_shown_reasoning(parent, tuple(history), inputs)
             cause = self._find_obstacle(parent, inputs, split, shown)
             if split is not None and cause is None:
                 after = split.after
