@@ -100,8 +100,8 @@ async def test_strangers_cost_a_run_next_to_nothing(
         f"{attack} x {num_connections}: {len(waits)} calls of an honest client waited "
         f"{max(waits):.2f} s at most; {more_memory:.0f} MiB and {more_files} files more"
     )
-    # What was printed is 0.4 s at most on a machine that does nothing else. An attack that holds the
-    # gateway up does so for as long as it lasts.
+    # A machine that does nothing else prints 0.4 s at most; an attack that holds the gateway up
+    # does so for as long as it lasts.
     assert max(waits) < _SECONDS / 2
     assert more_memory < 64
     assert more_files <= num_connections + 16
