@@ -183,18 +183,20 @@ def run_vllm(max_staleness: int, folder: Path) -> Run:
     (folder / "longtail.yaml").write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "agentrl_cli", "train", "--config"]
     metrics = folder / "longtail" / config["trial_name"] / "metrics.jsonl"
-    with subprocess.Popen(
-        [*command, str(folder / "longtail.yaml")],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    ) as process:
+    said = folder / "said.txt"
+    with (
+        said.open("w") as output,
+        subprocess.Popen(
+            [*command, str(folder / "longtail.yaml")], stdout=output, stderr=subprocess.STDOUT
+        ) as process,
+    ):
         ends: list[float] = []
         while process.poll() is None:
             num_lines = metrics.read_text().count("\n") if metrics.exists() else 0
             ends += [time.time()] * (num_lines - len(ends))
             time.sleep(0.02)
     if process.returncode:
-        raise RuntimeError(f"the run failed: {metrics.parent / 'logs'}")
+        raise RuntimeError(f"the run failed:\n{said.read_text()[-5000:]}")
     run = RunFolder.open(metrics.parent)
     lines = run.read_metrics()
     if not all(line["train_tokens"] for line in lines):
