@@ -360,7 +360,7 @@ def count_reasoning_tokens(
     low, high = 0, len(completion_ids)
     while low < high:
         middle = (low + high) // 2
-        if text in template.decode_reply(completion_ids[:middle]):
+        if text in template.decode_all(template.select_shown(completion_ids[:middle])):
             high = middle
         else:
             low = middle + 1

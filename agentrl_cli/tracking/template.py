@@ -409,10 +409,6 @@ class ChatTemplate:
         """Sampled tokens without the special ones that mean nothing to the formats."""
         return [token_id for token_id in completion_ids if token_id not in self._hidden_ids]
 
-    def decode_reply(self, completion_ids: Sequence[int]) -> str:
-        """The text of a completion, without its end token."""
-        return self.decode_all(self.select_shown(completion_ids))
-
     def decode_all(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones included."""
         return self.tokenizer.decode(

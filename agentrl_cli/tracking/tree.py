@@ -184,7 +184,9 @@ class ConversationTree:
         known = history = self.find_known(messages, case, known)
         self._num_held += len(messages) - len(history)
         if self._num_held > _MAX_HELD:
-            self._root, self._num_held = MessageHistory(), 0
+            # From the new root on, and nothing of the old one is held any more.
+            known = history = self._root = MessageHistory()
+            self._latest, self._num_held = (history, b""), len(messages)
             self._replays.clear()
         for position in range(len(history), len(messages)):
             history = self._extend(history, messages, position, inputs)

@@ -215,12 +215,12 @@ class RolloutWorker:
 
     async def _read(self, stream: MessageStream) -> None:
         """Takes what the worker sends until it ends, and then ends what it was running."""
-        problem = ""
         try:
             while True:
                 self._take(*await stream.receive())
         except EOFError:
-            pass
+            # Its process has ended, or is about to; how it did is found out below.
+            problem = ""
         except (ValueError, KeyError, TypeError) as error:
             _log.exception("what %s sent cannot be read", self.name)
             problem = f"what it sent cannot be read ({type(error).__name__}: {error}); "

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from agentrl_cli.tracking import tree
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.gateway import Gateway
 from agentrl_cli.tracking.session import Session, collect_sessions
@@ -104,3 +105,20 @@ async def test_a_server_does_not_hold_the_trajectory_that_first_needed_it(
     held = await asyncio.create_task(run())
     gc.collect()
     assert held() is None
+
+
+async def test_what_is_forgotten_is_not_held_by_the_last_request(
+    open_client: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree, "_MAX_HELD", 10)
+    client = open_client(*[echo] * 20)
+    held = client.session.tree
+    roots, messages = {id(held._root): held._root}, []
+    for turn in range(20):
+        messages.append({"role": "user", "content": f"says {turn}"})
+        reply = await client.chat.completions.create(model="m", messages=messages)
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+        roots[id(held._root)] = held._root
+        assert held._latest[0].beginnings[0] is held._root
+    assert len(roots) > 2
+    assert all(i.extends_parent for i in client.interactions[1:])
