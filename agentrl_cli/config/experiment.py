@@ -300,7 +300,8 @@ class RolloutConfig(StrictConfig):
     CPU core."""
     num_workers: ResumeSafe[int | None] = Field(None, ge=0)
     """Rollout workers: processes that each run a share of the trajectories (with engine servers);
-    0: all run in the trainer's process. null: one for every 4 CPU cores, at most 4."""
+    0: all run in the trainer's process. null: one for every 4 CPU cores, at most 4; with
+    ``agent_mode: external``, 1 at most."""
     subprocess: ResumeSafe[SubprocessConfig] = SubprocessConfig()
 
     @model_validator(mode="after")

@@ -195,14 +195,20 @@ def _count_rollout_workers(
     rollout, problem = config.rollout, None
     if kind == "embedded":
         problem = "call engine servers, and the embedded engine is in the trainer's process"
-    elif rollout.agent_mode == "external":
-        problem = "run agents, and with rollout.agent_mode external other programs do"
     elif sends_adapters:
         problem = "would keep calling adapters that the trainer unloads (weight_transfer.kind lora)"
     if problem is None:
         num_workers = rollout.num_workers
+        is_external = rollout.agent_mode == "external"
         if num_workers is None:
-            num_workers = min(_MAX_WORKERS, machine.num_cores // _CORES_PER_WORKER)
+            most = 1 if is_external else _MAX_WORKERS
+            num_workers = min(most, machine.num_cores // _CORES_PER_WORKER)
+        elif is_external and num_workers > 1:
+            raise UserInputError(
+                f"rollout.num_workers: {num_workers} is not possible with rollout.agent_mode "
+                "external: programs elsewhere have one address, which one process serves. Type "
+                "rollout.num_workers=1"
+            )
         return min(num_workers, rollout.count_parallel())
     if rollout.num_workers:
         raise UserInputError(

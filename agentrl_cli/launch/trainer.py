@@ -436,7 +436,10 @@ def build_workflows(
     if not isinstance(source, EngineSource) or not source.run.num_rollout_workers:
         return workflows
     local.close()
-    source.workers = RolloutWorkers(config, source.run.num_rollout_workers, splits, observer)
+    random_key = external.random_key if external is not None else None
+    source.workers = RolloutWorkers(
+        config, source.run.num_rollout_workers, splits, observer, random_key
+    )
     return [
         RemoteWorkflow(source.workers, split, workflow)
         for split, workflow in zip(splits, workflows, strict=True)

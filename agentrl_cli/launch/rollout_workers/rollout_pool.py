@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from agentrl_cli.log import Observer, get_logger
 from agentrl_cli.process_channel import Message, find_unsendable, list_import_path
 from agentrl_cli.records import Boundary, Failure, StopReason, Trajectory
 from agentrl_cli.rollout.background_loop import BackgroundLoop
+from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
 from agentrl_cli.scratch_folders import ScratchFolder
 from agentrl_cli.tracking.credit import TokenSequence
@@ -55,6 +56,7 @@ class RolloutWorkers:
         num_workers: how many processes.
         splits: what trajectories they make: for ``train``, for ``eval``.
         observer: is told what a person should know.
+        random_key: of the listener for programs elsewhere, where the user has chosen none.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class RolloutWorkers:
         num_workers: int,
         splits: Sequence[str],
         observer: Observer,
+        random_key: str | None = None,
     ) -> None:
         self._config = config
         self._splits = list(splits)
@@ -77,6 +80,11 @@ class RolloutWorkers:
         self._error: AgentrlError | None = None
         self._changed = asyncio.Event()
         self._stack = ExitStack()
+        self._listener: Message = {"random_key": random_key, "port": None}
+        """What programs elsewhere know; a worker that replaces another keeps it."""
+        self._notice = ""
+        self._own_tasks: dict[str, list[Task]] = {}
+        """By group: the task that a program put into its place, once for each trajectory."""
         rollout = config.rollout
         self._max_stall_seconds = (
             rollout.timeout_seconds + rollout.reward_timeout_seconds + _GRACE_SECONDS
@@ -104,6 +112,7 @@ class RolloutWorkers:
             "tokenizer_folder": self._save_tokenizer(tokenizer),
             "log_dir": str(log_dir.absolute()),
             "splits": self._splits,
+            "listener": self._listener,
         }
         names = f"rollout-0 to rollout-{self._num_workers - 1}"
         names = names if self._num_workers > 1 else "rollout-0"
@@ -149,8 +158,9 @@ class RolloutWorkers:
         started = loop.time()
         while True:
             worker = await self._choose()
+            attempt = self._with_own_task(attempt)
             try:
-                return await worker.run(split, attempt)
+                trajectory = await worker.run(split, attempt)
             except NotBegunError:
                 continue
             except WorkerLostError as error:
@@ -158,6 +168,24 @@ class RolloutWorkers:
                     return _build_lost(attempt, worker.name, error, loop.time() - started)
                 has_been_lost = True
                 _log.warning("%s was lost with %s: made once more", attempt.id, worker.name)
+            else:
+                self._note_own_task(attempt, trajectory)
+                return trajectory
+
+    def _with_own_task(self, attempt: Attempt) -> Attempt:
+        """A group is one task, and a worker that replaces another does not know what task a program
+        gave to that one."""
+        own = self._own_tasks.get(attempt.task.group_id)
+        return replace(attempt, task=own[0]) if own else attempt
+
+    def _note_own_task(self, attempt: Attempt, trajectory: Trajectory) -> None:
+        group_id = trajectory.group_id
+        if trajectory.task != attempt.task.row or group_id in self._own_tasks:
+            task = Task(task_id=trajectory.task_id, row=trajectory.task, group_id=group_id)
+            of_group = self._own_tasks.setdefault(group_id, [])
+            of_group.append(task)
+            if len(of_group) >= self._config.gconfig.n_samples:
+                del self._own_tasks[group_id]
 
     async def _choose(self) -> RolloutWorker:
         """The worker with the fewest trajectories, as soon as one may have another.
@@ -186,7 +214,9 @@ class RolloutWorkers:
         loop, deaths = asyncio.get_running_loop(), list[float]()
         try:
             while self._error is None:
-                worker = RolloutWorker(f"rollout-{index}", log_dir, self._on_stall)
+                worker = RolloutWorker(
+                    f"rollout-{index}", log_dir, self._on_stall, self._on_listening
+                )
                 self._started.add(worker)
                 reason = await self._live(index, worker, spec)
                 self._started.discard(worker)
@@ -195,7 +225,8 @@ class RolloutWorkers:
                 now = loop.time()
                 deaths = [t for t in deaths if now - t < _RESTART_WINDOW_SECONDS] + [now]
                 if len(deaths) > _MAX_RESTARTS:
-                    raise RunError(_describe_deaths(worker.name, len(deaths), reason))
+                    mode = self._config.rollout.agent_mode
+                    raise RunError(_describe_deaths(worker.name, len(deaths), reason, mode))
                 self._observer.on_message(f"{worker.name} is started again: {reason}")
         except AgentrlError as error:
             self._fail(error)
@@ -256,6 +287,12 @@ class RolloutWorkers:
         text = describe_stall(worker, stall, self._max_stall_seconds)
         _log.warning("%s", text)
         self._observer.on_message(text)
+
+    def _on_listening(self, text: str, port: int) -> None:
+        self._listener["port"] = port
+        if text != self._notice:
+            self._notice = text
+            self._observer.on_message(text)
 
     async def _close(self) -> None:
         for task in self._tasks:
@@ -360,13 +397,16 @@ def _build_stall_error(stall: Stall) -> WorkerLostError:
     )
 
 
-def _describe_deaths(name: str, num_deaths: int, reason: str) -> str:
-    return (
-        f"{name} has ended {num_deaths} times within an hour. The last time {reason}\n"
-        "An agent that crashes its process takes the others in it along. Type "
+def _describe_deaths(name: str, num_deaths: int, reason: str, agent_mode: str) -> str:
+    advice = (
+        "Type rollout.num_workers=0 to see it fail in the trainer"
+        if agent_mode == "external"
+        else "An agent that crashes its process takes the others in it along. Type "
         "rollout.agent_mode=subprocess, and only its own trajectory fails; or "
         "rollout.num_workers=0 to see it fail in the trainer"
     )
+    ended = f"{name} has ended {num_deaths} times within an hour. The last time {reason}"
+    return f"{ended}\n{advice}"
 
 
 def _build_lost(attempt: Attempt, worker: str, lost: WorkerLostError, seconds: float) -> Trajectory:

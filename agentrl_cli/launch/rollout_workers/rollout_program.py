@@ -37,10 +37,12 @@ from agentrl_cli.log import file_log, get_logger
 from agentrl_cli.process_channel import Message, MessageStream
 from agentrl_cli.rollout.background_loop import BackgroundLoop, frozen_heap
 from agentrl_cli.rollout.dataset import Task
+from agentrl_cli.rollout.external.external_workflow import ExternalListener
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
 from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
 from agentrl_cli.secret_masking import find_secrets, hide_text
 from agentrl_cli.store.trajectory_record import format_record, parse_record
+from agentrl_cli.tracking.gateway import get_gateway
 
 _log = get_logger(__name__)
 
@@ -75,6 +77,7 @@ class RolloutProgram:
         tokenizer = _load_tokenizer(spec, config)
         self._engine = self._background.run(self._open_engine(spec, config), _OPEN_SECONDS)
         agents = stack.enter_context(open_workers(config))
+        external = self._build_listener(spec, config)
         gconfigs = {"train": config.gconfig, "eval": config.resolve_eval_gconfig()}
         for split in spec["splits"]:
             workflow = build_workflow(
@@ -83,11 +86,25 @@ class RolloutProgram:
                 gconfig=gconfigs[split],
                 seed=config.seed,
                 workers=agents,
+                external=external,
                 split=split,
             )
             stack.callback(workflow.close)
             workflow.log_to(log_dir)
             self._workflows[split] = workflow
+        reading = config.engine.list_reading_options()
+        gateway = get_gateway(self._engine, tokenizer, **reading)
+        stack.callback(lambda: self._background.run(gateway.close(), _CLOSE_SECONDS))
+
+    def _build_listener(self, spec: Message, config: ExperimentConfig) -> ExternalListener | None:
+        if config.rollout.agent_mode != "external":
+            return None
+
+        def announce(text: str) -> None:
+            self._report({"op": "listening", "text": text, "port": listener.port})
+
+        listener = ExternalListener(config.rollout, announce, **spec["listener"])
+        return listener
 
     async def _open_engine(self, spec: Message, config: ExperimentConfig) -> MirrorEngine:
         endpoints = [ServerEndpoint(**endpoint) for endpoint in spec["endpoints"]]
@@ -140,10 +157,12 @@ class RolloutProgram:
         # On its way before anything that may end this process: else nobody would know what did.
         begun = self._send({"op": "begun", "key": message["key"]})
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(begun, self._control))
-        record, error = b"", None
+        record, error, has_given_row = b"", None, True
         try:
             workflow = self._workflows[message["split"]]
-            record = format_record(await workflow.arun_trajectory(self._engine, attempt))
+            trajectory = await workflow.arun_trajectory(self._engine, attempt)
+            record = format_record(trajectory)
+            has_given_row = trajectory.task == attempt.task.row
         except AgentrlError as raised:
             error = raised
         except BaseException as raised:
@@ -152,7 +171,8 @@ class RolloutProgram:
             error = RunError(f"{attempt.id}: the workflow raised {type(raised).__name__}: {where}")
         self._engine.report_counts()
         described = error and _describe(error)
-        self._report({"op": "ended", "key": message["key"], "error": described}, record)
+        ended = {"key": message["key"], "error": described, "has_given_row": has_given_row}
+        self._report({"op": "ended", **ended}, record)
 
     async def _send(self, message: Message) -> None:
         self._stream.send(message)

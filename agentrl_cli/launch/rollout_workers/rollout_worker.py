@@ -67,10 +67,16 @@ class RolloutWorker:
         log_dir: gets its log.
         on_stall: called when its event loop is found blocked, and with None when it is not any
             more.
+        on_listening: called with a text for the user and a port when it listens for programs
+            elsewhere.
     """
 
     def __init__(
-        self, name: str, log_dir: Path, on_stall: Callable[[RolloutWorker, Stall | None], None]
+        self,
+        name: str,
+        log_dir: Path,
+        on_stall: Callable[[RolloutWorker, Stall | None], None],
+        on_listening: Callable[[str, int], None],
     ) -> None:
         self.name = name
         self.log_path = log_dir / f"{name}.log"
@@ -82,6 +88,7 @@ class RolloutWorker:
         self.end_reason = ""
         """Why it ended, once it has."""
         self._on_stall = on_stall
+        self._on_listening = on_listening
         self._loop = asyncio.get_running_loop()
         self._keys = itertools.count()
         self._running: dict[int, asyncio.Future[Trajectory]] = {}
@@ -156,8 +163,7 @@ class RolloutWorker:
             if attempt.earlier:
                 record = format_record(attempt.begin_trajectory(interactions=attempt.earlier))
             self.send({"op": "run", "key": key, "split": split, "attempt": told}, record)
-            # The row as it is here: what is no JSON does not come back as it went.
-            return replace(await future, task=attempt.task.row)
+            return await future
         finally:
             del self._running[key], self._attempts[key]
             if key not in self._begun or future.cancelled():
@@ -261,6 +267,8 @@ class RolloutWorker:
             self._end_one(message, payload)
         elif op == "ready":
             self._ready.set_result(None)
+        elif op == "listening":
+            self._on_listening(message["text"], message["port"])
         elif op == "refused":
             self._ready.set_exception(build_error(*message["error"]))
         elif self.mirror is not None:
@@ -270,10 +278,14 @@ class RolloutWorker:
         future = self._running.get(message["key"])
         if future is None or future.done():
             return
-        if message["error"] is None:
-            future.set_result(parse_record(record))
-        else:
+        if message["error"] is not None:
             future.set_exception(build_error(*message["error"]))
+            return
+        trajectory = parse_record(record)
+        if message["has_given_row"]:
+            # As it is here: what is no JSON does not come back as it went.
+            trajectory = replace(trajectory, task=self._attempts[message["key"]].task.row)
+        future.set_result(trajectory)
 
     def _take_stall(self, stall: Stall | None) -> None:
         was_stalled, self.stall = self.stall is not None, stall

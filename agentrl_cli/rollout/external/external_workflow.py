@@ -7,6 +7,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from agentrl_cli.agents.agent_runner import AgentOutcome
 from agentrl_cli.config.experiment import RolloutConfig
@@ -114,6 +115,8 @@ class ExternalListener:
         rollout: where to listen, and for how long tasks wait.
         announce: shows a text to the user, and keeps it nowhere.
         key: of the user's choice; None: that in AGENTRL_API_KEY, if there is one.
+        random_key: that of the listener whose place this one takes; None: one is made.
+        port: where that one listened, if the configuration names no port.
         waits: how long tasks wait for programs: ``max_wait_seconds``, or for ever.
 
     Raises:
@@ -126,6 +129,8 @@ class ExternalListener:
         announce: Callable[[str], None],
         *,
         key: str | None = None,
+        random_key: str | None = None,
+        port: int | None = None,
         waits: Literal["limited", "ever"] = "limited",
     ) -> None:
         self._config = config = rollout.external
@@ -133,9 +138,14 @@ class ExternalListener:
         given = key or os.environ.get(KEY_VARIABLE) or None
         check_binding(config.host, given, "rollout.external.host")
         # Said before a model is loaded for minutes.
-        open_listener(config.port or 0, config.host).close()
-        self._is_own = given is None
-        self._key = given or f"sk-agentrl-admin-{secrets.token_urlsafe(24)}"
+        self.port = config.port or port or 0
+        """Where it listens; 0: at any free port, once it is open."""
+        open_listener(self.port, config.host).close()
+        if given is None and random_key is None:
+            random_key = f"sk-agentrl-admin-{secrets.token_urlsafe(24)}"
+        self.random_key = None if given is not None else random_key
+        """The key, where the user has chosen none."""
+        self._key = given or random_key or ""
         self.queue = TaskQueue(
             max_wait_seconds=config.max_wait_seconds if waits == "limited" else None,
             max_sessions=rollout.max_concurrent,
@@ -150,9 +160,10 @@ class ExternalListener:
                 return
             routes = AdminRoutes(self.queue, self._key, gateway.model_name, gateway.limits)
             gateway.add_routes(routes.list_routes(), routes.knows, self.queue.stop)
-            base_url = await gateway.serve(self._config.port or 0, self._config.host)
-            shown_key = self._key if self._is_own else ""
-            self._announce(format_listener_notice(base_url.removesuffix("/v1"), shown_key))
+            base_url = await gateway.serve(self.port, self._config.host)
+            self.port = urlsplit(base_url).port or self.port
+            url = base_url.removesuffix("/v1")
+            self._announce(format_listener_notice(url, self.random_key or ""))
             self.is_open = True
 
 

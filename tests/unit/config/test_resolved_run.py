@@ -51,19 +51,28 @@ def test_one_process_is_enough_for_one_trainer_with_its_engine(
         ({"num_workers": 0}, 0),
         ({"num_workers": 6}, 6),
         ({"num_workers": 6, "max_concurrent": 3}, 3),
+        ({"agent_mode": "external"}, 1),
+        ({"agent_mode": "external", "num_workers": 0}, 0),
         ({"num_workers": 6, "agent_mode": "subprocess", "subprocess": {"max_processes": 4}}, 4),
     ],
 )
 def test_rollout_workers_follow_the_cores(rollout: dict[str, Any], num_workers: int) -> None:
-    run = resolve(0, engine={"kind": "vllm"}, rollout=rollout)
-    assert run.num_rollout_workers == num_workers
+    sections: dict[str, Any] = {"engine": {"kind": "vllm"}, "rollout": rollout}
+    if rollout.get("agent_mode") == "external":
+        sections["agent_builder_path"] = None
+    assert resolve(0, **sections).num_rollout_workers == num_workers
+
+
+def test_programs_elsewhere_have_one_address() -> None:
+    rollout = {"agent_mode": "external", "num_workers": 2}
+    with pytest.raises(UserInputError, match=r"one address.*Type rollout\.num_workers=1"):
+        resolve(0, engine={"kind": "vllm"}, rollout=rollout, agent_builder_path=None)
 
 
 @pytest.mark.parametrize(
     ("sections", "problem"),
     [
         ({"engine": {"kind": "embedded"}}, "the embedded engine is in the trainer's process"),
-        ({"rollout": {"agent_mode": "external"}, "agent_builder_path": None}, "other programs do"),
         ({"model": {"path": "m", "lora": {"rank": 4}}}, "adapters that the trainer unloads"),
     ],
 )

@@ -163,19 +163,24 @@ class Site:
         self.workers: RolloutWorkers
 
     def configure(self, builder: str = "build", **rollout: Any) -> ExperimentConfig:
+        has_agent = rollout.get("agent_mode") != "external"
         return ExperimentConfig.model_validate(
             {
                 "experiment_name": "x",
                 "model": {"path": str(self.folder / "model")},
                 "engine": {"kind": "vllm", "device": "cpu", "num_servers": len(self.servers)},
                 "train_dataset": {"path": "x.jsonl"},
-                "agent_builder_path": f"{self.folder}/my_agents.py:{builder}",
+                "agent_builder_path": f"{self.folder}/my_agents.py:{builder}"
+                if has_agent
+                else None,
                 "gconfig": {"max_tokens": 64},
                 "rollout": rollout,
             }
         )
 
-    def start(self, num_workers: int = 2, **settings: Any) -> RolloutWorkers:
+    def start(
+        self, num_workers: int = 2, random_key: str | None = None, **settings: Any
+    ) -> RolloutWorkers:
         config = self.configure(**settings)
         run = resolve_run(config, Machine(), purpose="train")
         endpoints = tuple(
@@ -184,7 +189,7 @@ class Site:
             )
             for number, server in enumerate(self.servers)
         )
-        self.workers = RolloutWorkers(config, num_workers, ["train"], self.messages)
+        self.workers = RolloutWorkers(config, num_workers, ["train"], self.messages, random_key)
         running = RunningServers(run=run, endpoints=endpoints)
         self.workers.start(
             self.background, running, config.model.path, self._tokenizer, self.log_dir
