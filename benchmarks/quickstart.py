@@ -51,16 +51,20 @@ class SeedResult:
 
 
 def run_seed(
-    config_path: Path, seed: int, cache: Cache, overrides: Sequence[str] = ()
+    config_path: Path,
+    seed: int,
+    cache: Cache,
+    overrides: Sequence[str] = (),
+    program: str = "agentrl_cli",
 ) -> SeedResult:
-    """Runs the quickstart's command once.
+    """Runs the quickstart's command once, or another ``program`` that takes its arguments.
 
     Raises:
         subprocess.CalledProcessError: the command failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         arguments = [f"seed={seed}", f"trial_name=seed{seed}", f"output_dir={folder}"]
-        command = [sys.executable, "-m", "agentrl_cli", "train", "--config", str(config_path)]
+        command = [sys.executable, "-m", program, "train", "--config", str(config_path)]
         command += [*arguments, *overrides]
         environment = dict(os.environ)
         if cache == "empty":

@@ -3,8 +3,9 @@
     python -m benchmarks.staleness
 
 Writes docs/results/staleness.md: the quickstart with no staleness, a little and much of it, each
-with the decoupled objective and with PPO's own, on several seeds. The page is written after every
-run, so that one that is interrupted has its rows.
+with the decoupled objective and with PPO's own, on several seeds. Trajectories are as old as they
+may be (benchmarks/stale_training.py). The page is written after every run, so that one that is
+interrupted has its rows.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ def format_page(results: Results, num_steps: int) -> str:
 
 Made by `python -m benchmarks.staleness`: {_CONFIG}, {num_steps} steps, with other
 values of `rollout.max_staleness` (`rollout.max_trajectory_age` is 8) and of
-`train.algorithm.loss.kind`. Mean reward on 256 held-out tasks: {min(before):.3f} to
-{max(before):.3f} before, and after the last step as below. The age of the sampled tokens is in
-weight updates, over all steps.
+`train.algorithm.loss.kind`. A step begins only when all trajectories that were admitted ahead of
+it have ended, so that its tokens are as old as `max_staleness` lets them be: at 8, the first nine
+steps learn from what the weights before step 1 sampled. Mean reward on 256 held-out tasks:
+{min(before):.3f} to {max(before):.3f} before, and after the last step as below. The age of the
+sampled tokens is in weight updates, over all steps.
 
 | `max_staleness` | objective | mean reward after, by seed | mean age | largest | older tokens |
 |---|---|---|---|---|---|
@@ -61,7 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 2, 8])
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
     results: dict[tuple[int, str], list[SeedResult]] = {
         (staleness, objective): [] for staleness in arguments.staleness for objective in _OBJECTIVES
@@ -73,7 +76,7 @@ def main() -> None:
                 f"train.algorithm.loss.kind={_OBJECTIVES[objective]}",
                 f"train.total_steps={arguments.steps}",
             )
-            result = run_seed(_CONFIG, seed, "kept", overrides)
+            result = run_seed(_CONFIG, seed, "kept", overrides, "benchmarks.stale_training")
             of_seeds.append(result)
             print(
                 f"seed {seed}, staleness {staleness}, {objective}: {result.before:.3f} to "
