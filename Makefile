@@ -60,17 +60,8 @@ bench: $(VENV)/.installed-test  ## Every benchmark, one after the other.
 bench-vllm: $(VENV)/.installed-vllm  ## Serving and publishing on real vLLM servers.
 	$(BIN)/python -m benchmarks.vllm_serving
 
-# What a machine with Python 3.12, torch and transformers lacks. pyarrow alone has 52 MiB.
-KIT_WHEELS := pydantic pyyaml psutil openai httpx2 starlette uvicorn httptools aiohttp orjson pebble \
-	filelock typer rich openai-agents pytest pytest-asyncio pytest-timeout
-KIT_MIB := 64
-
 gpu-kit:  ## Wheels for benchmarks/gpu.py on a machine with a GPU and no network, in .gpu-kit.
-	rm -rf .gpu-kit
-	$(PYTHON) -m pip download --quiet --disable-pip-version-check --only-binary=:all: --python-version 3.12 \
-	  --dest .gpu-kit $(KIT_WHEELS)
-	@$(PYTHON) -c 'import pathlib, sys; size = sum(p.stat().st_size for p in pathlib.Path(".gpu-kit").iterdir()) / 2**20; \
-	  sys.exit(f"the wheels have {size:.1f} MiB; $(KIT_MIB) travel: shorten KIT_WHEELS") if size > $(KIT_MIB) else print(f"{size:.1f} MiB. Carry .gpu-kit, then type: python3 -m benchmarks.gpu --wheels .gpu-kit")'
+	$(PYTHON) -m benchmarks.gpu_kit
 
 clean:  ## Remove the virtual environment.
 	rm -rf $(VENV)

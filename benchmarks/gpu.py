@@ -269,7 +269,7 @@ PARTS = {
     "sharing": Part(measure_sharing, 50),
     "head": Part(measure_head, 40),
     "engine": Part(measure_engine, 50),
-    "quickstart": Part(measure_quickstart, 90),
+    "quickstart": Part(measure_quickstart, 240),
 }
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_kit
 
 _BLOCKED = """
 import sys
@@ -31,3 +33,20 @@ def test_a_rehearsed_part_gives_its_rows():
     ((name, figure),) = gpu.run_part("sharing", 120, is_rehearsal=True)
     assert name.startswith("prefix sharing")
     assert figure.endswith("x (goal 3 x)")
+
+
+def test_a_shrunk_wheel_lists_what_it_holds(tmp_path: Path) -> None:
+    wheel = tmp_path / "big-1-py3-none-any.whl"
+    files = {"big/core.py": "x = 1", "big/tests/data.py": "y" * 1000}
+    with zipfile.ZipFile(wheel, "w") as made:
+        for name, text in files.items():
+            made.writestr(name, text)
+        record = "".join(f"{name},sha256=abc,1\n" for name in files)
+        made.writestr("big-1.dist-info/RECORD", record + "big-1.dist-info/RECORD,,\n")
+    gpu_kit.shrink_wheel(wheel, ("big/tests/*",))
+    with zipfile.ZipFile(wheel) as shrunk:
+        assert shrunk.namelist() == ["big/core.py", "big-1.dist-info/RECORD"]
+        assert shrunk.read("big/core.py") == b"x = 1"
+        record = shrunk.read("big-1.dist-info/RECORD").decode()
+        assert record == "big/core.py,sha256=abc,1\nbig-1.dist-info/RECORD,,\n"
+    assert [path.name for path in tmp_path.iterdir()] == [wheel.name]
