@@ -92,9 +92,11 @@ class RolloutProgram:
             stack.callback(workflow.close)
             workflow.log_to(log_dir)
             self._workflows[split] = workflow
-        reading = config.engine.list_reading_options()
-        gateway = get_gateway(self._engine, tokenizer, **reading)
-        stack.callback(lambda: self._background.run(gateway.close(), _CLOSE_SECONDS))
+        if external is not None:
+            # Programs that wait for a task are told that the run has ended.
+            reading = config.engine.list_reading_options()
+            gateway = get_gateway(self._engine, tokenizer, **reading)
+            stack.callback(lambda: self._background.run(gateway.close(), _CLOSE_SECONDS))
 
     def _build_listener(self, spec: Message, config: ExperimentConfig) -> ExternalListener | None:
         if config.rollout.agent_mode != "external":
