@@ -83,8 +83,9 @@ class RolloutWorkers:
         self._listener: Message = {"random_key": random_key, "port": None}
         """What programs elsewhere know; a worker that replaces another keeps it."""
         self._notice = ""
-        self._own_tasks: dict[str, list[Task]] = {}
-        """By group: the task that a program put into its place, once for each trajectory."""
+        self._own_tasks: dict[str, tuple[Task, int]] = {}
+        """By group: the task that a program put into its place, and how many trajectories have come
+        back with it."""
         rollout = config.rollout
         self._max_stall_seconds = (
             rollout.timeout_seconds + rollout.reward_timeout_seconds + _GRACE_SECONDS
@@ -175,17 +176,16 @@ class RolloutWorkers:
     def _with_own_task(self, attempt: Attempt) -> Attempt:
         """A group is one task, and a worker that replaces another does not know what task a program
         gave to that one."""
-        own = self._own_tasks.get(attempt.task.group_id)
-        return replace(attempt, task=own[0]) if own else attempt
+        task, _ = self._own_tasks.get(attempt.task.group_id, (attempt.task, 0))
+        return replace(attempt, task=task)
 
     def _note_own_task(self, attempt: Attempt, trajectory: Trajectory) -> None:
         group_id = trajectory.group_id
         if trajectory.task != attempt.task.row or group_id in self._own_tasks:
-            task = Task(task_id=trajectory.task_id, row=trajectory.task, group_id=group_id)
-            of_group = self._own_tasks.setdefault(group_id, [])
-            of_group.append(task)
-            if len(of_group) >= self._config.gconfig.n_samples:
-                del self._own_tasks[group_id]
+            own = Task(task_id=trajectory.task_id, row=trajectory.task, group_id=group_id)
+            task, num_back = self._own_tasks.pop(group_id, (own, 0))
+            if num_back + 1 < self._config.gconfig.n_samples:
+                self._own_tasks[group_id] = task, num_back + 1
 
     async def _choose(self) -> RolloutWorker:
         """The worker with the fewest trajectories, as soon as one may have another.
@@ -320,6 +320,8 @@ class RemoteWorkflow(RolloutWorkflow):
 
     async def arun_trajectory(self, engine: InferenceEngine, attempt: Attempt) -> Trajectory:
         """The record of one attempt; see :class:`RolloutWorkflow`."""
+        # What the worker has no use for is not sent: a failed try may hold thousands of tokens.
+        attempt = replace(attempt, earlier=self._local.find_finished_turns(attempt))
         return await self._remote.run(self._split, attempt)
 
     async def arun_episode(
