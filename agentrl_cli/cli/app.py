@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from agentrl_cli.cli.command_exit import outlive_readers, run_reporting_failures
 from agentrl_cli.cli.eval_command import evaluate_command
 from agentrl_cli.cli.export_command import export_command
+from agentrl_cli.cli.export_trajectories_command import export_trajectories_command
 from agentrl_cli.cli.inspect_command import inspect_command
 from agentrl_cli.cli.serve_command import serve_command
 from agentrl_cli.cli.sft_command import sft_command
@@ -41,6 +42,9 @@ app.command("train", short_help="Train an agent.")(train_command)
 app.command("eval", short_help="Measure an agent.")(evaluate_command)
 app.command("inspect-trajectories", short_help="Look at what agents did.")(inspect_command)
 app.command("export", short_help="Export a trained model from a run.")(export_command)
+app.command("export-trajectories", short_help="Write trajectories to train on.")(
+    export_trajectories_command
+)
 app.command("serve", short_help="Serve the model, to try an agent by hand.")(serve_command)
 app.command("sft", short_help="Train a model on conversations.")(sft_command)
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from agentrl_cli.cli.train_command import ConfigOption, OverridesArgument
 from agentrl_cli.errors import UserInputError
+
+if TYPE_CHECKING:
+    from agentrl_cli.evaluate.eval_report import EvalReport
 
 CheckpointOption = Annotated[
     Path | None,
@@ -28,6 +32,16 @@ NameOption = Annotated[
 ]
 
 
+SaveTasksOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write the tasks to this .jsonl file, each with its pass_rate, by which "
+        "train_dataset.min_pass_rate and max_pass_rate choose.",
+        metavar="FILE",
+    ),
+]
+
+
 def evaluate_command(
     config: ConfigOption,
     overrides: OverridesArgument = None,
@@ -38,6 +52,7 @@ def evaluate_command(
     base_url: EndpointOption = None,
     name: NameOption = None,
     model: Annotated[str | None, typer.Option(help="The endpoint's model.", metavar="NAME")] = None,
+    save_tasks: SaveTasksOption = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="The report as JSON; all else goes to stderr.")
     ] = False,
@@ -46,6 +61,7 @@ def evaluate_command(
     reward, pass@k, lengths, failures."""
     _check_endpoint(checkpoint, base_url, model)
     _check_name(name)
+    _check_task_file(save_tasks)
     if checkpoint is not None:
         check_checkpoint(checkpoint)
     from agentrl_cli.config.config_file import load_config
@@ -55,9 +71,7 @@ def evaluate_command(
     run = resolve_run_here(experiment, "eval") if base_url is None else None
 
     from agentrl_cli.cli.command_exit import crashes_logged
-    from agentrl_cli.cli.final_report import build_report_table
     from agentrl_cli.cli.progress_display import build_observer
-    from agentrl_cli.inspector.inspect_run import build_console
     from agentrl_cli.launch.completion_sources import EndpointSource, EngineSource
     from agentrl_cli.launch.local_run import run_evaluation
     from agentrl_cli.store.layout import run_dir_of
@@ -76,16 +90,49 @@ def evaluate_command(
             else EngineSource(experiment, run, observer, checkpoint)
         )
         name, report = run_evaluation(experiment, source, limit=limit, observer=observer, name=name)
-    title = str(checkpoint or model or experiment.model.path)
-    dataset, _ = experiment.resolve_eval_dataset()
+    described = {
+        "model": str(checkpoint or model or experiment.model.path),
+        "dataset": experiment.resolve_eval_dataset()[0],
+        "run": str(run_dir),
+        "name": name,
+    }
     if as_json:
-        described = {"model": title, "dataset": dataset, "run": str(run_dir), "name": name}
         typer.echo(json.dumps(described | report.to_dict(), indent=2))
-        return
-    typer.secho(f"{title} on {dataset}", bold=True)
+    else:
+        _print_report(report, described)
+    if save_tasks is not None:
+        _save_tasks(run_dir, name, save_tasks)
+
+
+def _print_report(report: EvalReport, described: Mapping[str, str]) -> None:
+    from agentrl_cli.cli.final_report import build_report_table
+    from agentrl_cli.inspector.inspect_run import build_console
+
+    typer.secho(f"{described['model']} on {described['dataset']}", bold=True)
     build_console().print(build_report_table(report))
-    look = f"agentrl inspect-trajectories {shlex.quote(str(run_dir))} --evals {name}"
-    typer.echo(f"look at its trajectories:  {look}")
+    look = f"agentrl inspect-trajectories {shlex.quote(described['run'])}"
+    typer.echo(f"look at its trajectories:  {look} --evals {described['name']}")
+
+
+def _save_tasks(run_dir: Path, name: str, path: Path) -> None:
+    from agentrl_cli.evaluate.pass_rates import save_pass_rates
+    from agentrl_cli.store.run_folder import RunFolder
+
+    num_saved = save_pass_rates(RunFolder(run_dir), name, path)
+    choose = f"train_dataset.path={shlex.quote(str(path))} train_dataset.min_pass_rate=0.1"
+    # With --json, stdout is the report's alone.
+    typer.echo(
+        f"{num_saved} tasks with pass rates:  {choose} train_dataset.max_pass_rate=0.9", err=True
+    )
+
+
+def _check_task_file(path: Path | None) -> None:
+    if path is None:
+        return
+    if path.suffix != ".jsonl":
+        raise UserInputError(f"--save-tasks {path}: lines of JSON are written. Type {path}.jsonl")
+    if not path.parent.is_dir():
+        raise UserInputError(f"--save-tasks {path}: there is no folder {str(path.parent)!r}")
 
 
 def _check_name(name: str | None) -> None:

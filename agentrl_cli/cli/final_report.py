@@ -56,6 +56,12 @@ def _list_rows(report: EvalReport) -> dict[str, str]:
     rows = {"mean reward (95 %)" if report.interval else "mean reward": mean.strip()}
     rows |= {f"reward part {name}": f"{v:.3f}" for name, v in report.reward_parts.items()}
     rows |= {f"pass@{k}": f"{value:.3f}" for k, value in report.pass_at_k.items()}
+    if report.num_trajectories > report.num_tasks:
+        num_never = report.num_tasks - report.num_always_passed - report.num_sometimes_passed
+        rows["tasks passed"] = (
+            f"always {report.num_always_passed}, sometimes {report.num_sometimes_passed}, "
+            f"never {num_never}"
+        )
     rows["tasks / trajectories"] = f"{report.num_tasks} / {report.num_trajectories}"
     rows["turns"] = _format_lengths(report.turns)
     rows["tool calls"] = _format_lengths(report.tool_calls)

@@ -105,6 +105,20 @@ class DatasetConfig(StrictConfig):
     """A new order every epoch, from ``seed``."""
     limit: int | None = Field(None, ge=1)
     """Use the first ``limit`` rows only."""
+    min_pass_rate: float | None = Field(None, ge=0.0, le=1.0)
+    """Use rows only whose field ``pass_rate`` is at least this. ``agentrl eval --save-tasks FILE``
+    writes such rows: 0.1 to 0.9 are tasks that the model solves sometimes, which teach most."""
+    max_pass_rate: float | None = Field(None, ge=0.0, le=1.0)
+    """The same with at most this."""
+
+    @model_validator(mode="after")
+    def _check_pass_rates(self) -> Self:
+        low, high = self.min_pass_rate, self.max_pass_rate
+        if low is not None and high is not None and low > high:
+            raise ValueError(
+                f"min_pass_rate {low} is above max_pass_rate {high}: type them the other way round"
+            )
+        return self
 
 
 class WeightTransferConfig(StrictConfig):

@@ -48,6 +48,9 @@ class EvalReport:
     """Mean of every part that the reward function names."""
     pass_threshold: float
     pass_at_k: Mapping[int, float]
+    num_always_passed: int
+    """Tasks of which all scored trajectories passed."""
+    num_sometimes_passed: int
     completion_tokens: Lengths | None
     turns: Lengths | None
     tool_calls: Lengths | None
@@ -119,7 +122,7 @@ def build_report(
         reward = None if t.reward is None or math.isnan(t.reward) else t.reward
         known = [] if reward is None else [reward]
         rewards.setdefault(t.task_id, []).extend(known)
-        passed = [r >= pass_threshold - _ROUNDING for r in known]
+        passed = [has_passed(r, pass_threshold) for r in known]
         outcomes.setdefault(t.task_id, []).extend(passed)
     scored = [reward for of_task in rewards.values() for reward in of_task]
     at_k = {k: compute_pass_at_k(outcomes, k) for k in sorted(set(k_values))}
@@ -135,6 +138,8 @@ def build_report(
         reward_parts=compute_part_means(trajectories),
         pass_threshold=pass_threshold,
         pass_at_k={k: value for k, value in at_k.items() if value is not None},
+        num_always_passed=sum(bool(of_task) and all(of_task) for of_task in outcomes.values()),
+        num_sometimes_passed=sum(any(of_task) > all(of_task) for of_task in outcomes.values()),
         completion_tokens=_measure([t.num_completion_tokens for t in trajectories]),
         turns=_measure([t.num_turns for t in trajectories]),
         tool_calls=_measure([t.num_tool_calls for t in trajectories]),
@@ -146,6 +151,11 @@ def build_report(
         prefix_mismatches=summarize_prefix_mismatches(trajectories),
         task_rewards={task: statistics.fmean(r) for task, r in rewards.items() if r},
     )
+
+
+def has_passed(reward: float, threshold: float = 1.0) -> bool:
+    """Whether a reward is that of a solved task."""
+    return reward >= threshold - _ROUNDING
 
 
 def compare_reports(before: EvalReport, after: EvalReport) -> Comparison | None:

@@ -325,23 +325,50 @@ def load_rows(config: DatasetConfig, key: str) -> list[Row]:
     where = f"{key}.path: {config.path!r}"
     path = Path(config.path)
     reader = _READERS.get(path.suffix.lower())
+    by_pass_rate = config.min_pass_rate is not None or config.max_pass_rate is not None
+    # Of those that are chosen by it.
+    limit = None if by_pass_rate else config.limit
     if reader is not None and path.is_file():
         try:
-            rows = list(islice(reader(path), config.limit))
+            rows = list(islice(reader(path), limit))
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise DatasetError(
                 f"{where} cannot be read: {error}. Allowed: text in UTF-8, or Parquet; write the "
                 "file again"
             ) from None
     elif ":" in config.path:
-        rows = _check_rows(_call_function(config, key), where, config.limit)
+        rows = _check_rows(_call_function(config, key), where, limit)
     elif is_on_hub(config):
-        rows = _check_rows(_load_hub(config, key), where, config.limit)
+        rows = _check_rows(_load_hub(config, key), where, limit)
     else:
         raise DatasetError(_describe_missing(path, where))
     if not rows:
         raise DatasetError(f"{where} has no rows: a dataset needs at least one")
-    return rows
+    return _choose_by_pass_rate(rows, config, where)[: config.limit] if by_pass_rate else rows
+
+
+def _choose_by_pass_rate(rows: list[Row], config: DatasetConfig, where: str) -> list[Row]:
+    low = 0.0 if config.min_pass_rate is None else config.min_pass_rate
+    high = 1.0 if config.max_pass_rate is None else config.max_pass_rate
+    rates = [_read_pass_rate(row, f"{where}: row {number}") for number, row in enumerate(rows, 1)]
+    chosen = [row for row, rate in zip(rows, rates, strict=True) if low <= rate <= high]
+    if not chosen:
+        raise DatasetError(
+            f"{where}: none of {len(rows)} rows has a pass_rate from {low:g} to {high:g}; they "
+            f"have {min(rates):g} to {max(rates):g}"
+        )
+    return chosen
+
+
+def _read_pass_rate(row: Row, where: str) -> float:
+    rate = row.get("pass_rate")
+    if isinstance(rate, bool) or not isinstance(rate, int | float):
+        raise DatasetError(
+            f"{where} has no pass_rate (found {rate!r}), by which min_pass_rate and max_pass_rate "
+            "choose. Measure it: agentrl eval --config FILE valid_dataset=null "
+            "eval_gconfig.n_samples=8 --save-tasks tasks.jsonl; then give tasks.jsonl as the path"
+        )
+    return float(rate)
 
 
 def is_on_hub(config: DatasetConfig) -> bool:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+import psutil
+
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.engine.router.engine_router import EngineRouter
@@ -215,6 +217,7 @@ class RunCoordinator:
             "tokens_per_second": num_tokens / seconds,
             "train_tokens_per_second": metrics["train_tokens"] / metrics["train_seconds"],
             "step_seconds": seconds,
+            "memory_mb": psutil.Process().memory_info().rss / 1e6,
             "policy_version": float(step),
         }
         line |= self._alarms.check(line)

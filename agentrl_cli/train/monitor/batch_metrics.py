@@ -10,8 +10,10 @@ from agentrl_cli.prefix_mismatches import MismatchTotals, summarize_prefix_misma
 from agentrl_cli.records import Boundary, FailureCause, MismatchCause, StopReason, Trajectory
 from agentrl_cli.scores import PART, compute_group_statistics, compute_part_means, compute_score
 
-#: Mean rewards below and above which groups mostly score alike, whatever the number of samples.
+#: Mean rewards below and above which a task counts as too hard or too easy, where also most groups
+#: score alike: small rewards that differ teach well.
 _HARD, _EASY = 0.05, 0.95
+_MOST = 0.75
 
 
 def summarize_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -37,24 +39,32 @@ def summarize_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, floa
 
 
 def describe_hardness(metrics: Mapping[str, float]) -> str | None:
-    """What to do where the model solves nearly none or nearly all of its first tasks; None: it
-    does neither, or its rewards are not from 0 to 1."""
+    """What to do where the model solves nearly none or nearly all of its first tasks, and most
+    groups score alike; None: they do not, or its rewards are not from 0 to 1."""
     mean = metrics.get("reward_mean")
     if mean is None or metrics["reward_min"] < 0.0 or metrics["reward_max"] > 1.0:
         return None
-    seen = f"the model begins with a mean reward of {mean:.3f}"
+    num_groups, num_alike = metrics["num_groups"], metrics["num_groups_without_signal"]
+    if num_alike < _MOST * num_groups:
+        return None
+    seen = (
+        f"the model begins with a mean reward of {mean:.3f}, and {num_alike:.0f} of "
+        f"{num_groups:.0f} groups"
+    )
     if mean < _HARD:
         return (
-            f"{seen}: nearly every group fails alike and teaches nothing. Look at what it does "
-            "(agentrl inspect-trajectories RUN --step 1: is the answer there, and read as one?); "
-            "then take easier tasks or a stronger model, give rewards for parts of a solution, "
-            "train it on examples first (agentrl sft), or raise gconfig.n_samples"
+            f"{seen} fail alike and teach nothing. Look at what it does "
+            "(agentrl inspect-trajectories RUN --step 1: is the answer there, and read as one?). "
+            "Then choose the tasks that it solves sometimes (agentrl eval --save-tasks FILE); or "
+            "train it on its own best trajectories first (agentrl export-trajectories RUN "
+            "--min-reward 1 --to FILE, agentrl sft) or on examples; or take easier tasks or a "
+            "stronger model, give rewards for parts of a solution, or raise gconfig.n_samples"
         )
     if mean > _EASY:
         return (
-            f"{seen}: nearly every group succeeds alike and leaves nothing to learn. Look whether "
-            "the reward means what it should (agentrl inspect-trajectories RUN --step 1); then "
-            "take harder tasks, or type rollout.filter.kind=dynamic_sampling to skip solved ones"
+            f"{seen} succeed alike and leave nothing to learn. Look whether the reward means what "
+            "it should (agentrl inspect-trajectories RUN --step 1); then take harder tasks, or "
+            "type rollout.filter.kind=dynamic_sampling to skip solved ones"
         )
     return None
 

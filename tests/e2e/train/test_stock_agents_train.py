@@ -6,37 +6,12 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from string import ascii_lowercase
-from typing import Any
 
 import pytest
-import torch
 
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.tracking.credit import build_sequences
 from tests.e2e.test_stock_agents import AGENTS, NUM_TURNS
-
-
-@pytest.fixture
-def brief_model(tmp_path: Path, chat_tokenizer: Any, build_qwen2: Callable[..., Any]) -> Path:
-    """A random model that speaks a few letters a turn: the Agents SDK takes no reply that is cut
-    off, and CAMEL forgets one that is empty."""
-    model = build_qwen2(chat_tokenizer, tied=False, initializer_range=0.05)
-    letters = [chat_tokenizer.convert_tokens_to_ids(letter) for letter in ascii_lowercase]
-    end, begin = chat_tokenizer.eos_token_id, chat_tokenizer.encode("\n")[-1]
-    with torch.no_grad():
-        # Two places of the state say that there is a token, and whether a turn begins with it.
-        embeddings, head = model.get_input_embeddings().weight, model.lm_head.weight
-        embeddings[:, :2] = torch.tensor([5.0, 0.0])
-        embeddings[begin, 1] = 5.0
-        head[:, :2] = torch.tensor([-5.0, 0.0])
-        head[[*letters, end], 0] = 0.0
-        head[end] = 0.0
-        head[end, :2] = torch.tensor([0.3, -5.0])
-    folder = tmp_path / "brief"
-    model.save_pretrained(folder)
-    chat_tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.slow

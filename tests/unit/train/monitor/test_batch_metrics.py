@@ -142,10 +142,15 @@ def test_an_empty_batch_and_a_single_reward_are_finite():
 
 
 def test_a_base_that_solves_nearly_nothing_or_all_is_told_what_to_do() -> None:
-    def describe(mean: float, low: float = 0.0, high: float = 1.0) -> str | None:
-        return describe_hardness({"reward_mean": mean, "reward_min": low, "reward_max": high})
+    def describe(
+        mean: float, low: float = 0.0, high: float = 1.0, num_alike: int = 6
+    ) -> str | None:
+        counts = {"num_groups": 8.0, "num_groups_without_signal": float(num_alike)}
+        rewards = {"reward_mean": mean, "reward_min": low, "reward_max": high}
+        return describe_hardness(rewards | counts)
 
     assert "easier tasks or a stronger model" in (describe(0.04) or "")
     assert "harder tasks" in (describe(0.96) or "")
     assert describe(0.05) is describe(0.5) is describe(0.95) is describe_hardness({}) is None
     assert describe(0.0, low=-1.0) is None, "its scale is not that of solved tasks"
+    assert describe(0.02, num_alike=5) is None, "small rewards that differ teach"

@@ -1,0 +1,109 @@
+"""The conversations of a run's trajectories, as rows that ``agentrl sft`` reads."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentrl_cli.errors import UserInputError
+from agentrl_cli.inspector.trajectory_query import TrajectoryQuery, choose_sources
+from agentrl_cli.records import InteractionStatus, Trajectory
+from agentrl_cli.store.atomic_files import atomic_file, store_errors
+from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.store.trajectory_file import read_trajectory_file
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedConversations:
+    """What was written."""
+
+    num_rows: int
+    num_tasks: int
+    """Tasks with at least one row."""
+    num_trajectories: int
+    """Those that were looked at."""
+
+
+def export_conversations(
+    run: Path,
+    to: Path,
+    *,
+    steps: str | None = None,
+    evals: str | None = None,
+    min_reward: float | None = None,
+    max_per_task: int | None = None,
+) -> ExportedConversations:
+    """Writes ``to``, a JSONL file with a row ``{"messages": [...], "tools": [...]}`` for each
+    conversation of the trajectories that succeeded.
+
+    Left out are trajectories that failed, have no reward or a lower one than ``min_reward``, those
+    whose last reply was cut short, and conversations that are there already. A conversation is what
+    the last call of a branch was asked, with its reply. With ``max_per_task`` the best of a task
+    come first.
+
+    Raises:
+        UserInputError: no such run, step or evaluation, or no trajectory that may be exported.
+        StoreError: a file cannot be read or written.
+    """
+    folder = RunFolder.open(run)
+    kept: list[Trajectory] = []
+    left_out = Counter[str]()
+    for source in choose_sources(folder, TrajectoryQuery(steps=steps, evals=evals)):
+        for trajectory in read_trajectory_file(source.find_file(folder)):
+            reason = _find_reason(trajectory, min_reward)
+            if reason is None:
+                kept.append(trajectory)
+            else:
+                left_out[reason] += 1
+    if not kept:
+        reasons = ", ".join(f"{number} {reason}" for reason, number in left_out.most_common())
+        raise UserInputError(
+            f"{folder.path}: none of {left_out.total()} trajectories can be exported: {reasons}"
+        )
+    # Stable: equal ones stay in the order in which they were sampled.
+    kept.sort(key=lambda trajectory: -(trajectory.reward or 0.0))
+    rows: dict[str, None] = {}
+    num_by_task = Counter[str]()
+    for trajectory in kept:
+        if max_per_task is not None and num_by_task[trajectory.task_id] >= max_per_task:
+            continue
+        new = [
+            text for text in map(_format_row, list_conversations(trajectory)) if text not in rows
+        ]
+        rows |= dict.fromkeys(new)
+        num_by_task[trajectory.task_id] += bool(new)
+    with store_errors(to), atomic_file(to) as file:
+        file.write("".join(f"{row}\n" for row in rows).encode())
+    return ExportedConversations(len(rows), len(+num_by_task), len(kept) + left_out.total())
+
+
+def list_conversations(trajectory: Trajectory) -> list[dict[str, Any]]:
+    """One row for each call that no other continues: what it was asked, and what it replied."""
+    done = [i for i in trajectory.interactions if i.status is InteractionStatus.COMPLETED]
+    continued = {i.parent_id for i in done}
+    return [
+        {"messages": [*i.messages, i.reply]} | ({"tools": list(i.tools)} if i.tools else {})
+        for i in done
+        if i.id not in continued and i.reply is not None
+    ]
+
+
+def _format_row(row: dict[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False)
+
+
+def _find_reason(trajectory: Trajectory, min_reward: float | None) -> str | None:
+    """Why a trajectory is no example; None: it is one."""
+    if trajectory.failure is not None:
+        return "failed"
+    if trajectory.reward is None or math.isnan(trajectory.reward):
+        return "without a reward"
+    if trajectory.is_cut_short:
+        return "with a last reply that was cut short"
+    if min_reward is not None and trajectory.reward < min_reward:
+        return f"with a reward below {min_reward:g}"
+    return None

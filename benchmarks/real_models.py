@@ -1,0 +1,209 @@
+"""A pretrained model learns the examples: runs on several seeds, and the page about them.
+
+    python -m benchmarks.real_models            # all runs that have no record yet, then the page
+    python -m benchmarks.real_models --only reverse-text --seeds 1 2
+    python -m benchmarks.real_models --page     # the page alone, from the records
+
+Each run is ``agentrl train`` on an example's own config with SmolLM2-135M-Instruct
+(benchmarks/real_model.py) in bfloat16, sampled by vLLM on the same CPU. One that is interrupted is
+resumed. What a run showed is kept as a record in docs/results/real-models, small enough to be
+committed; docs/results/real-models.md and its curves are made from the records alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agentrl_cli.evaluate.eval_report import EvalReport
+from agentrl_cli.store.run_folder import RunFolder
+from benchmarks.real_model import fetch_real_model
+from benchmarks.real_models_page import write_page
+from examples.reverse_text.reward import similarity
+
+RECORDS = Path("docs/results/real-models")
+_RUNS = Path("runs/real-models")
+_CHECK_SECONDS = 900
+#: What a record keeps of each step's metrics.
+_COLUMNS = (
+    "reward_mean", "completion_tokens_mean", "entropy", "logprob_gap_mean", "token_age_mean",
+    "num_groups_without_signal", "failures", "step_seconds", "memory_mb",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One setting of one example, to be run on some seeds."""
+
+    name: str
+    example: str
+    overrides: Sequence[str] = ()
+    seeds: Sequence[int] = (1,)
+    is_checked: bool = True
+    """Whether benchmarks/transformers_check.py can run its agent."""
+
+
+_SEEDS = (1, 2, 3)
+_REVERSE = "reverse_text"
+_CRITIC = ("train.algorithm.kind=ppo", "train.critic.learning_rate=1.0e-4")
+VARIANTS = (
+    Variant("reverse-text", _REVERSE, seeds=_SEEDS),
+    Variant("alphabet-sort", "alphabet_sort", seeds=_SEEDS),
+    Variant("word-problems", "word_problems", seeds=_SEEDS),
+    Variant("guess-number", "guess_number", is_checked=False),
+    Variant("twenty-questions", "twenty_questions"),
+    Variant("reverse-text-ppo", _REVERSE, _CRITIC),
+    Variant("reverse-text-rloo", _REVERSE, ("train.algorithm.kind=rloo",)),
+    Variant("reverse-text-gspo", _REVERSE, ("train.algorithm.kind=gspo",)),
+    Variant("reverse-text-lora", _REVERSE, ("model.lora={rank: 16}", "train.learning_rate=3.0e-4")),
+    Variant("reverse-text-200-steps", _REVERSE, ("train.total_steps=200",)),
+    # Negative controls: their training rewards mean nothing, and what they learned is measured
+    # with the true reward, by the check.
+    Variant("random-rewards", _REVERSE, ("reward_fn_path=benchmarks.real_models.score_at_random",)),
+    Variant("shuffled-rewards", _REVERSE, ("reward_fn_path=benchmarks.real_models.score_another",)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What one run showed."""
+
+    variant: str
+    example: str
+    seed: int
+    overrides: Sequence[str]
+    steps: dict[str, list[float]]
+    """By column, a value for each step."""
+    evals: list[dict[str, Any]]
+    """Held-out tasks: ``step``, ``mean``, ``interval``, ``tasks``, ``parts``."""
+    alarms: list[str]
+    check: dict[str, Any] | None = None
+    """The last checkpoint by transformers alone: ``mean``, ``interval``, ``tasks``."""
+    machine: dict[str, Any] = field(default_factory=dict)
+
+
+def score_at_random(completions: str, **kwargs: Any) -> float:  # noqa: ARG001
+    """A reward that says nothing: what is learned from it is no skill."""
+    return random.random()
+
+
+_NUM_REMEMBERED = 64
+_scores: list[float] = []
+
+
+def score_another(completions: str, answer: str) -> float:
+    """The similarity of one of the replies that were judged before: credit goes to wrong ones."""
+    _scores.append(similarity(completions, answer))
+    del _scores[:-_NUM_REMEMBERED]
+    return random.choice(_scores[:-1] or [0.0])
+
+
+def build_command(variant: Variant, seed: int, model: Path) -> list[str]:
+    """The run's command; typed again, it resumes."""
+    return [
+        sys.executable, "-m", "agentrl_cli", "train",
+        "--config", f"examples/{variant.example}/config.yaml",
+        f"model.path={model}", f"output_dir={_RUNS}", f"experiment_name={variant.name}",
+        f"trial_name=seed{seed}", f"seed={seed}", *variant.overrides,
+    ]  # fmt: skip
+
+
+def run(variant: Variant, seed: int, model: Path) -> Record:
+    """Trains, checks the last checkpoint without agentrl, and reads what the run has stored.
+
+    Raises:
+        subprocess.CalledProcessError: a command failed; its output is shown.
+    """
+    subprocess.run(build_command(variant, seed, model), check=True)
+    folder = RunFolder.open(_RUNS / variant.name / f"seed{seed}")
+    metrics = folder.read_metrics()
+    check = None
+    if variant.is_checked:
+        checkpoint = folder.path / "checkpoints" / f"step-{len(metrics):06d}"
+        command = [sys.executable, "-m", "benchmarks.transformers_check"]
+        done = subprocess.run(
+            [*command, str(checkpoint), variant.example],
+            check=True,
+            timeout=_CHECK_SECONDS,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        check = json.loads(done.stdout)
+    return Record(
+        variant=variant.name,
+        example=variant.example,
+        seed=seed,
+        overrides=list(variant.overrides),
+        steps={name: [round(line.get(name, 0.0), 5) for line in metrics] for name in _COLUMNS},
+        evals=[_read_eval(folder, step) for step in folder.eval_steps()],
+        alarms=sorted({name for line in metrics for name in line if _is_alarm(name, line)}),
+        check=check,
+        machine={"cores": os.cpu_count(), "python": platform.python_version()},
+    )
+
+
+def _is_alarm(name: str, line: dict[str, float]) -> bool:
+    return name.startswith("alarm_") and line[name] > 0
+
+
+def _read_eval(folder: RunFolder, step: int) -> dict[str, Any]:
+    report = EvalReport.from_dict(folder.read_eval_report(step))
+    return {
+        "step": step,
+        "mean": report.mean_reward,
+        "interval": report.interval,
+        "tasks": report.num_tasks,
+        "parts": dict(report.reward_parts),
+    }
+
+
+def read_records() -> list[Record]:
+    """All records, in the order of the variants and seeds."""
+    order = [variant.name for variant in VARIANTS]
+    found = [
+        Record(**json.loads(path.read_text(encoding="utf-8"))) for path in RECORDS.glob("*.json")
+    ]
+    return sorted(found, key=lambda record: (order.index(record.variant), record.seed))
+
+
+def list_missing(
+    only: Iterable[str] | None, seeds: Iterable[int] | None
+) -> list[tuple[Variant, int, Path]]:
+    """Runs without a record: first seeds of all variants before second ones."""
+    runs = [
+        (variant, seed, RECORDS / f"{variant.name}-{seed}.json")
+        for variant in VARIANTS
+        for seed in variant.seeds
+        if (only is None or variant.name in only) and (seeds is None or seed in seeds)
+    ]
+    return [one for one in sorted(runs, key=lambda one: one[1]) if not one[2].exists()]
+
+
+def main() -> None:
+    """Runs what is missing, and writes the page after each run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=[variant.name for variant in VARIANTS])
+    parser.add_argument("--seeds", nargs="+", type=int)
+    parser.add_argument("--page", action="store_true", help="write the page alone")
+    arguments = parser.parse_args()
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    if not arguments.page:
+        model = fetch_real_model()
+        for variant, seed, path in list_missing(arguments.only, arguments.seeds):
+            record = run(variant, seed, model)
+            path.write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
+            write_page(read_records())
+    write_page(read_records())
+
+
+if __name__ == "__main__":
+    main()
