@@ -50,6 +50,8 @@ class Variant:
     seeds: Sequence[int] = (1,)
     is_checked: bool = True
     """Whether benchmarks/transformers_check.py can run its agent."""
+    is_warm: bool = False
+    """Whether it begins with the example's warm start."""
 
 
 _SEEDS = (1, 2, 3)
@@ -61,6 +63,8 @@ VARIANTS = (
     Variant("word-problems", "word_problems", seeds=_SEEDS),
     Variant("guess-number", "guess_number", is_checked=False),
     Variant("twenty-questions", "twenty_questions"),
+    Variant("calculator-tools", "calculator_tools", is_checked=False, is_warm=True),
+    Variant("search", "search", is_checked=False, is_warm=True),
     Variant("reverse-text-ppo", _REVERSE, _CRITIC),
     Variant("reverse-text-rloo", _REVERSE, ("train.algorithm.kind=rloo",)),
     Variant("reverse-text-gspo", _REVERSE, ("train.algorithm.kind=gspo",)),
@@ -117,13 +121,29 @@ def build_command(variant: Variant, seed: int, model: Path) -> list[str]:
     ]  # fmt: skip
 
 
+def warm_up(example: str, model: Path) -> Path:
+    """The model after an example's warm start, which is made once.
+
+    Raises:
+        subprocess.CalledProcessError: the command failed; its output is shown.
+    """
+    folder = _RUNS / f"{example}-warm"
+    if not (folder / "config.json").is_file():
+        command = [sys.executable, "-m", "agentrl_cli", "sft"]
+        config = f"examples/{example}/warm_start.yaml"
+        overrides = (f"model.path={model}", f"output_path={folder}")
+        subprocess.run([*command, "--config", config, *overrides], check=True)
+    return folder
+
+
 def run(variant: Variant, seed: int, model: Path) -> Record:
     """Trains, checks the last checkpoint without agentrl, and reads what the run has stored.
 
     Raises:
         subprocess.CalledProcessError: a command failed; its output is shown.
     """
-    subprocess.run(build_command(variant, seed, model), check=True)
+    start = warm_up(variant.example, model) if variant.is_warm else model
+    subprocess.run(build_command(variant, seed, start), check=True)
     folder = RunFolder.open(_RUNS / variant.name / f"seed{seed}")
     metrics = folder.read_metrics()
     check = None

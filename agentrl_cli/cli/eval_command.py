@@ -127,12 +127,11 @@ def _save_tasks(run_dir: Path, name: str, path: Path) -> None:
 
 
 def _check_task_file(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.suffix != ".jsonl":
-        raise UserInputError(f"--save-tasks {path}: lines of JSON are written. Type {path}.jsonl")
-    if not path.parent.is_dir():
-        raise UserInputError(f"--save-tasks {path}: there is no folder {str(path.parent)!r}")
+    if path is not None and (path.suffix != ".jsonl" or path.is_dir()):
+        raise UserInputError(
+            f"--save-tasks {path}: it writes a file of JSON lines, whose name ends in .jsonl. "
+            f"Type --save-tasks {path.with_name('tasks.jsonl')}"
+        )
 
 
 def _check_name(name: str | None) -> None:

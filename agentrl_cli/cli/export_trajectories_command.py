@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from agentrl_cli.cli.inspect_command import EvalsOption
+from agentrl_cli.errors import UserInputError
 
 
 def export_trajectories_command(
@@ -26,6 +27,9 @@ def export_trajectories_command(
     ] = None,
 ) -> None:
     """Write the conversations of a run to a file, for supervised training on the best of them."""
+    if to.is_dir():
+        raise UserInputError(f"--to {to} is a folder. Name a file in it, as in {to / 'best.jsonl'}")
+
     from agentrl_cli.inspector.conversation_export import export_conversations
 
     del format_  # There is one.

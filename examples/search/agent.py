@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from agentrl_cli import build_chat_model
 from examples.search.corpus import find_text
 
-_SYSTEM = """\
+SYSTEM = """\
 Search for a name, then answer with the city or country alone. For example, to look up Ida Berg:
 <tool_call>
 {"name": "search", "arguments": {"query": "Ida Berg"}}
@@ -31,7 +31,7 @@ def build_agent(client: AsyncOpenAI, model: str) -> Any:
     chat_model = build_chat_model(client, model).bind_tools([search])
 
     async def answer(state: MessagesState) -> dict[str, Any]:
-        asked = [SystemMessage(_SYSTEM), *state["messages"]]
+        asked = [SystemMessage(SYSTEM), *state["messages"]]
         return {"messages": [await chat_model.ainvoke(asked)]}
 
     graph = StateGraph(MessagesState)

@@ -13,7 +13,8 @@ from examples.word_lists import is_held_out
 
 
 def build_rows(split: str = "train") -> list[dict[str, Any]]:
-    """The rows of ``train`` or ``test``; each has the texts that its answer follows from."""
+    """The rows of ``train`` or ``test``; each has the texts that its answer follows from,
+    and queries that find them."""
     texts, cities = list_texts(), list_cities()
     rows = []
     for name, city in list_people().items():
@@ -26,11 +27,13 @@ def build_rows(split: str = "train") -> list[dict[str, Any]]:
                 "question": f"In which city was {name} born?",
                 "answer": city,
                 "evidence": [birth],
+                "queries": [name],
             },
             {
                 "question": f"In which country was {name} born?",
                 "answer": cities[city],
                 "evidence": [birth, place],
+                "queries": [name, city],
             },
         ]
     random.Random(f"search {split}").shuffle(rows)

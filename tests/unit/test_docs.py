@@ -118,9 +118,14 @@ def test_whoever_installs_is_never_sent_to_the_strangers_package() -> None:
     assert [p.name for p in pages if wrong.search(p.read_text(encoding="utf-8"))] == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "path",
+    sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "examples").glob("*/*.yaml")]),
+    ids=lambda path: f"{path.parent.name}/{path.name}",
+)
 def test_every_config_loads_and_says_what_to_expect(path: Path) -> None:
-    load = load_config_as(SftConfig, path) if path.name.startswith("sft") else load_config(path)
+    is_sft = path.name.startswith(("sft", "warm_start"))
+    load = load_config_as(SftConfig, path) if is_sft else load_config(path)
     assert load is not None
     first_line = path.read_text(encoding="utf-8").splitlines()[0]
     assert first_line.startswith("# Hardware:")
@@ -144,7 +149,11 @@ def test_rows_of_tables_have_as_many_cells_as_their_head() -> None:
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
+    ]
     links = [
         (page.name, link)
         for page in pages

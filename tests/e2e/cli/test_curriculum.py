@@ -53,8 +53,7 @@ def test_tasks_are_chosen_by_pass_rate_and_the_best_conversations_are_trained_on
     (tmp_path / "tasks.jsonl").write_text(rows)
 
     measure = ("eval", "--config", "c.yaml", "eval_gconfig.n_samples=4", "--save-tasks")
-    assert "there is no folder 'none'" in refused(*measure, "none/rated.jsonl")
-    assert "Type rated.json.jsonl" in refused(*measure, "rated.json")
+    assert "Type --save-tasks some/tasks.jsonl" in refused(*measure, "some/rated.json")
     printed = finish(*measure, "rated.jsonl")
     assert "always 1, sometimes 2, never 1" in printed
     assert "4 tasks with pass rates:  train_dataset.path=rated.jsonl" in printed
@@ -70,6 +69,7 @@ def test_tasks_are_chosen_by_pass_rate_and_the_best_conversations_are_trained_on
 
     export = ("export-trajectories", "runs/demo/t0", "--format", "sft", "--min-reward", "1")
     assert "Did you mean" in refused("export-trajectories", "runs/demo/t9", "--to", "x.jsonl")
+    assert "Name a file in it" in refused(*export, "--to", "runs")
     printed = finish(*export, "--evals", "all", "--max-per-task", "1", "--to", "best.jsonl")
     assert printed.startswith("best.jsonl: 3 conversations of 3 tasks, from 16 trajectories")
     finish("sft", "--config", "sft.yaml")
