@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httpx2
 import pytest
-from openai import AsyncOpenAI
 
 from agentrl_cli.models.calculator_tasks import CALCULATE_TOOL, SYSTEM_PROMPT
 from builders.calculator_agent import build_calculator_agent
@@ -21,29 +19,13 @@ CALL = {
 }
 
 
-async def test_the_sdk_sends_the_prompt_of_the_demonstrations() -> None:
-    from agents import OpenAIProvider, RunConfig, Runner
-
-    requests: list[dict[str, Any]] = []
-
-    def answer(request: httpx2.Request) -> httpx2.Response:
-        requests.append(json.loads(request.content))
-        message: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [CALL]}
-        if len(requests) == 2:
-            message = {"role": "assistant", "content": "85"}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        body = {"id": "x", "object": "chat.completion", "created": 1, "model": "m"}
-        return httpx2.Response(200, json={**body, "choices": [choice]})
-
-    async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer)) as http_client:
-        client = AsyncOpenAI(api_key="k", base_url="http://test/v1", http_client=http_client)
-        provider = OpenAIProvider(openai_client=client, use_responses=False)
-        result = await Runner.run(
-            build_calculator_agent(),
-            "What is 47 plus 38?",
-            run_config=RunConfig(model_provider=provider, tracing_disabled=True),
-        )
-    assert result.final_output == "85"
+async def test_the_sdk_sends_the_prompt_of_the_demonstrations(ask_sdk: Any) -> None:
+    replies = [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "content": "85"},
+    ]
+    requests, answer = await ask_sdk(build_calculator_agent(), "What is 47 plus 38?", replies)
+    assert answer == "85"
     for request in requests:
         assert request["messages"][:2] == [
             {"role": "system", "content": SYSTEM_PROMPT},
