@@ -50,7 +50,7 @@ class LogprobGapConfig(AlarmConfig):
     (``logprob_gap_mean``)."""
 
     threshold: float = Field(0.1, gt=0.0)
-    """Nats per token."""
+    """Nats per token, beyond what ``model.dtype`` rounds (``probe_rounding_mean``)."""
     num_steps: NumSteps = 3
 
 

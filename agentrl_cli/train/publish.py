@@ -145,7 +145,8 @@ async def publish_and_verify(
 
     Returns:
         ``publish_seconds``, ``probe_seconds``, ``probe_gap_mean`` (weighted by probability, the
-        largest of all replicas), ``probe_gap_max`` (of any token), ``probe_tolerance``.
+        largest of all replicas), ``probe_gap_max`` (of any token), ``probe_rounding_mean`` (the
+        trainer in ``model.dtype`` against itself in float32), ``probe_tolerance``.
 
     Raises:
         WeightMismatchError: a replica reported or sampled with another version, or computed
@@ -161,8 +162,8 @@ async def publish_and_verify(
     candidates = [[list(logprobs) for logprobs in of_replica] for of_replica in likely]
     scored, wide = await asyncio.to_thread(learner.score_probes, prompts, candidates)
     expected = [_name(*pair) for pair in zip(candidates, scored, strict=True)]
+    rounding = compute_probe_gap(_name(candidates[0], wide), expected[0])
     if tolerance is None:
-        rounding = compute_probe_gap(_name(candidates[0], wide), expected[0])
         tolerance = max(_MIN_TOLERANCE, _ROUNDING_FACTOR * rounding.mean)
     gaps = [compute_probe_gap(*pair) for pair in zip(likely, expected, strict=True)]
     for name, gap in zip(answers, gaps, strict=True):
@@ -177,6 +178,7 @@ async def publish_and_verify(
         "probe_seconds": time.perf_counter() - published,
         "probe_gap_mean": max(gap.mean for gap in gaps),
         "probe_gap_max": max(gap.max for gap in gaps),
+        "probe_rounding_mean": rounding.mean,
         "probe_tolerance": tolerance,
     }
 

@@ -120,8 +120,6 @@ def choose_formats(
     if problems:
         raise UserInputError("\n".join(problems))
     has_template = getattr(tokenizer, "response_template", None) is not None
-    if (fallback := describe_fallback(tokenizer, tool_call_parser)) is not None:
-        _log.info(fallback)
     if tool_call_parser == "auto":
         tool_call_parser = recognize_tool_calls(tokenizer) or FALLBACK
     if reasoning_parser == "auto":
@@ -172,6 +170,8 @@ def describe_fallback(tokenizer: Any, tool_call_parser: str) -> str | None:
     """What a user has to know where ``auto`` is a guess; None: it is none."""
     if tool_call_parser != "auto" or recognize_tool_calls(tokenizer) is not None:
         return None
+    if "tool" not in collect_template_text(tokenizer.chat_template):
+        return None  # its agents cannot have tools
     return (
         f"the chat template shows no known format of tool calls, so they are read as {FALLBACK!r}. "
         "Where the model writes them otherwise, type engine.tool_call_parser=NAME"

@@ -43,7 +43,7 @@ _SOLVED_SHARE = 0.9
 #: learner itself stops, before the step has any metrics.
 _ANY_SKIPPED = AlarmConfig(threshold=0.0, num_steps=1)
 #: Metrics that say nothing of a step that trained on no token.
-_MEANS_OF_TRAINED = ("logprob_gap_mean", "kl", "approx_kl")
+_MEANS_OF_TRAINED = ("kl", "approx_kl")
 #: The factor by which a suggested value differs from the present one.
 _FACTOR = 2
 #: Below this share of the total gap, that of engine and trainer on the same weights is not its
@@ -177,6 +177,13 @@ def _passes(name: str, compare: Callable[[float, float], bool] = operator.gt) ->
     return holds
 
 
+def _is_gap_large(history: History, threshold: float) -> bool | None:
+    """Engine and trainer differ by more than rounding and what is usual."""
+    gap = history.read_trained("logprob_gap_mean")
+    rounding = history.read_or("probe_rounding_mean", 0.0)
+    return None if gap is None else gap > threshold + rounding
+
+
 class Message(NamedTuple):
     """What an alarm reports."""
 
@@ -249,8 +256,11 @@ def _describe_logprob_gap(history: History, config: ExperimentConfig, lasted: st
     stale = history.read_or("off_policy_fraction", 0.0)
     seen = (
         f"the logprobs that tokens were sampled with and those of the trainer are {gap:.3g} nats "
-        f"apart on average, above {config.train.alarms.logprob_gap.threshold:.3g} for {lasted}"
+        f"apart on average, above {config.train.alarms.logprob_gap.threshold:.3g}"
     )
+    if rounding := history.read_or("probe_rounding_mean", 0.0):
+        seen += f" and the {rounding:.2g} of {config.model.dtype}'s rounding"
+    seen += f" for {lasted}"
     if history.first_gap is not None:
         seen += f"; at the run's first step it was {history.first_gap:.2g}"
     if probe_gap is None or probe_gap > _SMALL_SHARE * gap or stale == 0.0:
@@ -422,7 +432,7 @@ ALARMS: dict[str, Alarm] = {
     "groups_equal": Alarm(
         _are_groups_equal, _describe_groups_equal, _MIN_TRAJECTORIES, "reward_constant"
     ),
-    "logprob_gap": Alarm(_passes("logprob_gap_mean"), _describe_logprob_gap),
+    "logprob_gap": Alarm(_is_gap_large, _describe_logprob_gap),
     "entropy_collapse": Alarm(_is_entropy_collapsed, _describe_entropy_collapse),
     "truncated": Alarm(_passes("truncated_fraction"), _describe_truncated, _MIN_TRAJECTORIES),
     "kl_from_reference": Alarm(_passes("kl"), _describe_kl_from_reference),

@@ -142,6 +142,7 @@ async def test_what_is_allowed_follows_from_the_trainers_own_rounding():
     far = FaultyReplica(logprobs=(-1.05, -2.05))
     metrics = await publish(far, learner=FixedLearner(rounding=0.02), tolerance=None)
     assert metrics["probe_tolerance"] == pytest.approx(0.1)
+    assert metrics["probe_rounding_mean"] == pytest.approx(0.02)
     with pytest.raises(WeightMismatchError, match=r"5\.00e-02 nats apart; allowed 1\.00e-03"):
         await publish(far, tolerance=None)
 

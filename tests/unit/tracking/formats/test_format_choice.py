@@ -126,6 +126,8 @@ def test_auto_takes_the_format_that_reads_what_an_unknown_template_writes(
     assert describe_fallback(tokenizer, "hermes") is None
     if said is not None:
         assert "no known format of tool calls, so they are read as 'hermes'" in said
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert describe_fallback(tokenizer, "auto") is None, "nothing to know of calls without tools"
 
 
 def test_names_choose_whatever_the_template_says() -> None:

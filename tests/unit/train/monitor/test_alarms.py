@@ -145,6 +145,12 @@ def test_a_healthy_run_says_nothing() -> None:
         ("reward_constant", CONSTANT | {"num_groups_without_signal": 7.0}, CONSTANT, 5),
         ("groups_equal", {"num_groups_without_signal": 7.0}, {"num_groups_without_signal": 8.0}, 5),
         ("logprob_gap", {"logprob_gap_mean": 0.1}, {"logprob_gap_mean": 0.101}, 3),
+        (
+            "logprob_gap",
+            {"logprob_gap_mean": 0.15, "probe_rounding_mean": 0.06},
+            {"logprob_gap_mean": 0.15, "probe_rounding_mean": 0.04},
+            3,
+        ),
         ("truncated", {"truncated_fraction": 0.4}, {"truncated_fraction": 0.41}, 3),
         ("kl_from_reference", {"kl": 1.0}, {"kl": 1.01}, 3),
         ("kl_of_update", {"approx_kl": 0.1}, {"approx_kl": 0.11}, 3),
@@ -477,9 +483,10 @@ CASES: list[tuple[str, Line, list[str]]] = [
     ),
     (
         "logprob_gap",
-        {"logprob_gap_mean": 0.25, "probe_gap_mean": 0.09},
+        {"logprob_gap_mean": 0.25, "probe_gap_mean": 0.09, "probe_rounding_mean": 0.06},
         [
             *("the engine computes differently", "0.09 nats apart after", "model.dtype=float32"),
+            "above 0.1 and the 0.06 of bfloat16's rounding for the last 3 steps",
             "try: train.algorithm.on_policy_logprobs=rollout",
         ],
     ),
