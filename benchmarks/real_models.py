@@ -30,7 +30,8 @@ from benchmarks.real_model import fetch_real_model
 from benchmarks.real_models_page import write_page
 from examples.reverse_text.reward import similarity
 
-RECORDS = Path("docs/results/real-models")
+_RESULTS = Path("docs/results")
+RECORDS = _RESULTS / "real-models"
 _RUNS = Path("runs/real-models")
 _CHECK_SECONDS = 900
 #: What a record keeps of each step's metrics.
@@ -186,11 +187,11 @@ def _read_eval(folder: RunFolder, step: int) -> dict[str, Any]:
     }
 
 
-def read_records() -> list[Record]:
+def read_records(folder: Path = RECORDS) -> list[Record]:
     """All records, in the order of the variants and seeds."""
     order = [variant.name for variant in VARIANTS]
     found = [
-        Record(**json.loads(path.read_text(encoding="utf-8"))) for path in RECORDS.glob("*.json")
+        Record(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("*.json")
     ]
     return sorted(found, key=lambda record: (order.index(record.variant), record.seed))
 
@@ -221,8 +222,8 @@ def main() -> None:
         for variant, seed, path in list_missing(arguments.only, arguments.seeds):
             record = run(variant, seed, model)
             path.write_text(json.dumps(asdict(record)) + "\n", encoding="utf-8")
-            write_page(read_records())
-    write_page(read_records())
+            write_page(read_records(), _RESULTS)
+    write_page(read_records(), _RESULTS)
 
 
 if __name__ == "__main__":

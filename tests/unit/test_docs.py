@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
@@ -36,6 +37,24 @@ def test_pages_made_from_code_are_current(script: str) -> None:
     spec.loader.exec_module(module)
     page = module.PAGE.read_text(encoding="utf-8")
     assert page == module.format_page(), f"run: python docs/{script}.py"
+
+
+def test_the_page_of_real_models_and_its_curves_are_what_the_records_give(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.real_models import RECORDS, read_records
+    from benchmarks.real_models_page import write_page
+
+    results = ROOT / RECORDS.parent
+    folder = tmp_path / RECORDS.name
+    folder.mkdir()
+    shutil.copy(ROOT / RECORDS / "notes.md", folder)
+    write_page(read_records(ROOT / RECORDS), tmp_path)
+    made = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert made, "it made no page"
+    for path in made:
+        committed = results / path.relative_to(tmp_path)
+        same = path.read_bytes() == committed.read_bytes()
+        assert same, f"{committed} differs: run python -m benchmarks.real_models --page"
 
 
 @pytest.mark.parametrize("names", [AREAL, VERL])
