@@ -20,7 +20,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from examples.reverse_text.reward import similarity
 _RESULTS = Path("docs/results")
 RECORDS = _RESULTS / "real-models"
 _RUNS = Path("runs/real-models")
-_CHECK_SECONDS = 900
+_CHECK_SECONDS = 1800
 #: What a record keeps of each step's metrics.
 _COLUMNS = (
     "reward_mean", "completion_tokens_mean", "entropy", "logprob_gap_mean", "token_age_mean",
@@ -49,8 +49,6 @@ class Variant:
     example: str
     overrides: Sequence[str] = ()
     seeds: Sequence[int] = (1,)
-    is_checked: bool = True
-    """Whether benchmarks/transformers_check.py can run its agent."""
     is_warm: bool = False
     """Whether it begins with the example's warm start."""
 
@@ -62,10 +60,10 @@ VARIANTS = (
     Variant("reverse-text", _REVERSE, seeds=_SEEDS),
     Variant("alphabet-sort", "alphabet_sort", seeds=_SEEDS),
     Variant("word-problems", "word_problems", seeds=_SEEDS),
-    Variant("guess-number", "guess_number", is_checked=False),
+    Variant("guess-number", "guess_number"),
     Variant("twenty-questions", "twenty_questions"),
-    Variant("calculator-tools", "calculator_tools", is_checked=False, is_warm=True),
-    Variant("search", "search", is_checked=False, is_warm=True),
+    Variant("calculator-tools", "calculator_tools", is_warm=True),
+    Variant("search", "search", is_warm=True),
     Variant("reverse-text-ppo", _REVERSE, _CRITIC),
     Variant("reverse-text-rloo", _REVERSE, ("train.algorithm.kind=rloo",)),
     Variant("reverse-text-gspo", _REVERSE, ("train.algorithm.kind=gspo",)),
@@ -91,9 +89,9 @@ class Record:
     evals: list[dict[str, Any]]
     """Held-out tasks: ``step``, ``mean``, ``interval``, ``tasks``, ``parts``."""
     alarms: list[str]
-    check: dict[str, Any] | None = None
+    check: dict[str, Any]
     """The last checkpoint by transformers alone: ``mean``, ``interval``, ``tasks``."""
-    machine: dict[str, Any] = field(default_factory=dict)
+    machine: dict[str, Any]
 
 
 def score_at_random(completions: str, **kwargs: Any) -> float:  # noqa: ARG001
@@ -147,18 +145,14 @@ def run(variant: Variant, seed: int, model: Path) -> Record:
     subprocess.run(build_command(variant, seed, start), check=True)
     folder = RunFolder.open(_RUNS / variant.name / f"seed{seed}")
     metrics = folder.read_metrics()
-    check = None
-    if variant.is_checked:
-        checkpoint = folder.path / "checkpoints" / f"step-{len(metrics):06d}"
-        command = [sys.executable, "-m", "benchmarks.transformers_check"]
-        done = subprocess.run(
-            [*command, str(checkpoint), variant.example],
-            check=True,
-            timeout=_CHECK_SECONDS,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        check = json.loads(done.stdout)
+    checkpoint = folder.path / "checkpoints" / f"step-{len(metrics):06d}"
+    check = subprocess.run(
+        [sys.executable, "-m", "benchmarks.transformers_check", str(checkpoint), variant.example],
+        check=True,
+        timeout=_CHECK_SECONDS,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     return Record(
         variant=variant.name,
         example=variant.example,
@@ -167,7 +161,7 @@ def run(variant: Variant, seed: int, model: Path) -> Record:
         steps={name: [round(line.get(name, 0.0), 5) for line in metrics] for name in _COLUMNS},
         evals=[_read_eval(folder, step) for step in folder.eval_steps()],
         alarms=sorted({name for line in metrics for name in line if _is_alarm(name, line)}),
-        check=check,
+        check=json.loads(check.stdout),
         machine={"cores": os.cpu_count(), "python": platform.python_version()},
     )
 

@@ -86,14 +86,13 @@ def _format_row(name: str, records: Sequence[Record]) -> list[str]:
     before, after = ([r.evals[index]["mean"] for r in records] for index in (0, -1))
     seconds = statistics.median(sum(r.steps["step_seconds"]) for r in records)
     low, high = records[0].evals[0]["interval"]
-    checks = [f"{r.check['mean']:.3f}" for r in records if r.check is not None]
     return [
         name,
         ", ".join(str(r.seed) for r in records),
         f"{statistics.fmean(before):.3f} ({low:.3f} to {high:.3f})",
         ", ".join(_format_eval(r) for r in records),
         _format_mean(after),
-        ", ".join(checks) or "-",
+        ", ".join(f"{r.check['mean']:.3f}" for r in records),
         str(len(records[0].steps["reward_mean"])),
         f"{seconds / 60:.0f}",
     ]
