@@ -29,6 +29,7 @@ from agentrl_cli.store.run_folder import RunFolder
 from benchmarks.real_model import fetch_real_model
 from benchmarks.real_models_page import write_page
 from examples.reverse_text.reward import similarity
+from examples.reverse_text.tasks import build_rows
 
 _RESULTS = Path("docs/results")
 RECORDS = _RESULTS / "real-models"
@@ -55,6 +56,7 @@ class Variant:
 
 _SEEDS = (1, 2, 3)
 _REVERSE = "reverse_text"
+_CONTROL = ("valid_dataset.path=benchmarks.real_models:build_held_out",)
 _CRITIC = ("train.algorithm.kind=ppo", "train.critic.learning_rate=1.0e-4")
 VARIANTS = (
     Variant("reverse-text", _REVERSE, seeds=_SEEDS),
@@ -69,10 +71,17 @@ VARIANTS = (
     Variant("reverse-text-gspo", _REVERSE, ("train.algorithm.kind=gspo",)),
     Variant("reverse-text-lora", _REVERSE, ("model.lora={rank: 16}", "train.learning_rate=3.0e-4")),
     Variant("reverse-text-200-steps", _REVERSE, ("train.total_steps=200",)),
-    # Negative controls: their training rewards mean nothing, and what they learned is measured
-    # with the true reward, by the check.
-    Variant("random-rewards", _REVERSE, ("reward_fn_path=benchmarks.real_models.score_at_random",)),
-    Variant("shuffled-rewards", _REVERSE, ("reward_fn_path=benchmarks.real_models.score_another",)),
+    # Negative controls: the rewards they train on mean nothing; held-out tasks get the true one.
+    Variant(
+        "random-rewards",
+        _REVERSE,
+        (*_CONTROL, "reward_fn_path=benchmarks.real_models.score_at_random"),
+    ),
+    Variant(
+        "shuffled-rewards",
+        _REVERSE,
+        (*_CONTROL, "reward_fn_path=benchmarks.real_models.score_another"),
+    ),
 )
 
 
@@ -94,18 +103,26 @@ class Record:
     machine: dict[str, Any]
 
 
-def score_at_random(completions: str, **kwargs: Any) -> float:  # noqa: ARG001
+def build_held_out(split: str) -> list[dict[str, Any]]:
+    """Tasks that the rewards below tell from those of training."""
+    return [{**row, "is_held_out": True} for row in build_rows(split)]
+
+
+def score_at_random(completions: str, answer: str, is_held_out: bool = False) -> float:
     """A reward that says nothing: what is learned from it is no skill."""
-    return random.random()
+    return similarity(completions, answer) if is_held_out else random.random()
 
 
 _NUM_REMEMBERED = 64
 _scores: list[float] = []
 
 
-def score_another(completions: str, answer: str) -> float:
+def score_another(completions: str, answer: str, is_held_out: bool = False) -> float:
     """The similarity of one of the replies that were judged before: credit goes to wrong ones."""
-    _scores.append(similarity(completions, answer))
+    own = similarity(completions, answer)
+    if is_held_out:
+        return own
+    _scores.append(own)
     del _scores[:-_NUM_REMEMBERED]
     return random.choice(_scores[:-1] or [0.0])
 

@@ -39,6 +39,15 @@ def test_pages_made_from_code_are_current(script: str) -> None:
     assert page == module.format_page(), f"run: python docs/{script}.py"
 
 
+def test_every_run_on_a_real_model_has_a_configuration_that_can_be_trained() -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.real_models import VARIANTS
+
+    for variant in VARIANTS:
+        path = ROOT / "examples" / variant.example / "config.yaml"
+        load_config(path, variant.overrides).check_trainable()
+
+
 def test_the_page_of_real_models_and_its_curves_are_what_the_records_give(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks.real_models import RECORDS, read_records
