@@ -54,7 +54,7 @@ class LoraConfig(StrictConfig):
 class ModelConfig(StrictConfig):
     """The model to train."""
 
-    path: str
+    path: str = Field(min_length=1)
     """Hub id, folder, or ``builtin:calculator``."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Number type of the forward and backward pass; optimizer state is always float32."""

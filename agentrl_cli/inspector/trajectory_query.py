@@ -110,17 +110,16 @@ def choose_sources(folder: RunFolder, query: TrajectoryQuery) -> list[Source]:
     Raises:
         UserInputError: steps that cannot be understood, or that are not stored.
     """
-    stored = [s for s in list_sources(folder) if s.is_eval == (query.evals is not None)]
+    sources = list_sources(folder)
+    stored = [s for s in sources if s.is_eval == (query.evals is not None)]
     kind = "evaluations" if query.evals is not None else "steps"
     if not stored:
-        raise UserInputError(
-            f"{folder.path}: no {kind} are stored yet. "
-            + (
-                "The first appears when step 1 is sampled"
-                if query.evals is None
-                else "Type agentrl eval"
-            )
-        )
+        remedy = "Type agentrl eval"
+        if query.evals is None:
+            remedy = "The first appears when step 1 is sampled"
+            if sources:
+                remedy += "; for the trajectories of evaluations, type --evals all"
+        raise UserInputError(f"{folder.path}: no {kind} are stored yet. {remedy}")
     if query.evals not in (None, "all"):
         names = list(dict.fromkeys(s.label or TRAINING_EVALS for s in stored))
         stored = [s for s in stored if (s.label or TRAINING_EVALS) == query.evals]

@@ -48,6 +48,7 @@ def refuse_rows(path: Path | str, limit: int | None = None) -> str:
         ("engine.num_threads=100000", "too large. Allowed: up to 1,024"),
         ("rollout.reward_workers=5000", "too large. Allowed: up to 1,024"),
         ("model.path=s3://bucket/model", "is an address"),
+        ("model.path=", 'found ""'),
         ("output_dir=gs://bucket/runs", "is an address"),
         ("train_dataset.path=C:\\data\\t.jsonl", "is a Windows path"),
         ('train_dataset.path="a\\0b.jsonl"', "NUL"),

@@ -97,3 +97,10 @@ def test_a_run_without_any_step(config) -> None:
         pytest.raises(UserInputError, match="no steps are stored yet"),
     ):
         select(run, TrajectoryQuery())
+
+
+def test_a_run_of_evaluations_alone_says_how_to_see_them(folder: RunFolder) -> None:
+    for step in (folder.path / "trajectories").glob("step-*"):
+        step.unlink()
+    with pytest.raises(UserInputError, match="of evaluations, type --evals all"):
+        select(folder, TrajectoryQuery())
