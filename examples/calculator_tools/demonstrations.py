@@ -12,7 +12,7 @@ from examples.calculator_tools.agent import build_agent, calculate
 from examples.calculator_tools.tasks import build_rows
 
 
-def build_demonstrations(num_rows: int = 48) -> list[dict[str, Any]]:
+def build_demonstrations(num_rows: int = 12) -> list[dict[str, Any]]:
     """One conversation for each of some training tasks."""
     agent = build_agent()
     [tool] = [tool for tool in agent.tools if isinstance(tool, FunctionTool)]

@@ -12,7 +12,7 @@ from examples.search.corpus import find_text
 from examples.search.tasks import build_rows
 
 
-def build_demonstrations(num_rows: int = 48) -> list[dict[str, Any]]:
+def build_demonstrations(num_rows: int = 26) -> list[dict[str, Any]]:
     """One conversation for each of the first training tasks."""
     tools = [convert_to_openai_tool(search)]
     return [{"messages": _converse(row), "tools": tools} for row in build_rows("train")[:num_rows]]
