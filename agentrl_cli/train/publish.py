@@ -129,24 +129,22 @@ async def publish_and_verify(
 ) -> dict[str, float]:
     """Gives the engine the learner's weights as ``version`` and checks that it samples with them.
 
-    Every replica is checked. One that fails meanwhile is not (the engine checks it by the same
-    probes when it comes back), but at least one must be: if all fail, the weights are published
-    again as soon as one is healthy. The learner must not be updated meanwhile; each of its methods
-    is called once, because other ranks run them too. Deadlines are the engine's.
+    Every replica is checked, one that fails meanwhile when it comes back; if all fail, the weights
+    are published again as soon as one is healthy. The learner must not be updated meanwhile; each
+    of its methods is called once, because other ranks run them too. Deadlines are the engine's.
 
     Args:
         engine: gets the weights.
         learner: has them.
         version: policy version after the publication.
         prompts: token ids after which each replica says which tokens are likely.
-        tolerance: maximum probability-weighted mean gap in nats; None: by the trainer's own
-            rounding.
+        tolerance: maximum probability-weighted mean gap in nats; None: by the trainer's rounding.
         on_served: called when replicas have sampled with the weights, before they are compared.
 
     Returns:
         ``publish_seconds``, ``probe_seconds``, ``probe_gap_mean`` (weighted by probability, the
-        largest of all replicas), ``probe_gap_max`` (of any token), ``probe_rounding_mean`` (the
-        trainer in ``model.dtype`` against itself in float32), ``probe_tolerance``.
+        largest of all replicas), ``probe_gap_max`` (of any token), ``probe_rounding_mean`` (of the
+        trainer's own rounding), ``probe_tolerance``.
 
     Raises:
         WeightMismatchError: a replica reported or sampled with another version, or computed

@@ -34,9 +34,6 @@ _HEALTH_TIMEOUT_SECONDS = 5.0
 HUNG_SECONDS = 30.0
 #: However long this thread itself was kept from asking: it must have asked this often.
 _MIN_FAILURES = 3
-#: One late answer is nothing to tell of: a server is late while it takes its first weights, or
-#: where a trainer that starts shares its cores.
-_TELLING_FAILURES = 2
 _BUDGET_SECONDS = 3600.0
 #: How often it is reported that a server is still starting.
 _REMINDER_SECONDS = 60.0
@@ -179,12 +176,12 @@ class ServerSupervisor:
                 patience = min(_HEALTH_TIMEOUT_SECONDS * 2 ** len(missed), HUNG_SECONDS)
                 missed.append(time.monotonic())
                 if self._ask(path, patience) is not None:
-                    if len(missed) > _TELLING_FAILURES:
+                    if len(missed) > 1:
                         self._tell(f"{self.endpoint.name} answers again")
                     missed.clear()
                     continue
                 seconds = time.monotonic() - missed[0]
-                if len(missed) == _TELLING_FAILURES and self.process.poll() is None:
+                if len(missed) == 1 and self.process.poll() is None:
                     self._tell(
                         f"{self.endpoint.name} is slow: it has not answered {path} for "
                         f"{seconds:.0f} s; it is restarted after {limit:.0f} s without an answer"
