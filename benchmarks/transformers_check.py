@@ -163,7 +163,8 @@ def score(config: Mapping[str, Any], given: Mapping[str, Any], result: Any) -> f
         function = find(config["reward_fn_path"])
         reward = function(**keep_named(function, {**given, "completions": result}))
         return float(reward["reward"] if isinstance(reward, dict) else reward)
-    return statistics.fmean(result.values()) if isinstance(result, dict) else float(result)
+    # Of turns that are scored one by one, the last, as in evaluations.
+    return float(list(result.values())[-1] if isinstance(result, dict) else result)
 
 
 async def measure(folder: str, config: Mapping[str, Any]) -> list[float]:
