@@ -53,9 +53,9 @@ and the trainer share. Rewards are of held-out tasks, which share no instance wi
 greedily (`eval_gconfig.temperature: 0`), but in the two games; of alphabet-sort, whose three turns
 are scored one by one, of the last turn. *Base*: the model as it is, or after the example's warm
 start (calculator-tools, search). Intervals are of 95 %, those of one model clustered by task.
-*By transformers alone*: the last checkpoint, run by `python -m benchmarks.transformers_check`, which
-has no part of agentrl. *Minutes*: the median over seeds of what the steps took; starting and
-evaluating come on top.
+*By transformers alone*: the last checkpoint, run by `python -m benchmarks.transformers_check`,
+which generates without agentrl. *Minutes*: the median over seeds of what the steps took; starting
+and evaluating come on top.
 
 {_format_table(_COLUMNS, rows)}
 
