@@ -230,7 +230,9 @@ class Site:
     @property
     def pids(self) -> list[int]:
         """Of the reapers of the workers that run."""
-        return [worker._process.pid for worker in self.workers._started]  # type: ignore[misc,union-attr]
+        # One that is being started has no process yet.
+        processes = [worker._process for worker in self.workers._started]  # type: ignore[union-attr]
+        return [process.pid for process in processes if process is not None]
 
     def close(self) -> None:
         if hasattr(self, "workers"):
