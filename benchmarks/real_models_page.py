@@ -108,7 +108,7 @@ def _format_eval(record: Record) -> str:
 
 def _format_mean(values: Sequence[float]) -> str:
     mean = statistics.fmean(values)
-    if len(values) < 2:
+    if len(values) < 3:
         return "-"
     quantile = compute_t_quantile(0.975, len(values) - 1)
     margin = quantile * statistics.stdev(values) / math.sqrt(len(values))
