@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,28 +81,22 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         command._reader.join(10)
 
 
+def _read_all(start: Callable[..., Command], code: int, *arguments: str, **env: str) -> str:
+    command = start(*arguments, **env)
+    assert command.end() == code, command.text
+    return command.text
+
+
 @pytest.fixture
 def finish(start: Callable[..., Command]) -> Callable[..., str]:
     """What a command printed that ended well."""
-
-    def run(*arguments: str, **env: str) -> str:
-        command = start(*arguments, **env)
-        assert command.end() == 0, command.text
-        return command.text
-
-    return run
+    return partial(_read_all, start, 0)
 
 
 @pytest.fixture
 def refused(start: Callable[..., Command]) -> Callable[..., str]:
     """What a command printed that refused its input."""
-
-    def run(*arguments: str, **env: str) -> str:
-        command = start(*arguments, **env)
-        assert command.end() == 2, command.text
-        return command.text
-
-    return run
+    return partial(_read_all, start, 2)
 
 
 @pytest.fixture

@@ -14,6 +14,12 @@ import pytest
 from agentrl_cli.records import Trajectory
 from agentrl_cli.store.run_folder import RunFolder
 
+# The fixtures of conftest.py.
+Start = Callable[..., subprocess.Popen[str]]
+Finish = Callable[..., str]
+Wait = Callable[..., Any]
+Read = Callable[[Path, int], list[list[Trajectory]]]
+
 NUM_STEPS = 10
 #: ``rollout.max_trajectory_age``.
 MAX_AGE = 8
@@ -34,11 +40,7 @@ def count_lines(path: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_three_times_the_run_finishes_with_every_task_once(
-    project: Path,
-    agentrl: Callable[..., subprocess.Popen[str]],
-    finish: Callable[..., str],
-    wait_until: Callable[..., Any],
-    read_every_task_once: Callable[[Path, int], list[list[Trajectory]]],
+    project: Path, agentrl: Start, finish: Finish, wait_until: Wait, read_every_task_once: Read
 ) -> None:
     run_dir = project / "runs" / "small" / "t0"
     moments = random.Random(20)
@@ -85,11 +87,7 @@ def build():
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_200_steps_with_long_tails_are_killed_ten_times_and_lose_nothing(
-    project: Path,
-    agentrl: Callable[..., subprocess.Popen[str]],
-    finish: Callable[..., str],
-    wait_until: Callable[..., Any],
-    read_every_task_once: Callable[[Path, int], list[list[Trajectory]]],
+    project: Path, agentrl: Start, finish: Finish, wait_until: Wait, read_every_task_once: Read
 ) -> None:
     (project / "slow_agent.py").write_text(SLOW_AGENT)
     arguments = (
@@ -125,10 +123,7 @@ def test_200_steps_with_long_tails_are_killed_ten_times_and_lose_nothing(
 
 @pytest.mark.timeout(600)
 def test_interrupted_run_learns_what_an_undisturbed_one_does(
-    project: Path,
-    agentrl: Callable[..., subprocess.Popen[str]],
-    finish: Callable[..., str],
-    wait_until: Callable[..., Any],
+    project: Path, agentrl: Start, finish: Finish, wait_until: Wait
 ) -> None:
     arguments = (*ARGUMENTS[:3], "train.total_steps=5", "rollout.max_staleness=0")
     whole = agentrl(*arguments, "trial_name=whole")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,10 +53,7 @@ NUM_FINISHED = 2 * 4
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_had_finished_is_used_and_the_rest_made_again(
-    project: Path,
-    agentrl: Callable[..., subprocess.Popen[str]],
-    finish: Callable[..., str],
-    wait_until: Callable[..., Any],
+    project: Path, agentrl: Any, finish: Any, wait_until: Any
 ) -> None:
     (project / "my_agent.py").write_text(AGENT)
     rows = "\n".join(f'{{"question": "{question}"}}' for question in QUESTIONS)
