@@ -71,11 +71,6 @@ VARIANTS = (
     Variant("reverse-text-gspo", _REVERSE, ("train.algorithm.kind=gspo",)),
     Variant("reverse-text-lora", _REVERSE, ("model.lora={rank: 16}", "train.learning_rate=3.0e-4")),
     Variant("reverse-text-200-steps", _REVERSE, ("train.total_steps=200",)),
-    Variant(
-        "alphabet-sort-group-baseline",
-        "alphabet_sort",
-        ("train.algorithm.advantage.baseline=group",),
-    ),
     # Negative controls: the rewards they train on mean nothing; held-out tasks get the true one.
     Variant(
         "random-rewards",

@@ -17,20 +17,13 @@ from agentrl_cli.log import get_logger
 _log = get_logger(__name__)
 
 
-class _TurnBaselineConfig(StrictConfig):
-    baseline: Literal["group", "turn"] = "group"
-    """``group``: the group's mean score; ``turn``: a turn is compared with the same turn of the
-    group's other trajectories. That matters where turns have rewards of their own, and some turns
-    are easier than others; where all turns carry the outcome, both are equal."""
-
-
-class GrpoAdvantageConfig(_TurnBaselineConfig):
+class GrpoAdvantageConfig(StrictConfig):
     """(return - group mean) / group deviation (DeepSeekMath, arXiv 2402.03300, section 4.1.2)."""
 
     kind: Literal["grpo"] = "grpo"
 
 
-class DrGrpoAdvantageConfig(_TurnBaselineConfig):
+class DrGrpoAdvantageConfig(StrictConfig):
     """return - group mean, not divided (Dr. GRPO, arXiv 2503.20783, section 3.2)."""
 
     kind: Literal["dr_grpo"] = "dr_grpo"

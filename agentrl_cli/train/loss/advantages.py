@@ -19,7 +19,6 @@ from agentrl_cli.config.algorithm_config import (
     AdvantageConfig,
     DrGrpoAdvantageConfig,
     GaeAdvantageConfig,
-    GrpoAdvantageConfig,
     KlConfig,
     MaxRlAdvantageConfig,
     OverlongConfig,
@@ -63,7 +62,6 @@ def compute_advantages(
     scored = [(t, s, groups[t.group_id]) for t, s in zip(trajectories, scores, strict=True)]
     centered = [score - group.mean for _, score, group in scored if score is not None]
     batch_deviation = compute_statistics(centered).deviation
-    offsets = _compute_turn_offsets(trajectories, config)
     advantages: dict[str, float] = {}
     for trajectory, score, group in scored:
         advantages |= dict.fromkeys((i.id for i in trajectory.interactions), 0.0)
@@ -78,39 +76,10 @@ def compute_advantages(
             )
         if group.has_signal:
             baseline, scale = _find_baseline(config, score, group, batch_deviation)
-            for turn, (interaction_id, turn_return) in enumerate(_list_returns(trajectory)):
-                offset = offsets.get((trajectory.group_id, turn), 0.0)
-                advantages[interaction_id] = (turn_return - baseline - offset) / scale
+            for interaction in trajectory.interactions:
+                if interaction.turn_return is not None:
+                    advantages[interaction.id] = (interaction.turn_return - baseline) / scale
     return advantages
-
-
-def _list_returns(trajectory: Trajectory) -> list[tuple[str, float]]:
-    """Id and return of each interaction that has one, in the order of the calls."""
-    return [(i.id, i.turn_return) for i in trajectory.interactions if i.turn_return is not None]
-
-
-def _compute_turn_offsets(
-    trajectories: Sequence[Trajectory], config: AdvantageConfig
-) -> dict[tuple[str, int], float]:
-    """By group id and number of the turn, from 0: how far the returns of this turn lie above the
-    scores of their trajectories, in the group's mean. Empty where ``config`` does not ask for it.
-
-    Turns are compared with each other as in MT-GRPO (arXiv 2505.11821). With the group's mean alone
-    easy turns have a positive advantage, and hard ones a negative one, whatever the policy did
-    there. Measured from the score, so that nothing changes where all turns carry the outcome, even
-    if trajectories differ in length.
-    """
-    if not isinstance(config, (GrpoAdvantageConfig, DrGrpoAdvantageConfig)):
-        return {}
-    if config.baseline == "group":
-        return {}
-    found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-    for trajectory in trajectories:
-        score = compute_score(trajectory)
-        if score is not None:
-            for turn, (_, turn_return) in enumerate(_list_returns(trajectory)):
-                found[trajectory.group_id, turn].append(turn_return - score)
-    return {key: math.fsum(values) / len(values) for key, values in found.items()}
 
 
 def _find_baseline(

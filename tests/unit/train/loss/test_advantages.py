@@ -141,29 +141,6 @@ def test_every_kind_by_hand(config: AdvantageConfig, expected: dict[str, float])
     assert advantages == pytest.approx(expected, abs=4e-6)
 
 
-def test_turns_are_compared_with_the_same_turns_by_hand():
-    # Scores 0.5, 0.6 and 0.7: mean 0.6, deviation 0.1. Means of the turns: 0.9 and 0.3.
-    batch = [trajectory("a", [0.9, 0.1]), trajectory("b", [1.0, 0.2]), trajectory("c", [0.8, 0.6])]
-    expected = {"a0": 0.0, "a1": -0.2, "b0": 0.1, "b1": -0.1, "c0": -0.1, "c1": 0.3}
-    by_turn = compute_advantages(batch, DrGrpoAdvantageConfig(baseline="turn"))
-    assert by_turn == pytest.approx(expected, abs=1e-12)
-    scaled = {name: value / (0.1 + 1e-6) for name, value in expected.items()}
-    by_turn = compute_advantages(batch, GrpoAdvantageConfig(baseline="turn"))
-    assert by_turn == pytest.approx(scaled, abs=1e-9)
-    # By the group's mean even the best last turn is worth nothing.
-    assert compute_advantages(batch, DR_GRPO)["c1"] == pytest.approx(0.0, abs=1e-12)
-
-
-def test_where_all_turns_carry_the_outcome_turns_are_compared_as_groups_are():
-    # Of one and three turns; a failed call is no turn, and what is unscored does not count.
-    batch = [trajectory("a", [1.0, None, 1.0, 1.0]), trajectory("b", [0.0, 0.0])]
-    batch += [trajectory("c", [0.5]), trajectory("d", [7.0, 9.0], reward=None)]
-    batch += [trajectory("e", [3.0], group="h"), trajectory("f", [5.0], group="h")]
-    by_turn = compute_advantages(batch, GrpoAdvantageConfig(baseline="turn"))
-    assert by_turn == compute_advantages(batch, GRPO)
-    assert by_turn["a3"] == pytest.approx(1.0, abs=1e-5)
-
-
 def test_the_batch_as_one_group_by_hand():
     # Scores 2, 4, 0, 0, 1, 2.5, 2.5: mean 12 / 7, squares 4 + 16 + 0 + 0 + 1 + 6.25 + 6.25 =
     # 33.5, deviation sqrt((33.5 - 144 / 7) / 6) = 1.468397.
