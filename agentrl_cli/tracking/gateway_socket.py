@@ -50,9 +50,11 @@ _HEADER_PIECE_BYTES = 2**10
 _MAX_STRANGER_BYTES = 2**20
 _STRANGER_SECONDS = 10.0
 #: Strangers at once. When there are more, the oldest make room; but a client on a busy machine has
-#: this long to send what it connected for.
+#: this long to send what it connected for, and this many turns of the event loop, each of which may
+#: last a second under a flood.
 _MAX_STRANGERS = 512
 _GRACE_SECONDS = 1.0
+_GRACE_TURNS = 16
 #: What a process needs open at least, besides four files for each agent: its connections to the
 #: gateway and to the engine, and what its tools open.
 _BASE_FILES = 256
@@ -80,28 +82,34 @@ class _Strangers:
     """The connections on which no key was shown yet, the oldest first."""
 
     def __init__(self) -> None:
-        self._since: dict[_Connection, float] = {}
-        self._trimming: asyncio.TimerHandle | None = None
+        self._since: dict[_Connection, int] = {}
+        """What the count of ticks was when each came."""
+        self._num_ticks = 0
+        self._ticking: asyncio.TimerHandle | None = None
 
     def add(self, connection: _Connection) -> None:
         """Counts a new connection; makes room for it in a moment."""
-        self._since[connection] = connection.loop.time()
-        if len(self._since) > _MAX_STRANGERS and self._trimming is None:
-            self._trimming = connection.loop.call_later(_GRACE_SECONDS, self._trim, connection.loop)
+        self._since[connection] = self._num_ticks
+        if len(self._since) > _MAX_STRANGERS and self._ticking is None:
+            self._wait(connection.loop)
 
     def remove(self, connection: _Connection) -> None:
         """Forgets one that has shown a key, or has ended."""
         self._since.pop(connection, None)
 
-    def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._trimming = None
-        latest = loop.time() - _GRACE_SECONDS
+    def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._ticking = loop.call_later(_GRACE_SECONDS / _GRACE_TURNS, self._tick, loop)
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._num_ticks += 1
+        self._ticking = None
         surplus = list(self._since.items())[: max(0, len(self._since) - _MAX_STRANGERS)]
+        latest = self._num_ticks - _GRACE_TURNS
         for connection, since in surplus:
             if since <= latest:
                 connection.transport.abort()
         if any(since > latest for _, since in surplus):
-            self._trimming = loop.call_later(_GRACE_SECONDS / 4, self._trim, loop)
+            self._wait(loop)
 
 
 class _Connection(HttpToolsProtocol):
@@ -193,10 +201,10 @@ class _Listener(socket.socket):
 
     __slots__ = ("_has_warned", "_spare")
 
-    def listen(self, backlog: int = _BACKLOG) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
         self._has_warned = False
-        super().listen(backlog)
 
     def accept(self) -> tuple[socket.socket, Any]:
         try:
@@ -231,7 +239,7 @@ class _Listener(socket.socket):
             self._spare = os.open(os.devnull, os.O_RDONLY)
 
     def close(self) -> None:
-        spare, self._spare = getattr(self, "_spare", None), None
+        spare, self._spare = self._spare, None
         if spare is not None:
             os.close(spare)
         super().close()

@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -119,6 +120,26 @@ async def test_the_oldest_of_too_many_strangers_make_room(
         assert ends == [b""] * 12
         assert not any(reader.at_eof() for reader, _ in streams[12:])
         assert (await ask(client)).status_code == 200
+
+
+async def test_a_client_of_a_slow_event_loop_gets_to_ask_among_strangers(
+    open_client: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_socket, "_MAX_STRANGERS", 0)
+    monkeypatch.setattr(gateway_socket, "_GRACE_SECONDS", 0.1)
+    client = open_client("hello")
+
+    async def slow_down() -> None:
+        while True:
+            time.sleep(0.05)  # noqa: ASYNC251 - every turn lasts half the grace
+            await asyncio.sleep(0)
+
+    await client.gateway.serve()
+    slowing = asyncio.ensure_future(slow_down())
+    try:
+        assert (await ask(client)).status_code == 200
+    finally:
+        slowing.cancel()
 
 
 async def test_strangers_write_no_log(
