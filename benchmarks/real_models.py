@@ -16,10 +16,9 @@ import argparse
 import json
 import os
 import platform
-import random
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +27,6 @@ from agentrl_cli.evaluate.eval_report import EvalReport
 from agentrl_cli.store.run_folder import RunFolder
 from benchmarks.real_model import fetch_real_model
 from benchmarks.real_models_page import write_page
-from examples.reverse_text.reward import similarity
-from examples.reverse_text.tasks import build_rows
 
 _RESULTS = Path("docs/results")
 RECORDS = _RESULTS / "real-models"
@@ -56,31 +53,35 @@ class Variant:
 
 _SEEDS = (1, 2, 3)
 _REVERSE = "reverse_text"
-_CONTROL = ("valid_dataset.path=benchmarks.real_models:build_held_out",)
 _CRITIC = ("train.algorithm.kind=ppo", "train.critic.learning_rate=1.0e-4")
+
+
+def _meaningless(example: str, kind: str) -> tuple[str, str]:
+    """The overrides of a negative control."""
+    module = "benchmarks.meaningless_rewards"
+    return (
+        f"reward_fn_path={module}.{example}_{kind}",
+        f"valid_dataset.path={module}:{example}_held_out",
+    )
+
+
 VARIANTS = (
     Variant("reverse-text", _REVERSE, seeds=_SEEDS),
-    Variant("alphabet-sort", "alphabet_sort", seeds=_SEEDS),
     Variant("word-problems", "word_problems", seeds=_SEEDS),
+    Variant("calculator-tools", "calculator_tools", seeds=_SEEDS, is_warm=True),
+    Variant("alphabet-sort", "alphabet_sort"),
     Variant("guess-number", "guess_number"),
     Variant("twenty-questions", "twenty_questions"),
-    Variant("calculator-tools", "calculator_tools", is_warm=True),
     Variant("search", "search", is_warm=True),
     Variant("reverse-text-ppo", _REVERSE, _CRITIC),
     Variant("reverse-text-rloo", _REVERSE, ("train.algorithm.kind=rloo",)),
     Variant("reverse-text-gspo", _REVERSE, ("train.algorithm.kind=gspo",)),
     Variant("reverse-text-lora", _REVERSE, ("model.lora={rank: 16}", "train.learning_rate=3.0e-4")),
     Variant("reverse-text-200-steps", _REVERSE, ("train.total_steps=200",)),
-    # Negative controls: the rewards they train on mean nothing; held-out tasks get the true one.
-    Variant(
-        "random-rewards",
-        _REVERSE,
-        (*_CONTROL, "reward_fn_path=benchmarks.real_models.score_at_random"),
-    ),
-    Variant(
-        "shuffled-rewards",
-        _REVERSE,
-        (*_CONTROL, "reward_fn_path=benchmarks.real_models.score_another"),
+    *(
+        Variant(f"{example.replace('_', '-')}-{kind}-rewards", example, _meaningless(example, kind))
+        for example in (_REVERSE, "word_problems")
+        for kind in ("random", "shuffled")
     ),
 )
 
@@ -101,30 +102,6 @@ class Record:
     check: dict[str, Any]
     """The last checkpoint by transformers alone: ``mean``, ``interval``, ``tasks``."""
     machine: dict[str, Any]
-
-
-def build_held_out(split: str) -> list[dict[str, Any]]:
-    """Tasks that the rewards below tell from those of training."""
-    return [{**row, "is_held_out": True} for row in build_rows(split)]
-
-
-def score_at_random(completions: str, answer: str, is_held_out: bool = False) -> float:
-    """A reward that says nothing: what is learned from it is no skill."""
-    return similarity(completions, answer) if is_held_out else random.random()
-
-
-_NUM_REMEMBERED = 64
-_scores: list[float] = []
-
-
-def score_another(completions: str, answer: str, is_held_out: bool = False) -> float:
-    """The similarity of one of the replies that were judged before: credit goes to wrong ones."""
-    own = similarity(completions, answer)
-    if is_held_out:
-        return own
-    _scores.append(own)
-    del _scores[:-_NUM_REMEMBERED]
-    return random.choice(_scores[:-1] or [0.0])
 
 
 def build_command(variant: Variant, seed: int, model: Path) -> list[str]:
@@ -208,14 +185,19 @@ def read_records(folder: Path = RECORDS) -> list[Record]:
 
 
 def list_missing(
-    only: Iterable[str] | None, seeds: Iterable[int] | None
+    only: Sequence[str] | None, seeds: Sequence[int] | None
 ) -> list[tuple[Variant, int, Path]]:
-    """Runs without a record: first seeds of all variants before second ones."""
+    """Runs without a record: first seeds of all variants before second ones.
+
+    Args:
+        only: names of variants; None: all.
+        seeds: None: those that each variant names.
+    """
     runs = [
         (variant, seed, RECORDS / f"{variant.name}-{seed}.json")
         for variant in VARIANTS
-        for seed in variant.seeds
-        if (only is None or variant.name in only) and (seeds is None or seed in seeds)
+        for seed in (seeds or variant.seeds)
+        if only is None or variant.name in only
     ]
     return [one for one in sorted(runs, key=lambda one: one[1]) if not one[2].exists()]
 
