@@ -5,8 +5,8 @@
     python -m benchmarks.real_models --page     # the page alone, from the records
 
 Each run is ``agentrl train`` on an example's own config with SmolLM2-135M-Instruct
-(benchmarks/real_model.py) in bfloat16, sampled by vLLM on the same CPU. One that is interrupted is
-resumed. What a run showed is kept as a record in docs/results/real-models, small enough to be
+(benchmarks/real_model.py), sampled by vLLM on the same CPU. One that is interrupted is resumed.
+What a run showed is kept as a record in docs/results/real-models, small enough to be
 committed; docs/results/real-models.md and its curves are made from the records alone.
 """
 
@@ -32,6 +32,8 @@ _RESULTS = Path("docs/results")
 RECORDS = _RESULTS / "real-models"
 _RUNS = Path("runs/real-models")
 _CHECK_SECONDS = 1800
+#: As Linux names what x86-64 and ARM processors have that compute in bfloat16.
+_BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 #: What a record keeps of each step's metrics.
 _COLUMNS = (
     "reward_mean", "completion_tokens_mean", "entropy", "logprob_gap_mean", "token_age_mean",
@@ -104,13 +106,20 @@ class Record:
     machine: dict[str, Any]
 
 
-def build_command(variant: Variant, seed: int, model: Path) -> list[str]:
+def choose_dtype() -> str:
+    """bfloat16 where the processor computes in it; emulated, it takes six times as long."""
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    return "float32" if _BFLOAT16_FLAGS.isdisjoint(flags) else "bfloat16"
+
+
+def build_command(variant: Variant, seed: int, model: Path, dtype: str) -> list[str]:
     """The run's command; typed again, it resumes."""
     return [
         sys.executable, "-m", "agentrl_cli", "train",
         "--config", f"examples/{variant.example}/config.yaml",
-        f"model.path={model}", f"output_dir={_RUNS}", f"experiment_name={variant.name}",
-        f"trial_name=seed{seed}", f"seed={seed}", *variant.overrides,
+        f"model.path={model}", f"model.dtype={dtype}", f"output_dir={_RUNS}",
+        f"experiment_name={variant.name}", f"trial_name=seed{seed}", f"seed={seed}",
+        *variant.overrides,
     ]  # fmt: skip
 
 
@@ -136,12 +145,14 @@ def run(variant: Variant, seed: int, model: Path) -> Record:
         subprocess.CalledProcessError: a command failed; its output is shown.
     """
     start = warm_up(variant.example, model) if variant.is_warm else model
-    subprocess.run(build_command(variant, seed, start), check=True)
+    dtype = choose_dtype()
+    subprocess.run(build_command(variant, seed, start, dtype), check=True)
     folder = RunFolder.open(_RUNS / variant.name / f"seed{seed}")
     metrics = folder.read_metrics()
     checkpoint = folder.path / "checkpoints" / f"step-{len(metrics):06d}"
+    arguments = (str(checkpoint), variant.example, "--dtype", dtype)
     check = subprocess.run(
-        [sys.executable, "-m", "benchmarks.transformers_check", str(checkpoint), variant.example],
+        [sys.executable, "-m", "benchmarks.transformers_check", *arguments],
         check=True,
         timeout=_CHECK_SECONDS,
         stdout=subprocess.PIPE,
@@ -156,7 +167,11 @@ def run(variant: Variant, seed: int, model: Path) -> Record:
         evals=[_read_eval(folder, step) for step in folder.eval_steps()],
         alarms=sorted({name for line in metrics for name in line if _is_alarm(name, line)}),
         check=json.loads(check.stdout),
-        machine={"cores": os.cpu_count(), "python": platform.python_version()},
+        machine={
+            "cores": os.cpu_count(),
+            "dtype": dtype,
+            "python": platform.python_version(),
+        },
     )
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from benchmarks.real_models import Record
 
 _COLUMNS = (
-    "run", "seeds", "base", "trained, by seed", "trained, mean (95 % over seeds)",
+    "run", "seeds", "computed in", "base", "trained, by seed", "trained, mean (95 % over seeds)",
     "by transformers alone", "steps", "minutes",
 )  # fmt: skip
 _PART_COLUMNS = ("run", "part of the reward", "base", "trained, mean over seeds")
@@ -48,8 +48,8 @@ def write_page(records: Sequence[Record], results: Path) -> None:
         f"""# A pretrained model learns the examples
 
 Made by `python -m benchmarks.real_models`: SmolLM2-135M-Instruct learns the projects of
-[examples/](../../examples/README.md) with their own configs, in bfloat16, on 2 CPU cores that vLLM
-and the trainer share. Rewards are of held-out tasks, which share no instance with training, sampled
+[examples/](../../examples/README.md) with their own configs, on 2 CPU cores that vLLM and the
+trainer share, in bfloat16 where the processor computes in it. Rewards are of held-out tasks, which share no instance with training, sampled
 greedily (`eval_gconfig.temperature: 0`), but in the two games; of alphabet-sort, whose three turns
 are scored one by one, of the last turn. *Base*: the model as it is, or after the example's warm
 start (calculator-tools, search). Intervals are of 95 %, those of one model clustered by task.
@@ -91,6 +91,7 @@ def _format_row(name: str, records: Sequence[Record]) -> list[str]:
     return [
         name,
         ", ".join(str(r.seed) for r in records),
+        ", ".join(dict.fromkeys(r.machine["dtype"] for r in records)),
         f"{statistics.fmean(before):.3f} ({low:.3f} to {high:.3f})",
         ", ".join(_format_eval(r) for r in records),
         _format_mean(after),
