@@ -34,6 +34,9 @@ _HEALTH_TIMEOUT_SECONDS = 5.0
 HUNG_SECONDS = 30.0
 #: However long this thread itself was kept from asking: it must have asked this often.
 _MIN_FAILURES = 3
+#: Share of that time after which a silent server is reported: on cores that it shares, one that
+#: reads long prompts is late by some seconds in every step, and nothing is wrong.
+_REPORTED_SHARE = 1 / 3
 _BUDGET_SECONDS = 3600.0
 #: How often it is reported that a server is still starting.
 _REMINDER_SECONDS = 60.0
@@ -164,6 +167,7 @@ class ServerSupervisor:
         publication = num_legs * self._config.engine.publish_timeout_seconds
         patience_seconds = {"/health": HUNG_SECONDS, path: HUNG_SECONDS + publication}
         unanswered: dict[str, list[float]] = {path: [] for path in patience_seconds}
+        reported: set[str] = set()
         asked = time.monotonic()
         while not self._stopping.wait(_POLL_SECONDS):
             if (status := self.process.poll()) is not None:
@@ -176,12 +180,15 @@ class ServerSupervisor:
                 patience = min(_HEALTH_TIMEOUT_SECONDS * 2 ** len(missed), HUNG_SECONDS)
                 missed.append(time.monotonic())
                 if self._ask(path, patience) is not None:
-                    if len(missed) > 1:
+                    if path in reported:
                         self._tell(f"{self.endpoint.name} answers again")
+                    reported.discard(path)
                     missed.clear()
                     continue
                 seconds = time.monotonic() - missed[0]
-                if len(missed) == 1 and self.process.poll() is None:
+                is_late = seconds > _REPORTED_SHARE * limit
+                if is_late and path not in reported and self.process.poll() is None:
+                    reported.add(path)
                     self._tell(
                         f"{self.endpoint.name} is slow: it has not answered {path} for "
                         f"{seconds:.0f} s; it is restarted after {limit:.0f} s without an answer"

@@ -248,6 +248,26 @@ def test_a_slow_server_is_waited_for(
     assert len(interpreter.pids) == 1
 
 
+def test_a_server_that_is_late_by_a_little_is_not_reported(
+    make_server_group: Any, interpreter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_supervisor, "HUNG_SECONDS", 30.0)
+    ask, missed = server_supervisor.ServerSupervisor._ask, []
+
+    def watch(supervisor: Any, path: str, patience: float) -> bytes | None:
+        body = ask(supervisor, path, patience)
+        if body is None and supervisor.has_been_ready:
+            missed.append(path)
+        return body
+
+    monkeypatch.setattr(server_supervisor.ServerSupervisor, "_ask", watch)
+    interpreter.behave("slow")
+    observer = Messages()
+    start(make_server_group(observer=observer))
+    wait_for(lambda: len(missed) > 2)
+    assert not any("slow" in text or "again" in text for text in observer.texts)
+
+
 def test_a_server_that_dies_too_often_is_given_up(make_server_group: Any, interpreter: Any) -> None:
     interpreter.behave("die", "say no more memory")
     failed: list[AgentrlError] = []
