@@ -71,7 +71,7 @@ VARIANTS = (
     Variant("reverse-text", _REVERSE, seeds=_SEEDS),
     Variant("word-problems", "word_problems", seeds=_SEEDS),
     Variant("calculator-tools", "calculator_tools", seeds=_SEEDS, is_warm=True),
-    Variant("alphabet-sort", "alphabet_sort"),
+    Variant("alphabet-sort", "alphabet_sort", is_warm=True),
     Variant("guess-number", "guess_number"),
     Variant("twenty-questions", "twenty_questions"),
     Variant("search", "search", is_warm=True),

@@ -49,13 +49,14 @@ def write_page(records: Sequence[Record], results: Path) -> None:
 
 Made by `python -m benchmarks.real_models`: SmolLM2-135M-Instruct learns the projects of
 [examples/](../../examples/README.md) with their own configs, on 2 CPU cores that vLLM and the
-trainer share, in bfloat16 where the processor computes in it. Rewards are of held-out tasks, which share no instance with training, sampled
-greedily (`eval_gconfig.temperature: 0`), but in the two games; of alphabet-sort, whose three turns
-are scored one by one, of the last turn. *Base*: the model as it is, or after the example's warm
-start (calculator-tools, search). Intervals are of 95 %, those of one model clustered by task.
-*By transformers alone*: the last checkpoint, run by `python -m benchmarks.transformers_check`,
-which generates without agentrl. *Minutes*: the median over seeds of what the steps took; starting
-and evaluating come on top.
+trainer share, in bfloat16 where the processor computes in it, else in float32. Rewards are of
+held-out tasks, which share no instance with training, sampled greedily
+(`eval_gconfig.temperature: 0`), but in the two games; of alphabet-sort, whose three turns are
+scored one by one, of the last turn. *Base*: the model as it is, or after the example's warm start
+(calculator-tools, alphabet-sort, search). Intervals are of 95 %, those of one model clustered by
+task. *By transformers alone*: the last checkpoint, run by
+`python -m benchmarks.transformers_check`, which generates without agentrl. *Minutes*: the median
+over seeds of what the steps took; starting and evaluating come on top.
 
 {_format_table(_COLUMNS, rows)}
 

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from openai import AsyncOpenAI
 
 from examples.alphabet_sort.reward import score_turn
 
-_SYSTEM = (
+SYSTEM = (
     "You sort words in alphabetical order. When more words are added, you answer with all words so "
     "far, sorted."
 )
-#: Shows how the replies grow; nothing here is sampled, so nothing is trained on.
-_EXAMPLE = ("sort tree cat", "cat tree", "add bird apple", "apple bird cat tree")
+
+
+def format_request(added: Sequence[str], *, is_first: bool) -> str:
+    """What the user says in a turn."""
+    return " ".join(["sort" if is_first else "add", *added])
 
 
 async def solve(data: Mapping[str, Any], client: AsyncOpenAI, model: str) -> dict[str, float]:
     """The reward of each of its turns, by the id of the completion."""
-    messages: list[Any] = [{"role": "system", "content": _SYSTEM}]
-    for number, text in enumerate(_EXAMPLE):
-        messages.append({"role": "assistant" if number % 2 else "user", "content": text})
+    messages: list[Any] = [{"role": "system", "content": SYSTEM}]
     words: list[str] = []
     rewards: dict[str, float] = {}
     for added in data["turns"]:
+        request = format_request(added, is_first=not words)
         words += added
-        verb = "add" if rewards else "sort"
-        messages.append({"role": "user", "content": " ".join([verb, *added])})
+        messages.append({"role": "user", "content": request})
         completion = await client.chat.completions.create(model=model, messages=messages)
         reply = completion.choices[0].message.content or ""
         messages.append({"role": "assistant", "content": reply})

@@ -1,8 +1,9 @@
-"""Each example project trains as its README says, in small."""
+"""Each example's README can be followed: its commands, as they stand there, in small."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,38 +13,59 @@ import pytest
 from agentrl_cli.store.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[3]
-EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/config.yaml"))
+EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/README.md"))
 NEEDED = {"calculator_tools": "agents", "guess_number": "anthropic", "search": "langgraph"}
+#: Two steps of a random model, sampled in the process: what is learned is shown in
+#: docs/results/real-models.md.
+SMALL = {
+    "sft": ("dataset.limit=4",),
+    "train": (
+        *("model.dtype=float32", "engine.kind=embedded", "engine.max_model_len=1024"),
+        *("train.total_steps=2", "train.eval_every_steps=2", "train_dataset.batch_size=2"),
+        *("gconfig.n_samples=2", "valid_dataset.limit=4"),
+    ),
+    "inspect-trajectories": (),
+}
+
+
+def list_commands(name: str) -> list[list[str]]:
+    """The words of the README's commands, without those for a GPU."""
+    text = (ROOT / "examples" / name / "README.md").read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith("    agentrl ")]
+    return [shlex.split(line, comments=True)[1:] for line in lines if "config-gpu" not in line]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_trains_two_steps(tmp_path: Path, model_folder: Path, name: str) -> None:
-    """With a random model: what is learned is shown in docs/results/real-models.md."""
+def test_a_readme_can_be_followed(tmp_path: Path, model_folder: Path, name: str) -> None:
     if name in NEEDED:
         pytest.importorskip(NEEDED[name])
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "agentrl_cli", "train"),
-            *("--config", f"examples/{name}/config.yaml", f"output_dir={tmp_path}"),
-            *(f"model.path={model_folder}", "model.dtype=float32", "model.chat_template=null"),
-            *("engine.kind=embedded", "engine.max_model_len=1024", "train.total_steps=2"),
-            *("train_dataset.batch_size=2", "gconfig.n_samples=2", "valid_dataset.limit=4"),
-            "train.eval_every_steps=2",
-        ],
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout
-    [folder] = [RunFolder.open(path) for path in tmp_path.glob("*/*")]
-    metrics = folder.read_metrics()
-    assert [line["surroundings_failures"] for line in metrics] == [0, 0], done.stdout
+    # What the commands write lands beside the link, not in the repository.
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    commands = list_commands(name)
+    assert [command[0] for command in commands][-2:] == ["train", "inspect-trajectories"]
+    output = ""
+    for command in commands:
+        small = list(SMALL[command[0]])
+        if command[0] != "inspect-trajectories" and "model.path=" not in " ".join(command):
+            small.append(f"model.path={model_folder}")
+        done = subprocess.run(
+            [sys.executable, "-m", "agentrl_cli", *command, *small],
+            cwd=tmp_path,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=500,
+        )
+        output = done.stdout
+        assert done.returncode == 0, output
+    folder = RunFolder.open(tmp_path / commands[-1][1])
     trajectories = [t for step in (1, 2) for t in folder.read_trajectories(step)]
     assert len(trajectories) == 8
     assert all(t.reward is not None for t in trajectories)
+    assert [line["surroundings_failures"] for line in folder.read_metrics()] == [0, 0]
     assert folder.eval_steps() == [0, 2]
+    # The page that the last command shows: the newest step.
+    assert "step 2" in output
