@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from agentrl_cli.config.resolved_run import Machine
 from agentrl_cli.evaluate.eval_report import EvalReport
 from agentrl_cli.store.run_folder import RunFolder
 from benchmarks.real_model import fetch_real_model
@@ -32,8 +33,6 @@ _RESULTS = Path("docs/results")
 RECORDS = _RESULTS / "real-models"
 _RUNS = Path("runs/real-models")
 _CHECK_SECONDS = 1800
-#: As Linux names what x86-64 and ARM processors have that compute in bfloat16.
-_BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 #: What a record keeps of each step's metrics.
 _COLUMNS = (
     "reward_mean", "completion_tokens_mean", "entropy", "logprob_gap_mean", "token_age_mean",
@@ -106,12 +105,6 @@ class Record:
     machine: dict[str, Any]
 
 
-def choose_dtype() -> str:
-    """bfloat16 where the processor computes in it; emulated, it takes six times as long."""
-    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
-    return "float32" if _BFLOAT16_FLAGS.isdisjoint(flags) else "bfloat16"
-
-
 def build_command(variant: Variant, seed: int, model: Path, dtype: str) -> list[str]:
     """The run's command; typed again, it resumes."""
     return [
@@ -145,7 +138,7 @@ def run(variant: Variant, seed: int, model: Path) -> Record:
         subprocess.CalledProcessError: a command failed; its output is shown.
     """
     start = warm_up(variant.example, model) if variant.is_warm else model
-    dtype = choose_dtype()
+    dtype = "float32" if Machine.detect().emulates_bfloat16 else "bfloat16"
     subprocess.run(build_command(variant, seed, start, dtype), check=True)
     folder = RunFolder.open(_RUNS / variant.name / f"seed{seed}")
     metrics = folder.read_metrics()

@@ -104,6 +104,8 @@ def _print_plan(experiment: ExperimentConfig, run: ResolvedRun, *, overwrite: bo
         typer.echo(f"# ({ports}the servers' keys are made when they start)")
     check_supported(experiment, run)
     typer.echo(f"# {describe_reading(experiment)}")
+    if run.dtype_advice is not None:
+        typer.echo(f"# {run.dtype_advice}")
     for line in try_input(experiment, run, overwrite=overwrite):
         typer.echo(f"# not looked at: {line}")
     typer.echo("# nothing was started (--dry-run)")

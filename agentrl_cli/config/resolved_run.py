@@ -20,6 +20,9 @@ TransferKind = Literal["disk", "nccl", "lora"]
 #: GPUs as CUDA_VISIBLE_DEVICES names them; none: it computes on the CPU.
 Gpus = tuple[str, ...]
 
+#: As Linux names what x86-64 and ARM processors have that compute in bfloat16.
+_BFLOAT16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+
 #: Stands for a port that is chosen when the run starts.
 FREE_PORT = 0
 
@@ -43,6 +46,8 @@ class Machine:
     """CPU cores that this process may use."""
     python_path: str = ""
     """PYTHONPATH as it is."""
+    emulates_bfloat16: bool = False
+    """True: the processor has no instructions for bfloat16."""
 
     @classmethod
     def detect(cls, env: Mapping[str, str] = os.environ) -> Self:
@@ -51,6 +56,7 @@ class Machine:
             gpu_ids=_list_visible_gpus(env),
             num_cores=count_usable_cores(),
             python_path=env.get("PYTHONPATH", ""),
+            emulates_bfloat16=_lacks_bfloat16(Path("/proc/cpuinfo")),
         )
 
 
@@ -62,6 +68,15 @@ def _list_visible_gpus(env: Mapping[str, str]) -> tuple[str, ...]:
     # CUDA itself stops at the first name that is none.
     names = (part.strip() for part in visible.split(","))
     return tuple(takewhile(lambda name: name not in ("", "-1"), names))
+
+
+def _lacks_bfloat16(cpuinfo: Path) -> bool:
+    """False also where Linux's list of what a processor has is missing."""
+    try:
+        words = cpuinfo.read_text(encoding="utf-8").split()
+    except OSError:
+        return False
+    return _BFLOAT16_FLAGS.isdisjoint(words)
 
 
 class ServerPackage(StrictConfig):
@@ -111,6 +126,8 @@ class ResolvedRun(StrictConfig):
     """Processes that run the trajectories; 0: they run where the trainer does."""
     server_package: ServerPackage | None = None
     """What servers run on; None: the embedded engine, or not looked up."""
+    emulates_dtype: bool = False
+    """True: it computes on a processor that only emulates ``model.dtype``."""
     untied_head: bool = False
     """True: servers keep an output head of their own, which is published too."""
 
@@ -138,6 +155,16 @@ class ResolvedRun(StrictConfig):
     def trainer_device(self) -> str:
         """Where a rank computes, as torch names it: it sees no GPU but its own."""
         return "cuda:0" if self.trains_on_gpu else "cpu"
+
+    @property
+    def dtype_advice(self) -> str | None:
+        """What to type where a number type makes everything slow; None: nothing."""
+        if not self.emulates_dtype:
+            return None
+        return (
+            "model.dtype: bfloat16 is emulated by this processor, and several times slower than "
+            "float32. Type model.dtype=float32"
+        )
 
     @property
     def versions(self) -> dict[str, str]:
@@ -178,6 +205,9 @@ def resolve_run(config: ExperimentConfig, machine: Machine, *, purpose: Purpose)
         num_server_threads=engine.num_threads or fair_share,
         server_python=str(Path(python).expanduser()) if python else sys.executable,
         python_path=machine.python_path,
+        emulates_dtype=(
+            config.model.dtype == "bfloat16" and machine.emulates_bfloat16 and not machine.gpu_ids
+        ),
         num_rollout_workers=_count_rollout_workers(
             config, kind, machine, sends_adapters=purpose == "train" and transfer == "lora"
         ),

@@ -53,6 +53,8 @@ def run_training(
         UserInputError: something in the input is wrong; nothing was started or written.
         RunError: the run could not go on; what was done is stored.
     """
+    if run.dtype_advice is not None:
+        observer.on_message(run.dtype_advice)
     trainer = PPOTrainer(config, run=run, observer=observer, stop=stop, overwrite=overwrite)
     try:
         if run.is_one_process:
@@ -175,6 +177,8 @@ def run_evaluation(
         observer.on_stage("load model")
         workflow.log_to(folder.log_dir("eval"))
         if isinstance(source, EngineSource):
+            if source.run.dtype_advice is not None:
+                observer.on_message(source.run.dtype_advice)
             source.start_workers(folder.log_dir("eval"), background, stack)
         engine = source.open_engine(folder.log_dir("eval"), background, stack)
         report = evaluate_rows(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentrl_cli.config import resolved_run
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import Machine, ResolvedRun, ServerPackage, resolve_run
 from agentrl_cli.errors import UserInputError
 
 
-def resolve(num_gpus: int, *, purpose: Any = "train", **sections: Any) -> ResolvedRun:
-    config = ExperimentConfig.model_validate(
+def make_config(**sections: Any) -> ExperimentConfig:
+    return ExperimentConfig.model_validate(
         {
             "experiment_name": "exp",
             "model": {"path": "some/model"},
@@ -21,8 +23,11 @@ def resolve(num_gpus: int, *, purpose: Any = "train", **sections: Any) -> Resolv
         }
         | sections
     )
+
+
+def resolve(num_gpus: int, *, purpose: Any = "train", **sections: Any) -> ResolvedRun:
     machine = Machine(gpu_ids=tuple(map(str, range(num_gpus))), num_cores=8)
-    return resolve_run(config, machine, purpose=purpose)
+    return resolve_run(make_config(**sections), machine, purpose=purpose)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +66,31 @@ def test_rollout_workers_follow_the_cores(rollout: dict[str, Any], num_workers: 
     if rollout.get("agent_mode") == "external":
         sections["agent_builder_path"] = None
     assert resolve(0, **sections).num_rollout_workers == num_workers
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpu_ids", "dtype", "is_advised"),
+    [
+        ("fma avx2", (), "bfloat16", True),
+        ("fma avx2", (), "float32", False),
+        ("fma avx2", ("0",), "bfloat16", False),
+        ("avx2 avx512f avx512_bf16", (), "bfloat16", False),
+        ("asimd bf16 sve", (), "bfloat16", False),
+        # A system that has no such list.
+        (None, (), "bfloat16", False),
+    ],
+)
+def test_who_computes_in_emulated_bfloat16_is_told(
+    tmp_path: Path, flags: str | None, gpu_ids: tuple[str, ...], dtype: str, is_advised: bool
+) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    if flags is not None:
+        cpuinfo.write_text(f"processor : 0\nflags : {flags}\n")
+    machine = Machine(gpu_ids=gpu_ids, emulates_bfloat16=resolved_run._lacks_bfloat16(cpuinfo))
+    run = resolve_run(make_config(model={"path": "m", "dtype": dtype}), machine, purpose="train")
+    assert (run.dtype_advice is not None) is is_advised
+    if is_advised:
+        assert str(run.dtype_advice).endswith("Type model.dtype=float32")
 
 
 def test_programs_elsewhere_have_one_address() -> None:
