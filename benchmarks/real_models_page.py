@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
@@ -39,7 +39,6 @@ def write_page(records: Sequence[Record], results: Path) -> None:
         _draw(of_variant, results / "real-models" / f"{name}.svg")
     rows = [_format_row(name, of_variant) for name, of_variant in by_variant.items()]
     parts = [row for name, of_variant in by_variant.items() for row in _list_parts(of_variant)]
-    long = [record for record in records if len(record.steps["reward_mean"]) >= _LONG]
     curves = "\n".join(
         f"![Reward of {name} by step](real-models/{name}.svg)" for name in by_variant
     )
@@ -64,11 +63,7 @@ What the rewards are made of, where they have parts:
 
 {_format_table(_PART_COLUMNS, parts)}
 
-Long runs: the median of the first {_NUM_COMPARED} steps, and of the last {_NUM_COMPARED}.
-
-{_format_table(_HEALTH_COLUMNS, [_format_health(record) for record in long])}
-
-## Curves
+{_format_long_runs(records)}## Curves
 
 Thin: the mean reward of the batches that were trained on. Points: held-out tasks.
 
@@ -86,15 +81,15 @@ def _format_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _format_row(name: str, records: Sequence[Record]) -> list[str]:
-    before, after = ([r.evals[index]["mean"] for r in records] for index in (0, -1))
+    after = [r.evals[-1]["mean"] for r in records]
     seconds = statistics.median(sum(r.steps["step_seconds"]) for r in records)
-    low, high = records[0].evals[0]["interval"]
     return [
         name,
         ", ".join(str(r.seed) for r in records),
         ", ".join(dict.fromkeys(r.machine["dtype"] for r in records)),
-        f"{statistics.fmean(before):.3f} ({low:.3f} to {high:.3f})",
-        ", ".join(_format_eval(r) for r in records),
+        # Often the same model: a warm start is another one where it was made on another machine.
+        ", ".join(dict.fromkeys(_format_eval(r.evals[0]) for r in records)),
+        ", ".join(_format_eval(r.evals[-1]) for r in records),
         _format_mean(after),
         ", ".join(f"{r.check['mean']:.3f}" for r in records),
         str(len(records[0].steps["reward_mean"])),
@@ -102,10 +97,9 @@ def _format_row(name: str, records: Sequence[Record]) -> list[str]:
     ]
 
 
-def _format_eval(record: Record) -> str:
-    last = record.evals[-1]
-    low, high = last["interval"]
-    return f"{last['mean']:.3f} ({low:.3f} to {high:.3f})"
+def _format_eval(measured: Mapping[str, Any]) -> str:
+    low, high = measured["interval"]
+    return f"{measured['mean']:.3f} ({low:.3f} to {high:.3f})"
 
 
 def _format_mean(values: Sequence[float]) -> str:
@@ -130,6 +124,16 @@ def _list_parts(records: Sequence[Record]) -> list[list[str]]:
         ]
         for part in records[0].evals[-1]["parts"]
     ]
+
+
+def _format_long_runs(records: Sequence[Record]) -> str:
+    """A table with what must not drift, and an empty line; nothing where no run is long."""
+    long = [record for record in records if len(record.steps["reward_mean"]) >= _LONG]
+    if not long:
+        return ""
+    table = _format_table(_HEALTH_COLUMNS, [_format_health(record) for record in long])
+    ends = f"the first {_NUM_COMPARED} steps, and of the last {_NUM_COMPARED}"
+    return f"Long runs: the median of {ends}.\n\n{table}\n\n"
 
 
 def _format_health(record: Record) -> list[str]:

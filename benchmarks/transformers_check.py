@@ -32,35 +32,84 @@ from langgraph.errors import GraphRecursionError
 from openai import AsyncOpenAI
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+#: As vLLM reads calls in hermes format: the last may lack its closing mark.
+_TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|\Z)", re.DOTALL)
 #: What ends a trajectory by the policy's own fault: it scores 0.
 _POLICY_FAILURES = (AgentsException, GraphRecursionError)
+_MAX_TRAJECTORIES = 32
+#: How long a batch waits for all that are about to ask.
+_GATHER_SECONDS = 0.2
 
 
 class LocalModel:
-    """Answers requests of OpenAI's chat completions and of Anthropic's messages."""
+    """Completes conversations, those that wait at the same time in one batch."""
 
     def __init__(self, folder: str, dtype: torch.dtype, sampling: Mapping[str, Any]) -> None:
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        self._sampling = sampling
-        self._num_calls = 0
-        self.conversation: list[dict[str, Any]] = []
-        """The messages of the last call, its reply among them."""
+        temperature = sampling["temperature"]
+        self._how = {"max_new_tokens": sampling["max_tokens"], "do_sample": temperature > 0}
+        if temperature > 0:
+            self._how |= {"temperature": temperature, "top_k": 0, "top_p": 1.0}
+        self._waiting: list[tuple[list[int], asyncio.Future[str]]] = []
+        self._worker: asyncio.Task[None] | None = None
 
-    def answer(self, path: str, content: bytes) -> dict[str, Any]:
+    async def complete(self, messages: list[dict[str, Any]], tools: Any) -> str:
+        """The text of the next assistant's turn."""
+        encoded = self._tokenizer.apply_chat_template(
+            [_read_arguments(message) for message in messages],
+            tools=tools,
+            add_generation_prompt=True,
+            return_dict=True,
+        )
+        reply = asyncio.get_running_loop().create_future()
+        self._waiting.append((encoded["input_ids"], reply))
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._complete_waiting())
+        return await reply
+
+    async def _complete_waiting(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(_GATHER_SECONDS)
+            batch, self._waiting = self._waiting, []
+            try:
+                texts = await asyncio.to_thread(self._generate, [ids for ids, _ in batch])
+            except Exception as error:
+                for _, reply in batch:
+                    reply.set_exception(error)
+                continue
+            for text, (_, reply) in zip(texts, batch, strict=True):
+                reply.set_result(text)
+
+    def _generate(self, prompts: list[list[int]]) -> list[str]:
+        padded = self._tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
+        whole = self._model.generate(**padded, **self._how)
+        sampled = whole[:, padded["input_ids"].shape[1] :]
+        return list(self._tokenizer.batch_decode(sampled, skip_special_tokens=True))
+
+
+class Conversation:
+    """The server of one agent: OpenAI's chat completions and Anthropic's messages."""
+
+    def __init__(self, model: LocalModel) -> None:
+        self._model = model
+        self._num_calls = 0
+        self.messages: list[dict[str, Any]] = []
+        """Those of the last call, its reply among them."""
+
+    async def answer(self, path: str, content: bytes) -> dict[str, Any]:
         """The body of the response to one call of an SDK."""
         body = json.loads(content)
         self._num_calls += 1
         name = f"call-{self._num_calls}"
         if path.endswith("/messages"):
             messages = [{"role": "system", "content": body["system"]}, *body["messages"]]
-            blocks = [{"type": "text", "text": self._reply(messages, None)}]
+            blocks = [{"type": "text", "text": await self._model.complete(messages, None)}]
             stop = {"stop_reason": "end_turn", "stop_sequence": None}
             usage = {"input_tokens": 0, "output_tokens": 0}
             reply = {"type": "message", "role": "assistant", "content": blocks} | stop
             return {"id": name, "model": "x", "usage": usage} | reply
-        text = self._reply(body["messages"], body.get("tools"))
+        text = await self._model.complete(body["messages"], body.get("tools"))
         calls = [
             {
                 "id": f"{name}-{number}",
@@ -72,27 +121,11 @@ class LocalModel:
         message: dict[str, Any] = {"role": "assistant", "content": _TOOL_CALL.sub("", text).strip()}
         if calls:
             message["tool_calls"] = calls
-        self.conversation = [*body["messages"], message]
+        self.messages = [*body["messages"], message]
         reason = "tool_calls" if calls else "stop"
         choice = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
         envelope = {"id": name, "object": "chat.completion", "created": 0, "model": "x"}
         return envelope | {"choices": [choice]}
-
-    def _reply(self, messages: list[dict[str, Any]], tools: Any) -> str:
-        ids = self._tokenizer.apply_chat_template(
-            [_read_arguments(message) for message in messages],
-            tools=tools,
-            add_generation_prompt=True,
-            return_tensors="pt",
-            return_dict=True,
-        )
-        temperature = self._sampling["temperature"]
-        how = {"do_sample": False}
-        if temperature > 0:
-            how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        whole = self._model.generate(**ids, max_new_tokens=self._sampling["max_tokens"], **how)
-        sampled = whole[0, ids["input_ids"].shape[1] :]
-        return str(self._tokenizer.decode(sampled, skip_special_tokens=True))
 
 
 def _find_tool_calls(text: str) -> list[dict[str, Any]]:
@@ -120,11 +153,12 @@ def _read_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": message.get("content") or "", "tool_calls": calls}
 
 
-def build_client(library: Any, model: LocalModel) -> Any:
+def build_client(library: Any, conversation: Conversation) -> Any:
     """A client of httpx, or of httpx2, which Anthropic's SDK uses, that reaches the model."""
 
-    def respond(request: Any) -> Any:
-        return library.Response(200, json=model.answer(request.url.path, request.content))
+    async def respond(request: Any) -> Any:
+        answer = await conversation.answer(request.url.path, request.content)
+        return library.Response(200, json=answer)
 
     return library.AsyncClient(transport=library.MockTransport(respond))
 
@@ -166,34 +200,48 @@ def score(config: Mapping[str, Any], given: Mapping[str, Any], result: Any) -> f
     return float(list(result.values())[-1] if isinstance(result, dict) else result)
 
 
-async def measure(folder: str, dtype: torch.dtype, config: Mapping[str, Any]) -> list[float]:
-    """The mean reward of each held-out task."""
-    model = LocalModel(folder, dtype, config["eval_gconfig"])
+async def run_trajectory(
+    model: LocalModel, config: Mapping[str, Any], row: Mapping[str, Any]
+) -> float:
+    """The reward of one attempt at a task, by an agent and clients of its own."""
+    conversation = Conversation(model)
     given = {
         "client": AsyncOpenAI(
-            api_key="none", base_url="http://local/v1", http_client=build_client(httpx, model)
+            api_key="none",
+            base_url="http://local/v1",
+            http_client=build_client(httpx, conversation),
         ),
         "anthropic_client": AsyncAnthropic(
-            api_key="none", base_url="http://local", http_client=build_client(httpx2, model)
+            api_key="none", base_url="http://local", http_client=build_client(httpx2, conversation)
         ),
         "model": "local",
         "max_turns": config["rollout"].get("max_turns"),
     }
     build = find(config["agent_builder_path"])
-    agent = build(**keep_named(build, given))
+    try:
+        result = await run_agent(build(**keep_named(build, given)), row, given)
+    except _POLICY_FAILURES:
+        return 0.0
+    return score(config, {**row, "messages": conversation.messages}, result)
+
+
+async def measure(folder: str, dtype: torch.dtype, config: Mapping[str, Any]) -> list[float]:
+    """The mean reward of each held-out task."""
+    model = LocalModel(folder, dtype, config["eval_gconfig"])
     dataset = config["valid_dataset"]
-    means = []
-    for row in find(dataset["path"])(dataset["split"])[: dataset.get("limit")]:
-        rewards = []
-        for _ in range(config["eval_gconfig"]["n_samples"]):
-            try:
-                result = await run_agent(agent, row, given)
-            except _POLICY_FAILURES:
-                rewards.append(0.0)
-            else:
-                rewards.append(score(config, {**row, "messages": model.conversation}, result))
-        means.append(statistics.fmean(rewards))
-    return means
+    rows = find(dataset["path"])(dataset["split"])[: dataset.get("limit")]
+    num_samples = config["eval_gconfig"]["n_samples"]
+    seats = asyncio.Semaphore(_MAX_TRAJECTORIES)
+
+    async def run_seated(row: Mapping[str, Any]) -> float:
+        async with seats:
+            return await run_trajectory(model, config, row)
+
+    rewards = await asyncio.gather(*(run_seated(row) for row in rows for _ in range(num_samples)))
+    return [
+        statistics.fmean(rewards[first : first + num_samples])
+        for first in range(0, len(rewards), num_samples)
+    ]
 
 
 def main() -> None:
