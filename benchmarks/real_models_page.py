@@ -55,7 +55,8 @@ scored one by one, of the last turn. *Base*: the model as it is, or after the ex
 (calculator-tools, alphabet-sort, search). Intervals are of 95 %, those of one model clustered by
 task. *By transformers alone*: the last checkpoint, run by
 `python -m benchmarks.transformers_check`, which generates without agentrl. *Minutes*: the median
-over seeds of what the steps took; starting and evaluating come on top.
+over seeds of what the steps took, on machines of several kinds and, in float32, beside other work;
+starting and evaluating come on top.
 
 {_format_table(_COLUMNS, rows)}
 
