@@ -67,5 +67,5 @@ def test_a_readme_can_be_followed(tmp_path: Path, model_folder: Path, name: str)
     assert all(t.reward is not None for t in trajectories)
     assert [line["surroundings_failures"] for line in folder.read_metrics()] == [0, 0]
     assert folder.eval_steps() == [0, 2]
-    # The page that the last command shows: the newest step.
-    assert "step 2" in output
+    # What the last command shows: the list of the newest step's trajectories.
+    assert "the first one:  agentrl inspect-trajectories" in output
