@@ -6,11 +6,7 @@ import functools
 from collections.abc import Callable
 
 import pytest
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Qwen2Tokenizer,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen2Tokenizer
 
 _SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",

@@ -177,11 +177,7 @@ def test_rows_of_tables_have_as_many_cells_as_their_head() -> None:
 
 
 def test_links_of_the_pages_lead_somewhere() -> None:
-    pages = [
-        ROOT / "README.md",
-        *(ROOT / "docs").rglob("*.md"),
-        *(ROOT / "examples").rglob("*.md"),
-    ]
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
     links = [
         (page.name, link)
         for page in pages

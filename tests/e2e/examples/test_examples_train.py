@@ -15,24 +15,16 @@ from agentrl_cli.store.run_folder import RunFolder
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted(path.parent.name for path in ROOT.glob("examples/*/README.md"))
 NEEDED = {"calculator_tools": "agents", "guess_number": "anthropic", "search": "langgraph"}
-#: Two steps of a random model, sampled in the process: what is learned is shown in
-#: docs/results/real-models.md.
+#: Two steps of a random model: what is learned is shown in docs/results/real-models.md.
 SMALL = {
-    "sft": ("dataset.limit=4",),
-    "train": (
+    "sft": ["dataset.limit=4"],
+    "train": [
         *("model.dtype=float32", "engine.kind=embedded", "engine.max_model_len=1024"),
         *("train.total_steps=2", "train.eval_every_steps=2", "train_dataset.batch_size=2"),
         *("gconfig.n_samples=2", "valid_dataset.limit=4"),
-    ),
-    "inspect-trajectories": (),
+    ],
+    "inspect-trajectories": [],
 }
-
-
-def list_commands(name: str) -> list[list[str]]:
-    """The words of the README's commands, without those for a GPU."""
-    text = (ROOT / "examples" / name / "README.md").read_text(encoding="utf-8")
-    lines = [line for line in text.splitlines() if line.startswith("    agentrl ")]
-    return [shlex.split(line, comments=True)[1:] for line in lines if "config-gpu" not in line]
 
 
 @pytest.mark.slow
@@ -43,15 +35,15 @@ def test_a_readme_can_be_followed(tmp_path: Path, model_folder: Path, name: str)
         pytest.importorskip(NEEDED[name])
     # What the commands write lands beside the link, not in the repository.
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    commands = list_commands(name)
-    assert [command[0] for command in commands][-2:] == ["train", "inspect-trajectories"]
-    output = ""
-    for command in commands:
-        small = list(SMALL[command[0]])
-        if command[0] != "inspect-trajectories" and "model.path=" not in " ".join(command):
-            small.append(f"model.path={model_folder}")
+    lines = (ROOT / "examples" / name / "README.md").read_text(encoding="utf-8").splitlines()
+    commands = [line for line in lines if line.startswith("    agentrl ") and "-gpu" not in line]
+    for line in commands:
+        command = [*(sys.executable, "-m", "agentrl_cli"), *shlex.split(line, comments=True)[1:]]
+        small = SMALL[command[3]]
+        if small and "model.path=" not in line:
+            small = [*small, f"model.path={model_folder}"]
         done = subprocess.run(
-            [sys.executable, "-m", "agentrl_cli", *command, *small],
+            [*command, *small],
             cwd=tmp_path,
             env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
             stdout=subprocess.PIPE,
@@ -59,13 +51,13 @@ def test_a_readme_can_be_followed(tmp_path: Path, model_folder: Path, name: str)
             text=True,
             timeout=500,
         )
-        output = done.stdout
-        assert done.returncode == 0, output
-    folder = RunFolder.open(tmp_path / commands[-1][1])
+        assert done.returncode == 0, done.stdout
+    assert command[3] == "inspect-trajectories"
+    assert "the first one:  agentrl inspect-trajectories" in done.stdout
+    folder = RunFolder.open(tmp_path / command[4])
+    metrics = folder.read_metrics()
+    assert [line["surroundings_failures"] for line in metrics] == [0, 0]
     trajectories = [t for step in (1, 2) for t in folder.read_trajectories(step)]
     assert len(trajectories) == 8
     assert all(t.reward is not None for t in trajectories)
-    assert [line["surroundings_failures"] for line in folder.read_metrics()] == [0, 0]
     assert folder.eval_steps() == [0, 2]
-    # What the last command shows: the list of the newest step's trajectories.
-    assert "the first one:  agentrl inspect-trajectories" in output

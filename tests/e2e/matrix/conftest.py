@@ -36,12 +36,7 @@ _CALLS = [
 ]
 #: What the model says for each number of results that it has seen: text beside a call, a call
 #: alone, two calls at once, and the answer.
-SCRIPT = {
-    0: f"Let me see.\n{_CALLS[0]}",
-    1: _CALLS[0],
-    2: "\n".join(_CALLS),
-    4: "It is 42.",
-}
+SCRIPT = {0: f"Let me see.\n{_CALLS[0]}", 1: _CALLS[0], 2: "\n".join(_CALLS), 4: "It is 42."}
 _RESULT = "<tool_response>\n42\n</tool_response>"
 _TOKENS_PER_PIECE = 3
 _TOKENS_PER_VERSION = 7

@@ -70,10 +70,7 @@ async def test_publishing_copies_and_does_not_keep(open_engine, build_tiny_model
     [
         ({"model.projj.weight": torch.zeros(2)}, r"projj\.weight: unknown"),
         ({NAME: None}, r"model\.layers\.1\.mlp\.up_proj\.weight: missing"),
-        (
-            {NAME: torch.zeros(5, 64)},
-            r"shape \(5, 64\), the model has \(128, 64\)",
-        ),
+        ({NAME: torch.zeros(5, 64)}, r"shape \(5, 64\), the model has \(128, 64\)"),
     ],
 )
 async def test_weights_that_do_not_fit_change_nothing(

@@ -60,10 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"loss_type": "bnpo", "beta": 0.3, "use_bias_correction_kl": False},
         {"kl": {"coef": 0.3}},
     ),
-    "dual clip": (
-        {"loss_type": "bnpo", "delta": 1.4},
-        {"loss": {"dual_clip": 1.4}},
-    ),
+    "dual clip": ({"loss_type": "bnpo", "delta": 1.4}, {"loss": {"dual_clip": 1.4}}),
     "entropy": ({"loss_type": "bnpo", "entropy_coef": 0.2}, {"entropy_coef": 0.2}),
 }
 

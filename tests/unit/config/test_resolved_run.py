@@ -13,8 +13,10 @@ from agentrl_cli.config.resolved_run import Machine, ResolvedRun, ServerPackage,
 from agentrl_cli.errors import UserInputError
 
 
-def make_config(**sections: Any) -> ExperimentConfig:
-    return ExperimentConfig.model_validate(
+def resolve(
+    num_gpus: int, *, purpose: Any = "train", emulates_bfloat16: bool = False, **sections: Any
+) -> ResolvedRun:
+    config = ExperimentConfig.model_validate(
         {
             "experiment_name": "exp",
             "model": {"path": "some/model"},
@@ -23,11 +25,9 @@ def make_config(**sections: Any) -> ExperimentConfig:
         }
         | sections
     )
-
-
-def resolve(num_gpus: int, *, purpose: Any = "train", **sections: Any) -> ResolvedRun:
-    machine = Machine(gpu_ids=tuple(map(str, range(num_gpus))), num_cores=8)
-    return resolve_run(make_config(**sections), machine, purpose=purpose)
+    gpu_ids = tuple(map(str, range(num_gpus)))
+    machine = Machine(gpu_ids=gpu_ids, num_cores=8, emulates_bfloat16=emulates_bfloat16)
+    return resolve_run(config, machine, purpose=purpose)
 
 
 @pytest.mark.parametrize(
@@ -69,28 +69,23 @@ def test_rollout_workers_follow_the_cores(rollout: dict[str, Any], num_workers: 
 
 
 @pytest.mark.parametrize(
-    ("flags", "gpu_ids", "dtype", "is_advised"),
+    ("flags", "num_gpus", "dtype", "is_advised"),
     [
-        ("fma avx2", (), "bfloat16", True),
-        ("fma avx2", (), "float32", False),
-        ("fma avx2", ("0",), "bfloat16", False),
-        ("avx2 avx512f avx512_bf16", (), "bfloat16", False),
-        ("asimd bf16 sve", (), "bfloat16", False),
-        # A system that has no such list.
-        (None, (), "bfloat16", False),
+        ("fma avx2", 0, "bfloat16", True),
+        ("fma avx2", 0, "float32", False),
+        ("fma avx2", 1, "bfloat16", False),
+        ("avx2 avx512_bf16", 0, "bfloat16", False),
+        ("asimd bf16 sve", 0, "bfloat16", False),
     ],
 )
 def test_who_computes_in_emulated_bfloat16_is_told(
-    tmp_path: Path, flags: str | None, gpu_ids: tuple[str, ...], dtype: str, is_advised: bool
+    tmp_path: Path, flags: str, num_gpus: int, dtype: str, is_advised: bool
 ) -> None:
-    cpuinfo = tmp_path / "cpuinfo"
-    if flags is not None:
-        cpuinfo.write_text(f"processor : 0\nflags : {flags}\n")
-    machine = Machine(gpu_ids=gpu_ids, emulates_bfloat16=resolved_run._lacks_bfloat16(cpuinfo))
-    run = resolve_run(make_config(model={"path": "m", "dtype": dtype}), machine, purpose="train")
-    assert (run.dtype_advice is not None) is is_advised
-    if is_advised:
-        assert str(run.dtype_advice).endswith("Type model.dtype=float32")
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags : {flags}\n")
+    lacks = resolved_run._lacks_bfloat16(tmp_path / "cpuinfo")
+    run = resolve(num_gpus, emulates_bfloat16=lacks, model={"path": "m", "dtype": dtype})
+    assert ("Type model.dtype=float32" in (run.dtype_advice or "")) is is_advised
+    assert not resolved_run._lacks_bfloat16(tmp_path / "no such list")
 
 
 def test_programs_elsewhere_have_one_address() -> None:

@@ -108,12 +108,7 @@ async def test_text_goes_to_the_reward_function_and_the_record_is_complete(run):
 
 
 @pytest.mark.parametrize(
-    ("returned", "reward"),
-    [
-        (1, 1.0),
-        (np.float32(0.5), 0.5),
-        (float("nan"), None),
-    ],
+    ("returned", "reward"), [(1, 1.0), (np.float32(0.5), 0.5), (float("nan"), None)]
 )
 async def test_an_agents_own_reward_goes_before_the_reward_function(run, returned, reward):
     async def agent(data, client):

@@ -267,11 +267,7 @@ def test_no_task_is_left_out_for_ever(
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    max_staleness=st.integers(0, 3),
-    flat=st.sets(st.integers(0, 6)),
-    eager=st.booleans(),
-)
+@given(max_staleness=st.integers(0, 3), flat=st.sets(st.integers(0, 6)), eager=st.booleans())
 def test_only_steps_that_are_certain_to_be_known_count(max_staleness, flat, eager):
     """A trainer that is quick with its steps, or slow, chooses the same tasks."""
     options = {"max_staleness": max_staleness, "shuffle": True, "num_backup_tasks": 2}

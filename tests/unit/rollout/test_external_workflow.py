@@ -77,11 +77,7 @@ async def outside(open_client: Any, scripted_engine: Any, monkeypatch: Any) -> O
 
     @asynccontextmanager
     async def run(
-        attempts: list[Attempt],
-        *,
-        reward_fn: Any = None,
-        max_wait: float = 30,
-        **options: Any,
+        attempts: list[Attempt], *, reward_fn: Any = None, max_wait: float = 30, **options: Any
     ) -> AsyncIterator[Any]:
         engine = scripted_engine(options.pop("replies", lambda _: "4"))
         external = {

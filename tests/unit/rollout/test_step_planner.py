@@ -225,10 +225,7 @@ def test_every_group_is_in_one_step_and_none_is_too_old(setting, seed):
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    setting=settings_of_runs(),
-    seeds=st.lists(st.integers(0, 10**6), max_size=8),
-)
+@given(setting=settings_of_runs(), seeds=st.lists(st.integers(0, 10**6), max_size=8))
 def test_a_run_that_is_killed_loses_nothing_and_makes_nothing_twice(setting, seeds):
     disk = Disk()
     for seed in seeds:
@@ -250,10 +247,7 @@ def describe(disk):
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    setting=settings_of_runs(max_staleness=0),
-    seeds=st.lists(st.integers(0, 10**6), max_size=4),
-)
+@given(setting=settings_of_runs(max_staleness=0), seeds=st.lists(st.integers(0, 10**6), max_size=4))
 def test_without_staleness_steps_are_the_rounds_whatever_ends_first_or_is_killed(setting, seeds):
     undisturbed, disk = Disk(), Disk()
     assert Simulation(setting, undisturbed).run()

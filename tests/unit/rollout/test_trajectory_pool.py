@@ -83,10 +83,7 @@ def test_the_seats_are_filled_and_few_calls_wait(
 def test_the_limit_stays_between_its_bounds() -> None:
     def load(running: int, waiting: int, cache_use: float = 0.5) -> EngineLoad:
         return EngineLoad(
-            num_seats=16,
-            num_running=running,
-            num_waiting=waiting,
-            cache_use=cache_use,
+            num_seats=16, num_running=running, num_waiting=waiting, cache_use=cache_use
         )
 
     limit = ConcurrencyLimit(floor=8, ceiling=40)

@@ -358,10 +358,7 @@ def test_no_worker_outlives_a_killed_trainer(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("builder", "error"),
-    [
-        ("my_agents.build_raising", BuilderError),
-        ("my_agents.biuld", ImportPathError),
-    ],
+    [("my_agents.build_raising", BuilderError), ("my_agents.biuld", ImportPathError)],
 )
 def test_a_wrong_builder_is_refused_in_the_words_of_a_run_inline(
     folder, monkeypatch, builder, error

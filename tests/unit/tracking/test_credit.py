@@ -39,11 +39,7 @@ def read(text: str) -> list[Interaction]:
         # c = 1; b = 0 + 0.5 * 1; a = 0 + 0.5 * 0.5: a chain passes the outcome back.
         ("a 1-2, b 3-4 <a, c 5-6 <b =1", 0.5, {"a": 0.25, "b": 0.5, "c": 1.0}),
         # root = 0.25 + 1.0 * (1 + 0) / 2: branches give their mean, and nothing to each other.
-        (
-            "root 1-2 =0.25, l 3-4 <root =1, r 5-6 <root =0",
-            1.0,
-            {"root": 0.75, "l": 1.0, "r": 0.0},
-        ),
+        ("root 1-2 =0.25, l 3-4 <root =1, r 5-6 <root =0", 1.0, {"root": 0.75, "l": 1.0, "r": 0.0}),
         # A handoff: the triage agent's turn is a leaf; the solver's conversation begins after it.
         ("triage 1-2, one 3-4, two 5-6 <one =1", 0.5, {"triage": 0.25, "one": 0.5, "two": 1.0}),
         # A sub-agent's leaf hands over to the turn that uses its result:

@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 
 from agentrl_cli.engine.protocol import Generation, Probe, Sampling
-from agentrl_cli.errors import (
-    EngineError,
-    EngineTimeoutError,
-    ServerDownError,
-    WeightMismatchError,
-)
+from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerDownError, WeightMismatchError
 from agentrl_cli.train.publish import publish_and_verify
 
 

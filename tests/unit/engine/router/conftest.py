@@ -23,12 +23,7 @@ from agentrl_cli.engine.protocol import (
 )
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.engine.router.server_mirror import MirrorEngine
-from agentrl_cli.errors import (
-    EngineError,
-    EngineTimeoutError,
-    ServerBusyError,
-    ServerDownError,
-)
+from agentrl_cli.errors import EngineError, EngineTimeoutError, ServerBusyError, ServerDownError
 
 END_ID = 2
 #: A completion of a prompt that begins with it is as long as it may be.

@@ -386,11 +386,7 @@ def test_a_rank_that_fails_is_named_with_the_end_of_its_log(start: Start, first:
     ("crash", "end", "named"),
     [
         # Its exchange fails within a millisecond; whoever is killed takes longer to be reaped.
-        (
-            "RuntimeError: Connection closed",
-            "die()",
-            "was killed by SIGKILL in rank 1 of 2",
-        ),
+        ("RuntimeError: Connection closed", "die()", "was killed by SIGKILL in rank 1 of 2"),
         (
             "RankLostError: another one has ended",
             "sys.exit(1)",

@@ -84,10 +84,7 @@ def test_never_more_minibatches_than_groups():
         # Four samples.
         ({"aggregation": "sequence_mean"}, {0: 1 / 4, 1: 1 / 8, 2: 1 / 12, 4: 1 / 16}),
         # Four scored trajectories: the one without a call has no score.
-        (
-            {"aggregation": "trajectory_mean"},
-            {0: 1 / 4, 1: 1 / 8, 2: 1 / 12, 4: 1 / 16},
-        ),
+        ({"aggregation": "trajectory_mean"}, {0: 1 / 4, 1: 1 / 8, 2: 1 / 12, 4: 1 / 16}),
         # Four trajectories x gconfig.max_tokens, or x the given constant.
         ({"aggregation": "constant"}, dict.fromkeys((0, 1, 2, 4), 1 / 40)),
         (

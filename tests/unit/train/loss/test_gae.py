@@ -29,11 +29,7 @@ Values = dict[str, list[float]]
 
 
 def turn(
-    name: str,
-    started: int,
-    parent: str | None = None,
-    reward: float | None = None,
-    **more: Any,
+    name: str, started: int, parent: str | None = None, reward: float | None = None, **more: Any
 ) -> Interaction:
     return Interaction(
         id=name, started=started, parent_id=parent, reward=reward, **{"ended": started + 1, **more}
@@ -133,10 +129,7 @@ CHAIN = [turn("one", 1), turn("two", 3, "one", reward=1.0)]
     ],
 )
 def test_by_hand(
-    turns: list[Interaction],
-    values: Values,
-    factors: tuple[float, float, float],
-    expected: Values,
+    turns: list[Interaction], values: Values, factors: tuple[float, float, float], expected: Values
 ):
     found = compute(turns, values, *factors)
     assert found.keys() == expected.keys()

@@ -33,10 +33,7 @@ def test_warm_up_rises_from_the_first_step():
 )
 def test_decays(schedule: str, expected: list[float]):
     found = rates(
-        [4, 6, 10, 12],
-        warmup_steps=2,
-        learning_rate_schedule=schedule,
-        min_learning_rate=0.2,
+        [4, 6, 10, 12], warmup_steps=2, learning_rate_schedule=schedule, min_learning_rate=0.2
     )
     assert found == pytest.approx(expected, abs=1e-5)
 

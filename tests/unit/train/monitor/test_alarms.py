@@ -591,11 +591,7 @@ CLIPPED = ("train.algorithm.loss.kind=ppo_clip", "train.num_epochs=1", "train.nu
     ],
 )
 def test_a_message_fits_the_configuration_and_the_step(
-    config_path: Path,
-    overrides: Sequence[str],
-    changes: Line,
-    said: list[str],
-    unsaid: list[str],
+    config_path: Path, overrides: Sequence[str], changes: Line, said: list[str], unsaid: list[str]
 ) -> None:
     text = trigger(load_config(config_path, list(overrides)), changes)
     assert all(one in text for one in said)
