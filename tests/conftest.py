@@ -35,6 +35,8 @@ from agentrl_cli.tracking.session import Budget
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
+_ROOT = Path(__file__).parents[1]
+
 #: float32 against float64: what a sum of hundreds of probabilities may be off by.
 NUCLEUS_ROUNDING = 1e-6
 
@@ -50,6 +52,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(1200))
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., str]:
+    """Runs ``python ARGUMENTS``, which must succeed; what it printed. ``environment`` is added."""
+
+    def run(*arguments: str, folder: Path = _ROOT, **environment: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=folder,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=900,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    return run
 
 
 @pytest.fixture(scope="session")

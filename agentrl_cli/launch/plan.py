@@ -214,6 +214,9 @@ def _list_device_flags(config: ExperimentConfig, server: ResolvedServer) -> tupl
             # vLLM 0.32 on CPU dies of a request with a seed whose prompt it takes in pieces
             # ("CPU Generator does not use offset").
             "--no-enable-chunked-prefill",
+            # Whole blocks are shared, and its own 128 tokens are more than many prompts have: a
+            # group's members would each prefill them.
+            *("--block-size", "32"),
             *("--kv-cache-memory-bytes", str(int(engine.cpu_kv_cache_gib * 1024**3))),
         )
     return (

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -99,33 +97,24 @@ async def test_a_client_of_the_agents_own_may_be_closed_by_it(play_agent):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_shipped_config_trains_both_agents(tmp_path: Path) -> None:
+def test_the_shipped_config_trains_both_agents(
+    tmp_path: Path, run_python: Callable[..., str]
+) -> None:
+    def train(builder: str) -> RunFolder:
+        run_python(
+            *("-m", "agentrl_cli", "train", "--config", "configs/anthropic-calculator.yaml"),
+            *(f"trial_name={builder}", f"agent_builder_path=builders.anthropic_agent.{builder}"),
+            *("train.total_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples=4"),
+            *("valid_dataset.limit=16", f"output_dir={tmp_path}"),
+            OMP_NUM_THREADS="1",
+        )
+        return RunFolder.open(tmp_path / "anthropic-calculator" / builder)
+
     # Two at once: most of either is imports, which take one core.
     with ThreadPoolExecutor(2) as pool:
         builders = ("build_anthropic_agent", "build_blocking_anthropic_agent")
-        folders = list(pool.map(lambda name: train_by_the_config(tmp_path, name), builders))
-    for folder in folders:
-        check_run(folder)
-
-
-def train_by_the_config(output: Path, builder: str) -> RunFolder:
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "agentrl_cli", "train"),
-            *("--config", "configs/anthropic-calculator.yaml", f"output_dir={output}"),
-            *(f"trial_name={builder}", f"agent_builder_path=builders.anthropic_agent.{builder}"),
-            *("train.total_steps=2", "train_dataset.batch_size=4", "gconfig.n_samples=4"),
-            "valid_dataset.limit=16",
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=800,
-    )
-    assert result.returncode == 0, result.stdout
-    return RunFolder.open(output / "anthropic-calculator" / builder)
+        for folder in pool.map(train, builders):
+            check_run(folder)
 
 
 def check_run(folder: RunFolder) -> None:

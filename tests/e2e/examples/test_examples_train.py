@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +28,9 @@ SMALL = {
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_a_readme_can_be_followed(tmp_path: Path, model_folder: Path, name: str) -> None:
+def test_a_readme_can_be_followed(
+    tmp_path: Path, model_folder: Path, run_python: Callable[..., str], name: str
+) -> None:
     if name in NEEDED:
         pytest.importorskip(NEEDED[name])
     # What the commands write lands beside the link, not in the repository.
@@ -38,23 +38,16 @@ def test_a_readme_can_be_followed(tmp_path: Path, model_folder: Path, name: str)
     lines = (ROOT / "examples" / name / "README.md").read_text(encoding="utf-8").splitlines()
     commands = [line for line in lines if line.startswith("    agentrl ") and "-gpu" not in line]
     for line in commands:
-        command = [*(sys.executable, "-m", "agentrl_cli"), *shlex.split(line, comments=True)[1:]]
-        small = SMALL[command[3]]
+        command = shlex.split(line, comments=True)[1:]
+        small = SMALL[command[0]]
         if small and "model.path=" not in line:
             small = [*small, f"model.path={model_folder}"]
-        done = subprocess.run(
-            [*command, *small],
-            cwd=tmp_path,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=500,
+        output = run_python(
+            *("-m", "agentrl_cli"), *command, *small, folder=tmp_path, CUDA_VISIBLE_DEVICES=""
         )
-        assert done.returncode == 0, done.stdout
-    assert command[3] == "inspect-trajectories"
-    assert "the first one:  agentrl inspect-trajectories" in done.stdout
-    folder = RunFolder.open(tmp_path / command[4])
+    assert command[0] == "inspect-trajectories"
+    assert "the first one:  agentrl inspect-trajectories" in output
+    folder = RunFolder.open(tmp_path / command[1])
     metrics = folder.read_metrics()
     assert [line["surroundings_failures"] for line in metrics] == [0, 0]
     trajectories = [t for step in (1, 2) for t in folder.read_trajectories(step)]

@@ -7,9 +7,7 @@ what the other one made.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -100,17 +98,10 @@ def strip_clocks(trajectories: list[Trajectory]) -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_losses_equal_those_of_a_run_that_never_stopped(project: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", RUNS],
-        cwd=project,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_losses_equal_those_of_a_run_that_never_stopped(
+    project: Path, run_python: Callable[..., str]
+) -> None:
+    run_python("-c", RUNS, folder=project, OMP_NUM_THREADS="1")
     expected, found = (RunFolder.open(project / "runs/small" / t) for t in ("whole", "broken"))
     for step in range(1, NUM_STEPS + 1):
         one, other = expected.read_trajectories(step), found.read_trajectories(step)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -30,28 +28,18 @@ ROWS = [
 ]
 
 
-def run(arguments: list[str], folder: Path = ROOT, **environment: str) -> str:
-    result = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env=os.environ | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=900,
-    )
-    assert result.returncode == 0, result.stdout
-    return result.stdout
-
-
 @pytest.mark.openai_agents
 @pytest.mark.timeout(1200)
-def test_the_quickstart_runs_in_small(tmp_path: Path, model_folder: Path) -> None:
+def test_the_quickstart_runs_in_small(
+    tmp_path: Path, model_folder: Path, run_python: Callable[..., str]
+) -> None:
     """Two steps of a random model: what they teach is for the whole quickstart to show."""
     pytest.importorskip("agents")
-    command = ["-m", "agentrl_cli", "train", "--config", "configs/quickstart.yaml"]
-    small = ["train.total_steps=2", "valid_dataset.limit=16", f"model.path={model_folder}"]
-    output = run([*command, *small, f"output_dir={tmp_path}"])
+    output = run_python(
+        *("-m", "agentrl_cli", "train", "--config", "configs/quickstart.yaml"),
+        *("train.total_steps=2", "valid_dataset.limit=16"),
+        *(f"model.path={model_folder}", f"output_dir={tmp_path}"),
+    )
     folder = RunFolder.open(tmp_path / "quickstart" / "t0")
     check_steps(folder, 2)
     assert [folder.read_eval_report(step)["num_tasks"] for step in folder.eval_steps()] == [16, 16]
@@ -77,10 +65,12 @@ def check_steps(folder: RunFolder, num_steps: int) -> None:
 @pytest.mark.openai_agents
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", ["quickstart", "quickstart-ppo"])
-def test_quickstart_teaches_the_agent_to_use_its_tool(tmp_path: Path, name: str) -> None:
+def test_quickstart_teaches_the_agent_to_use_its_tool(
+    tmp_path: Path, run_python: Callable[..., str], name: str
+) -> None:
     pytest.importorskip("agents")
     config = ("--config", f"configs/{name}.yaml", f"output_dir={tmp_path}")
-    run(["-m", "agentrl_cli", "train", *config])
+    run_python("-m", "agentrl_cli", "train", *config)
     folder = RunFolder.open(tmp_path / name / "t0")
     steps = folder.eval_steps()
     before, after = (folder.read_eval_report(step) for step in (steps[0], steps[-1]))
@@ -92,7 +82,7 @@ def test_quickstart_teaches_the_agent_to_use_its_tool(tmp_path: Path, name: str)
     if name == "quickstart":
         check_steps(folder, 15)
         evaluate = ("eval", *config[:2], "--checkpoint", str(checkpoint[1]), "--limit", "64")
-        assert "mean reward" in run(["-m", "agentrl_cli", *evaluate, config[2]])
+        assert "mean reward" in run_python("-m", "agentrl_cli", *evaluate, config[2])
         return
     metrics = folder.read_metrics()
     assert [line["num_updates"] for line in metrics[:3]] == [0, 0, 4]
@@ -104,14 +94,16 @@ def test_quickstart_teaches_the_agent_to_use_its_tool(tmp_path: Path, name: str)
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_python_example_of_the_readme_trains(tmp_path: Path) -> None:
+def test_python_example_of_the_readme_trains(
+    tmp_path: Path, run_python: Callable[..., str]
+) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     [example] = [block for block in blocks if "PPOTrainer" in block]
     script = tmp_path / "own_workflow.py"
     script.write_text(
         example.replace("configs/quickstart.yaml", str(ROOT / "configs/quickstart.yaml"))
     )
-    output = run([str(script)], folder=tmp_path)
+    output = run_python(str(script), folder=tmp_path)
     assert output.splitlines()[-1] == "trained: runs/quickstart/ask-twice"
     folder = RunFolder.open(tmp_path / "runs" / "quickstart" / "ask-twice")
     assert [line["step"] for line in folder.read_metrics()] == [1, 2, 3]
@@ -127,7 +119,7 @@ def test_python_example_of_the_readme_trains(tmp_path: Path) -> None:
 @pytest.mark.openai_agents
 @pytest.mark.timeout(1200)
 def test_math_config_runs_on_a_local_file_with_either_agent(
-    tmp_path: Path, model_folder: Path
+    tmp_path: Path, model_folder: Path, run_python: Callable[..., str]
 ) -> None:
     """On a random model: what a trained one samples differs between processors."""
     pytest.importorskip("agents")
@@ -135,16 +127,14 @@ def test_math_config_runs_on_a_local_file_with_either_agent(
     data.write_text("\n".join(map(json.dumps, ROWS)))
 
     def train(builder: str) -> RunFolder:
-        run(
-            [
-                *("-m", "agentrl_cli", "train", "--config", "configs/gsm8k-math.yaml"),
-                *(f"model.path={model_folder}", "engine.kind=embedded", "model.dtype=float32"),
-                *(f"train_dataset.path={data}", f"valid_dataset.path={data}"),
-                *("valid_dataset.limit=4", "engine.max_model_len=1024", "gconfig.max_tokens=48"),
-                *("gconfig.n_samples=2", "train_dataset.batch_size=4", "train.total_steps=3"),
-                *(f"output_dir={tmp_path}", f"trial_name={builder}"),
-                f"agent_builder_path=builders.math_agent.{builder}",
-            ],
+        run_python(
+            *("-m", "agentrl_cli", "train", "--config", "configs/gsm8k-math.yaml"),
+            *(f"model.path={model_folder}", "engine.kind=embedded", "model.dtype=float32"),
+            *(f"train_dataset.path={data}", f"valid_dataset.path={data}"),
+            *("valid_dataset.limit=4", "engine.max_model_len=1024", "gconfig.max_tokens=48"),
+            *("gconfig.n_samples=2", "train_dataset.batch_size=4", "train.total_steps=3"),
+            *(f"output_dir={tmp_path}", f"trial_name={builder}"),
+            f"agent_builder_path=builders.math_agent.{builder}",
             OMP_NUM_THREADS="1",
         )
         return RunFolder.open(tmp_path / "gsm8k-math" / builder)
@@ -155,7 +145,7 @@ def test_math_config_runs_on_a_local_file_with_either_agent(
     for folder in folders:
         assert [line["num_trajectories"] for line in folder.read_metrics()] == [8, 8, 8]
         command = ("inspect-trajectories", str(folder.path), "1", "--step", "3")
-        assert "reward" in run(["-m", "agentrl_cli", *command])
+        assert "reward" in run_python("-m", "agentrl_cli", *command)
 
 
 @pytest.mark.slow
@@ -170,11 +160,11 @@ def test_math_config_runs_on_a_local_file_with_either_agent(
     ],
 )
 def test_the_configuration_of_every_framework_trains(
-    name: str, package: str, tmp_path: Path
+    name: str, package: str, tmp_path: Path, run_python: Callable[..., str]
 ) -> None:
     pytest.importorskip(package)
     train = ("-m", "agentrl_cli", "train", "--config", f"configs/{name}.yaml")
-    run([*train, "train.total_steps=1", "valid_dataset=null", f"output_dir={tmp_path}"])
+    run_python(*train, "train.total_steps=1", "valid_dataset=null", f"output_dir={tmp_path}")
     folder = RunFolder.open(tmp_path / name / "t0")
     check_steps(folder, 1)
     assert folder.read_metrics()[0]["num_trajectories"] == 128

@@ -118,6 +118,20 @@ async def test_logprobs_are_those_of_the_distribution_sampled_from(
             assert len(generation.completion_ids) == 24
 
 
+async def test_a_group_prefills_its_prompt_once(
+    endpoint: ServerEndpoint, server: Any, models: list[Any], compute_truth: ComputeTruth
+) -> None:
+    prompt = tuple(range(20, 120))
+    before = await read_metric(endpoint, "prefix_cache_hits_total")
+    samplings = [Sampling(max_tokens=8, seed=seed) for seed in range(8)]
+    done = await asyncio.gather(*(server.generate(prompt, sampling) for sampling in samplings))
+    # Three blocks of 32 tokens.
+    assert await read_metric(endpoint, "prefix_cache_hits_total") == before + 7 * 96
+    for sampling, generation in zip(samplings, done, strict=True):
+        expected = compute_truth(models[0], prompt, generation, sampling)
+        assert find_gap(generation.rollout_logprobs, expected) < TOLERANCE
+
+
 async def test_a_stream_is_the_completion_in_pieces(server: Any) -> None:
     sampling = Sampling(max_tokens=100, seed=4)
     whole = await server.generate(PROMPT, sampling)
