@@ -54,6 +54,9 @@ class Variant:
 
 _SEEDS = (1, 2, 3)
 _REVERSE = "reverse_text"
+_SHORT_STEPS = (
+    "train.total_steps=200", "train_dataset.batch_size=4", "train.eval_every_steps=50",
+)  # fmt: skip
 _CRITIC = ("train.algorithm.kind=ppo", "train.critic.learning_rate=1.0e-4")
 
 
@@ -78,7 +81,7 @@ VARIANTS = (
     Variant("reverse-text-rloo", _REVERSE, ("train.algorithm.kind=rloo",)),
     Variant("reverse-text-gspo", _REVERSE, ("train.algorithm.kind=gspo",)),
     Variant("reverse-text-lora", _REVERSE, ("model.lora={rank: 16}", "train.learning_rate=3.0e-4")),
-    Variant("reverse-text-200-steps", _REVERSE, ("train.total_steps=200",)),
+    Variant("reverse-text-200-steps", _REVERSE, _SHORT_STEPS),
     *(
         Variant(f"{example.replace('_', '-')}-{kind}-rewards", example, _meaningless(example, kind))
         for example in (_REVERSE, "word_problems")

@@ -56,7 +56,9 @@ scored one by one, of the last turn. *Base*: the model as it is, or after the ex
 task. *By transformers alone*: the last checkpoint, run by
 `python -m benchmarks.transformers_check`, which generates without agentrl. *Minutes*: the median
 over seeds of what the steps took, on machines of several kinds and, in float32, beside other work;
-starting and evaluating come on top.
+starting and evaluating come on top. *Random* and *shuffled rewards* are negative controls: they
+train on rewards that say nothing of the reply (`benchmarks/meaningless_rewards.py`), are evaluated
+as the example is, and must not rise.
 
 {_format_table(_COLUMNS, rows)}
 
