@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from examples.reverse_text.reward import similarity
@@ -16,7 +16,6 @@ from examples.reverse_text.tasks import build_rows as build_reverse_text
 from examples.word_problems.reward import score as score_word_problem
 from examples.word_problems.tasks import build_rows as build_word_problems
 
-Score = float | dict[str, float]
 #: How many rewards the shuffled ones are drawn from: of eight steps, so that what a reply earns has
 #: nothing to do with when it ended. Short ones end first.
 _NUM_REMEMBERED = 512
@@ -29,33 +28,25 @@ def _mark(build_rows: Callable[[str], list[dict[str, Any]]]) -> Callable[..., li
     return build
 
 
-def _randomize(score: Callable[[str, str], Score]) -> Callable[..., Score]:
+def reverse_text_random(completions: str, answer: str, is_held_out: bool = False) -> float:
     """A number from 0 to 1, by chance."""
-
-    def judge(completions: str, answer: str, is_held_out: bool = False) -> Score:
-        return score(completions, answer) if is_held_out else random.random()
-
-    return judge
+    return similarity(completions, answer) if is_held_out else random.random()
 
 
-def _shuffle(score: Callable[[str, str], Score]) -> Callable[..., Score]:
+_earned: deque[float] = deque(maxlen=_NUM_REMEMBERED)
+
+
+def word_problems_shuffled(
+    completions: str, answer: str, is_held_out: bool = False
+) -> float | dict[str, float]:
     """The reward of one of the replies that were judged before: credit goes to wrong ones."""
-    earned: deque[float] = deque(maxlen=_NUM_REMEMBERED)
-
-    def judge(completions: str, answer: str, is_held_out: bool = False) -> Score:
-        own = score(completions, answer)
-        if is_held_out:
-            return own
-        drawn = random.choice(earned) if earned else 0.0
-        earned.append(own["reward"] if isinstance(own, Mapping) else own)
-        return drawn
-
-    return judge
+    own = score_word_problem(completions, answer)
+    if is_held_out:
+        return own
+    drawn = random.choice(_earned) if _earned else 0.0
+    _earned.append(own["reward"])
+    return drawn
 
 
 reverse_text_held_out = _mark(build_reverse_text)
-reverse_text_random = _randomize(similarity)
-reverse_text_shuffled = _shuffle(similarity)
 word_problems_held_out = _mark(build_word_problems)
-word_problems_random = _randomize(score_word_problem)
-word_problems_shuffled = _shuffle(score_word_problem)
