@@ -136,7 +136,7 @@ def _format_long_runs(records: Sequence[Record]) -> str:
         return ""
     table = _format_table(_HEALTH_COLUMNS, [_format_health(record) for record in long])
     ends = f"the first {_NUM_COMPARED} steps, and of the last {_NUM_COMPARED}"
-    return f"Long runs: the median of {ends}.\n\n{table}\n\n"
+    return f"Long runs: the median of {ends}. Shorter replies take less time.\n\n{table}\n\n"
 
 
 def _format_health(record: Record) -> list[str]:
