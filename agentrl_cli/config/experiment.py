@@ -374,9 +374,22 @@ class LauncherConfig(StrictConfig):
     """Where processes run."""
 
     kind: Literal["local", "ray"] = "local"
+    """``local``: on this machine; ``ray``: on the nodes of a Ray cluster (extra
+    ``agentrl-cli[ray]``)."""
+    address: str | None = None
+    """ray: ``HOST:PORT`` of the cluster's head; null: RAY_ADDRESS, else the cluster that runs on
+    this machine, else one that is started here."""
+    resources: dict[Literal["engine", "trainer", "rollout"], dict[str, float]] = Field(
+        default_factory=dict
+    )
+    """ray: what each process of a role needs of its node, beside the GPUs and CPU cores that the
+    other keys come to: ``{engine: {accelerator_type:H100: 0.01}}`` chooses nodes."""
+    placement_timeout_seconds: float = Field(300.0, gt=0.0)
+    """ray: how long to wait for room on the cluster, at the start and for a process whose node was
+    lost."""
     max_trainer_restarts: int = Field(3, ge=0)
     """How many times a trainer process that was killed is restarted from its last checkpoint; only
-    where the trainer is a process of its own (vllm, sglang)."""
+    where the trainer is a process of its own (vllm, sglang, ray)."""
 
 
 class LoggerConfig(StrictConfig):

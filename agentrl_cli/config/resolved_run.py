@@ -44,6 +44,8 @@ class Machine:
     """As CUDA_VISIBLE_DEVICES names them; those that a process started now would see."""
     num_cores: int = 1
     """CPU cores that this process may use."""
+    num_nodes: int = 1
+    """Machines of a cluster, which are taken for one; their GPUs and cores are added up."""
     python_path: str = ""
     """PYTHONPATH as it is."""
     emulates_bfloat16: bool = False
@@ -96,6 +98,8 @@ class ResolvedServer(StrictConfig):
     gpus: Gpus
     port: int
     """``FREE_PORT`` where ``engine.first_port`` is not set."""
+    host: str = "127.0.0.1"
+    """The address that it listens on."""
     shares_gpu: bool
     """True: the trainer computes on one of its GPUs."""
     gpu_memory_utilization: float
@@ -231,7 +235,7 @@ def _count_rollout_workers(
         num_workers = rollout.num_workers
         is_external = rollout.agent_mode == "external"
         if num_workers is None:
-            most = 1 if is_external else _MAX_WORKERS
+            most = 1 if is_external else _MAX_WORKERS * machine.num_nodes
             num_workers = min(most, machine.num_cores // _CORES_PER_WORKER)
         elif is_external and num_workers > 1:
             raise UserInputError(

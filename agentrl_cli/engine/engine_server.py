@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import re
 import secrets
@@ -88,6 +89,15 @@ class EngineServer(ABC):
         """The one that new calls ask for."""
         self._num_calls: Counter[LoraAdapter | None] = Counter()
         """Calls in flight, by the adapter that they began with."""
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def move(self, endpoint: ServerEndpoint) -> None:
+        """Calls the server elsewhere from now on; calls in flight get an EngineError."""
+        closing = asyncio.create_task(self._http.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        self.endpoint = endpoint
+        self._http = ServerHttp(endpoint)
 
     async def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, stream_interval: int = 1

@@ -14,11 +14,12 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import ConfigError, UserInputError
+from agentrl_cli.launch.placement import LocalPlacement, Placement, Servers
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.launch.rollout_workers.rollout_pool import RolloutWorkers
 from agentrl_cli.launch.run_models import load_embedded_engine
 from agentrl_cli.launch.run_resolution import with_output_head, with_server_package
-from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
+from agentrl_cli.launch.servers.server_group import open_router
 from agentrl_cli.log import Observer
 from agentrl_cli.models.builtin_models import resolve_model_folder
 from agentrl_cli.models.pretrained import (
@@ -56,6 +57,7 @@ class EngineSource:
         checkpoint: a checkpoint's folder, instead of ``model.path``.
         servers: engine servers that run already; None: they are started here, where
             ``engine.kind`` needs any.
+        placement: where processes are; None: on this machine.
         check_stop: what it raises ends the making of a built-in model.
     """
 
@@ -67,6 +69,7 @@ class EngineSource:
         checkpoint: Path | None = None,
         *,
         servers: RunningServers | None = None,
+        placement: Placement | None = None,
         check_stop: CheckStop = never_stop,
     ) -> None:
         self.run = run
@@ -79,7 +82,8 @@ class EngineSource:
         self._observer = observer
         self._servers = servers
         self._check_stop = check_stop
-        self._server_group: ServerGroup | None = None
+        self._placement = placement or LocalPlacement()
+        self._server_group: Servers | None = None
         self.workers: RolloutWorkers | None = None
         """Run the trajectories, if they are started before the engine is opened."""
 
@@ -129,14 +133,10 @@ class EngineSource:
             run = with_output_head(self.run, self._config, self.model_folder)
             # Servers load no folder that holds an adapter alone.
             whole_model = open_whole_model(self.model_folder, self._config.model.dtype)
-            self._server_group = stack.enter_context(
-                ServerGroup(
-                    self._config,
-                    run,
-                    stack.enter_context(whole_model),
-                    log_dir=log_dir,
-                    observer=self._observer,
-                )
+            self._server_group = self._placement.start_servers(
+                *(self._config, run, stack.enter_context(whole_model), stack),
+                log_dir=log_dir,
+                observer=self._observer,
             )
             self._servers = self._server_group.servers
         return self._servers
@@ -146,7 +146,10 @@ class EngineSource:
         if self.workers is not None:
             servers = self.start_servers(log_dir, stack)
             stack.callback(self.workers.close)
-            self.workers.start(background, servers, self.model_folder, self.tokenizer, log_dir)
+            self.workers.start(
+                *(background, servers, self.model_folder, self.tokenizer, log_dir),
+                start_process=self._placement.start_process,
+            )
 
     def open_engine(
         self,
@@ -175,14 +178,15 @@ class EngineSource:
             self._server_group.wait()
         engine: InferenceEngine
         if servers.run.servers:
-            opening = open_router(
+            transfer = self._placement.build_transfer(
                 self._config,
-                self.model_folder,
                 servers,
-                version,
-                tied_names or {},
+                self.model_folder,
+                tied_names if tied_names and servers.run.untied_head else {},
                 self._observer.on_message,
             )
+            follow = self._placement.follow_servers
+            opening = open_router(self._config, servers, transfer, version, follow)
             limit = self._config.engine.start_timeout_seconds + _GRACE_SECONDS
             engine = router = background.run(opening, limit)
             if self.workers is not None:

@@ -91,6 +91,7 @@ def _supervise(checked: PPOTrainer, *, overwrite: bool, stop: StopFlag) -> bool:
             source.start_servers(folder.log_dir(), stack),
             secrets=find_secrets(config.model_dump(mode="json")),
             observer=observer,
+            placement=checked.placement,
         )
         return TrainerSupervisor(
             config=config,

@@ -15,7 +15,6 @@ import agentrl_cli.engine
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import Gpus, ResolvedRun, ResolvedServer
 from agentrl_cli.engine.protocol import MAX_TOP_LOGPROBS
-from agentrl_cli.launch.rollout_workers.rollout_worker import PROGRAM as _ROLLOUT_PROGRAM
 from agentrl_cli.secret_masking import mask_secrets
 
 #: Holds the modules of agentrl's that a vLLM server imports; standard library only.
@@ -41,6 +40,9 @@ _SGLANG_ENV = {
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
 }
 _TRAINER_PROGRAM = "agentrl_cli.launch.processes.trainer_program"
+_ROLLOUT_PROGRAM = "agentrl_cli.launch.rollout_workers.rollout_program"
+#: One thread for each rollout worker, since many share the cores.
+_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +52,8 @@ class PlannedProcess:
     name: str
     role: Literal["command", "trainer", "engine", "rollout"]
     argv: tuple[str, ...] = ()
-    """Empty: the command that the user typed is itself this process."""
+    """Empty: the command that the user typed is itself this process. Trainers and rollout workers
+    get the descriptor of a socket as a further argument."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to the environment of the command. It holds no keys: those of a server are made when
     it starts."""
@@ -98,10 +101,15 @@ def build_plan(
                 devices=_format_devices(gpus),
             )
         )
-    for index in range(run.num_rollout_workers):
-        argv = (sys.executable, "-u", "-m", _ROLLOUT_PROGRAM, "SOCKET")
-        plan.append(PlannedProcess(name=f"rollout-{index}", role="rollout", argv=argv))
+    plan += map(plan_rollout_worker, range(run.num_rollout_workers))
     return plan
+
+
+def plan_rollout_worker(index: int) -> PlannedProcess:
+    """One of the processes that run the trajectories."""
+    argv = (sys.executable, "-u", "-m", _ROLLOUT_PROGRAM)
+    env = {name: value for name, value in _THREADS.items() if name not in os.environ}
+    return PlannedProcess(name=f"rollout-{index}", role="rollout", argv=argv, env=env)
 
 
 def format_plan(plan: list[PlannedProcess]) -> str:
@@ -164,7 +172,7 @@ def _list_vllm_words(
         *(("--tokenizer", config.tokenizer_path) if config.tokenizer_path else ()),
         *("--dtype", config.model.dtype, "--max-model-len", str(engine.max_model_len)),
         *("--max-num-seqs", str(engine.max_num_seqs), "--scheduling-policy", "priority"),
-        *("--host", "127.0.0.1", "--port", str(server.port)),
+        *("--host", server.host, "--port", str(server.port)),
         # Token ids in, token ids out.
         "--enable-scale-out",
         *("--logprobs-mode", "processed_logprobs", "--enable-prefix-caching"),
@@ -257,7 +265,7 @@ def _list_sglang_words(
         *(run.server_python, "-m", "sglang.launch_server", "--config", key_path),
         *("--model-path", model_folder, "--served-model-name", config.model.path),
         *("--dtype", config.model.dtype),
-        *("--host", "127.0.0.1", "--port", str(server.port), "--log-level-http", "warning"),
+        *("--host", server.host, "--port", str(server.port), "--log-level-http", "warning"),
         *("--context-length", str(engine.max_model_len + _RESERVED_POSITIONS)),
         *("--max-running-requests", str(engine.max_num_seqs)),
         *("--enable-priority-scheduling", "--schedule-low-priority-values-first"),

@@ -15,6 +15,7 @@ from agentrl_cli.errors import ConfigError, DatasetError, StoppedError
 from agentrl_cli.evaluate.eval_report import EvalReport
 from agentrl_cli.evaluate.eval_run import evaluate
 from agentrl_cli.launch.completion_sources import CompletionSource, EngineSource
+from agentrl_cli.launch.placement import LocalPlacement, Placement
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers, TrainerSpec
 from agentrl_cli.launch.rollout_workers.rollout_pool import RemoteWorkflow, RolloutWorkers
 from agentrl_cli.launch.run_models import find_tied_names, find_unseen_models, load_learner
@@ -80,6 +81,7 @@ class PPOTrainer:
         owner_pid: the process that holds the run folder for this one; None: this one will.
         rendezvous: with the processes that train together, of which this is rank 0; None: it
             trains alone.
+        placement: where the processes of the run are; None: on this machine.
 
     Raises:
         UserInputError: the configuration or a dataset cannot be used.
@@ -98,6 +100,7 @@ class PPOTrainer:
         run: ResolvedRun | None = None,
         owner_pid: int | None = None,
         rendezvous: Rendezvous | None = None,
+        placement: Placement | None = None,
     ) -> None:
         config.check_trainable()
         if run is None:
@@ -106,8 +109,12 @@ class PPOTrainer:
         check_loggers(config)
         self.config = config
         self.observer = observer or SilentObserver()
+        self.placement = placement or LocalPlacement()
         self.source = EngineSource(
-            config, run, self.observer, servers=servers, check_stop=self._check_stop
+            *(config, run, self.observer),
+            servers=servers,
+            placement=self.placement,
+            check_stop=self._check_stop,
         )
         self._stop = stop or threading.Event()
         self._overwrite = overwrite

@@ -20,20 +20,23 @@ How several ranks make one update, which is that of one process:
 
 A process that trains alone is a world of one: the same code, with nobody to exchange with. Small
 things (decisions, counts, logprobs) go through gloo on the CPU, shards through NCCL where the ranks
-have GPUs. Both stay on the loopback interface, and nothing is pickled.
+have GPUs. Ranks of one machine stay on its loopback interface; nothing is pickled.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
+import psutil
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -51,6 +54,7 @@ _BROADCAST_SECONDS = 30 * 24 * 3600.0
 T = TypeVar("T")
 
 _LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
+_DISCARD_PORT = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +156,15 @@ def open_ranks(
     if rendezvous is None:
         yield SINGLE
         return
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = _LOOPBACK
+    interface = _find_interface(rendezvous.address)
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
     if on_gpu:
         torch.cuda.set_device(0)
     deadline = timedelta(seconds=exchange_seconds)
     try:
-        # A file, not MASTER_PORT: torch's own store would listen on every interface.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=dist.FileStore(rendezvous.path, rendezvous.count),  # type: ignore[attr-defined]
+            init_method=rendezvous.address,
             rank=rendezvous.index,
             world_size=rendezvous.count,
             timeout=deadline,
@@ -184,6 +188,22 @@ def open_ranks(
             f"another of the {rendezvous.count} processes that train together has ended, or has "
             f"not answered for {exchange_seconds:g} s"
         ) from error
+
+
+def _find_interface(address: str) -> str:
+    """The network interface through which this process meets the others."""
+    url = urlsplit(address)
+    # On one machine a file is the better place: torch's own store listens on every interface.
+    if url.scheme == "file":
+        return _LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Sends nothing: the system chooses the way.
+        probe.connect((url.hostname or "", _DISCARD_PORT))
+        own = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if own in {found.address for found in addresses}:
+            return name
+    return _LOOPBACK
 
 
 def _to_tensor(content: bytes) -> Tensor:

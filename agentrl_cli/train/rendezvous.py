@@ -18,5 +18,6 @@ class Rendezvous:
 
     index: int
     count: int
-    path: str
-    """A file that does not exist yet, in a folder that only this user can open."""
+    address: str
+    """``file:///PATH`` of a file that does not exist yet, in a folder that only this user can open;
+    or ``tcp://HOST:PORT``, a free port of rank 0's node, where they are on several."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.engine.engine_server import EngineServer
-from agentrl_cli.engine.protocol import Probe, WeightTransfer
+from agentrl_cli.engine.protocol import Probe, ServerEndpoint, WeightTransfer
 from agentrl_cli.engine.router.pooled_engine import PooledEngine
 from agentrl_cli.engine.router.served_weights import ServedWeights
 from agentrl_cli.engine.router.server_mirror import ServerMirror
@@ -73,6 +73,15 @@ class EngineRouter(PooledEngine):
         metrics = {name: float(counts[name]) for name in names}
         num_unhealthy = len(self._pool.servers) - len(self._pool.healthy)
         return {**metrics, "num_unhealthy_servers": float(num_unhealthy)}
+
+    def move(self, endpoint: ServerEndpoint) -> None:
+        """Takes the server of this name to be another process, at this endpoint, from now on; it
+        serves when it holds the current weights."""
+        [server] = [one for one in self._pool.servers if one.name == endpoint.name]
+        reason = f"it was started again, at {endpoint.base_url}"
+        self._pool.mark_unhealthy(server, server.incarnation, reason)
+        server.client.move(endpoint)
+        self._pool.announce()
 
     async def start(self, version: int | None) -> None:
         """Returns when at least one server is healthy; brings back unhealthy ones from then on.

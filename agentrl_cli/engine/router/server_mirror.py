@@ -14,11 +14,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.engine.engine_server import EngineServer
-from agentrl_cli.engine.protocol import Probe
+from agentrl_cli.engine.protocol import Probe, ServerEndpoint
 from agentrl_cli.engine.router.pooled_engine import PooledEngine
 from agentrl_cli.engine.router.server_pool import RoutedServer, ServerPool
 from agentrl_cli.errors import EngineError, build_error
@@ -98,7 +99,7 @@ class ServerMirror:
 def _describe(server: RoutedServer) -> Message:
     is_changing = server.next_version is not None
     return {
-        "name": server.name,
+        "endpoint": asdict(server.client.endpoint),
         "is_healthy": server.is_healthy,
         "version": server.version,
         "next_version": server.next_version,
@@ -124,7 +125,8 @@ class MirrorPool(ServerPool):
         """Takes the news of a :class:`ServerMirror`."""
         by_name = {server.name: server for server in self.servers}
         for told in message["servers"]:
-            server = by_name[told["name"]]
+            endpoint = ServerEndpoint(**told["endpoint"])
+            server = by_name[endpoint.name]
             if told["incarnation"] < server.incarnation:
                 # It failed here meanwhile, of which news are on their way.
                 continue
@@ -133,6 +135,8 @@ class MirrorPool(ServerPool):
             if told["incarnation"] > server.incarnation:
                 server.interrupt()
                 server.incarnation = told["incarnation"]
+            if server.client.endpoint != endpoint:
+                server.client.move(endpoint)
             server.is_healthy = told["is_healthy"]
             server.version, server.next_version = told["version"], told["next_version"]
             server.unhealthy_reason = told["reason"]

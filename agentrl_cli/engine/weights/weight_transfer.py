@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl_cli.config.experiment import ExperimentConfig, LoraConfig
 from agentrl_cli.config.resolved_run import TransferKind
+from agentrl_cli.engine.engine_server import EngineServer
 from agentrl_cli.engine.protocol import WeightTransfer, WeightUpdate
 from agentrl_cli.engine.weights.nccl_transfer import NcclTransfer
 from agentrl_cli.engine.weights.weight_folders import VersionFolders
@@ -22,6 +24,14 @@ _NUM_KEPT_ADAPTERS = 16
 _LAYER_END = ".lora_A.weight"
 
 
+#: From a server's name and a folder of this machine to the folder where the server finds it.
+Deliver = Callable[[str, Path], Awaitable[Path]]
+
+
+async def _leave(server: str, folder: Path) -> Path:
+    return folder
+
+
 def build_weight_transfer(
     config: ExperimentConfig,
     *,
@@ -29,6 +39,7 @@ def build_weight_transfer(
     tied_names: Mapping[str, str],
     kind: TransferKind,
     on_message: Callable[[str], None] | None = None,
+    deliver: Deliver | None = None,
 ) -> WeightTransfer:
     """How the trainer's weights reach the servers; nothing is written yet.
 
@@ -39,6 +50,7 @@ def build_weight_transfer(
             the servers hold both (a head that was untied when they started).
         kind: the way that was chosen for this run.
         on_message: gets what a person should know, a line each.
+        deliver: gives a server's machine a copy of a folder; None: the server sees it as it is.
     """
     engine = config.engine
     directory, timeout_seconds = engine.weight_transfer.dir, engine.publish_timeout_seconds
@@ -51,9 +63,9 @@ def build_weight_transfer(
             timeout_seconds=timeout_seconds,
             num_kept=_NUM_KEPT_ADAPTERS,
         )
-        return LoraTransfer(folders, config.model.lora, base_model=model_folder)
+        return LoraTransfer(folders, config.model.lora, base_model=model_folder, deliver=deliver)
     folders = VersionFolders(directory, "model.safetensors", timeout_seconds=timeout_seconds)
-    files = FolderTransfer(folders, tied_names=tied_names)
+    files = FolderTransfer(folders, tied_names=tied_names, deliver=deliver)
     if kind == "disk":
         return files
     return NcclTransfer(
@@ -71,10 +83,17 @@ class FolderTransfer:
     :meth:`prepare` returns, and a server that comes back later still finds them.
     """
 
-    def __init__(self, folders: VersionFolders, *, tied_names: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        folders: VersionFolders,
+        *,
+        tied_names: Mapping[str, str],
+        deliver: Deliver | None = None,
+    ) -> None:
         """``tied_names``: further name of a tensor -> the name it is published under; both are
         written, for servers that keep the two apart."""
         self._folders = folders
+        self._deliver = deliver or _leave
         self._tied_names = dict(tied_names)
 
     async def prepare(self, version: int, weights: Mapping[str, torch.Tensor]) -> WeightUpdate:
@@ -86,7 +105,11 @@ class FolderTransfer:
             if alias not in weights
         }
         folder = await self._folders.write(version, {**weights, **copies})
-        return WeightUpdate(version, lambda server: server.load_weights(folder))
+
+        async def apply(server: EngineServer) -> None:
+            await server.load_weights(await self._deliver(server.name, folder))
+
+        return WeightUpdate(version, apply)
 
     async def close(self) -> None:
         """Deletes the files."""
@@ -96,8 +119,16 @@ class FolderTransfer:
 class LoraTransfer:
     """The adapter alone, as a folder in peft's format that servers load beside the base model."""
 
-    def __init__(self, folders: VersionFolders, lora: LoraConfig, *, base_model: str) -> None:
+    def __init__(
+        self,
+        folders: VersionFolders,
+        lora: LoraConfig,
+        *,
+        base_model: str,
+        deliver: Deliver | None = None,
+    ) -> None:
         self._folders = folders
+        self._deliver = deliver or _leave
         self._lora = lora
         self._base_model = base_model
 
@@ -109,7 +140,11 @@ class LoraTransfer:
         """
         text = build_adapter_config(self._lora, weights, base_model=self._base_model)
         folder = await self._folders.write(version, weights, {"adapter_config.json": text})
-        return WeightUpdate(version, lambda server: server.load_adapter(folder, version))
+
+        async def apply(server: EngineServer) -> None:
+            await server.load_adapter(await self._deliver(server.name, folder), version)
+
+        return WeightUpdate(version, apply)
 
     async def close(self) -> None:
         """Deletes the files."""

@@ -4,20 +4,45 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from agentrl_cli.errors import EngineError
 from agentrl_cli.process_reaper import KILL_SIGNAL, build_reaper_command, kill_group
 
+if TYPE_CHECKING:
+    from agentrl_cli.launch.plan import PlannedProcess
+
 _POLL_SECONDS = 0.02
 #: Enough for a Python traceback through a server's many layers.
 _MAX_LOG_BYTES = 256 * 1024
+
+
+class Process(Protocol):
+    """A process of a run, wherever it is: the methods of :class:`ManagedProcess`."""
+
+    name: str
+    log_path: Path
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout_seconds: float) -> int | None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+    def stop(self, *, term_seconds: float = ..., kill_seconds: float = ...) -> int | None: ...
+    def describe_end(self) -> str: ...
+    def read_log(self) -> str: ...
+
+
+#: Starts a planned process with a log. The descriptor of a socket is its last argument; the other
+#: end of that socket is returned. Raises EngineError: it cannot be started.
+StartProcess = Callable[["PlannedProcess", Path], tuple[Process, socket.socket]]
 
 
 class ManagedProcess:
@@ -142,6 +167,11 @@ class ManagedProcess:
         kill_group(self._reaper.pid)
         return self.wait(kill_seconds)
 
+    def describe_end(self) -> str:
+        """How it ended, for a person: ``was killed by SIGKILL``."""
+        status = self.poll()
+        return "cannot be killed" if status is None else describe_status(status)
+
     def read_log(self) -> str:
         """What the log has got since the last start, its header first (the end, if it is long)."""
         try:
@@ -151,6 +181,23 @@ class ManagedProcess:
                 return log.read().decode("utf-8", errors="replace")
         except OSError as error:
             return f"(the log {self.log_path} cannot be read: {error})"
+
+
+def start_with_socket(
+    planned: PlannedProcess, log_path: Path
+) -> tuple[ManagedProcess, socket.socket]:
+    """Starts it as a child of this process; see :data:`StartProcess`."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            argv = [*planned.argv, str(theirs.fileno())]
+            fds = (theirs.fileno(),)
+            process = ManagedProcess(planned.name, argv, planned.env, log_path, pass_fds=fds)
+            process.start()
+    except BaseException:
+        ours.close()
+        raise
+    return process, ours
 
 
 def describe_status(status: int) -> str:

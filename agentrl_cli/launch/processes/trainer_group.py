@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.server_http import format_log_tail
 from agentrl_cli.errors import RunError
+from agentrl_cli.launch.placement import Placement
 from agentrl_cli.launch.plan import PlannedProcess
-from agentrl_cli.launch.processes.managed_process import ManagedProcess, describe_status
+from agentrl_cli.launch.processes.managed_process import Process
 from agentrl_cli.launch.processes.trainer_protocol import (
     RunningServers,
     TrainerEventReader,
@@ -26,7 +28,6 @@ from agentrl_cli.launch.processes.trainer_protocol import (
     TrainerSpec,
 )
 from agentrl_cli.log import Observer, get_logger
-from agentrl_cli.scratch_folders import ScratchFolder
 from agentrl_cli.train.rendezvous import RankLostError
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ _SIGKILLED = 128 + signal.SIGKILL
 
 
 class TrainerGroup:
-    """Trainer processes (ranks) that train together, rank 0 with a pipe for its events.
+    """Trainer processes (ranks) that train together; rank 0 reports its events.
 
     Started when made; ended by :meth:`end`. They live and die together: the end of any of them is
     the end of all, for the others would wait for it.
@@ -58,6 +59,7 @@ class TrainerGroup:
         servers: the engine servers; those of the embedded engine are none.
         secrets: what is masked in the run folder's configuration.
         observer: receives what rank 0 reports.
+        placement: starts them.
 
     Raises:
         EngineError: the operating system starts no more processes.
@@ -71,39 +73,33 @@ class TrainerGroup:
         *,
         secrets: Sequence[Sequence[Any]],
         observer: Observer,
+        placement: Placement,
     ) -> None:
-        reading, writing = os.pipe()
-        # Only this user can open it.
-        self._rendezvous = ScratchFolder("ranks")
-        spec = TrainerSpec(
-            owner_pid=os.getpid(),
-            events_descriptor=writing,
-            servers=servers,
-            secrets=secrets,
-            rendezvous_path=f"{self._rendezvous.path}/rendezvous",
-        )
-        self._ranks = [
-            ManagedProcess(
-                process.name,
-                process.argv,
-                {**process.env, **spec.environment(rank, len(planned))},
-                log_dir / f"{process.name}.log",
-                pass_fds=(writing,) if rank == 0 else (),
-            )
-            for rank, process in enumerate(planned)
-        ]
+        self._stack = ExitStack()
+        self._ranks: list[Process] = []
         self._lost: list[int] = []
         self._ending_since: float | None = None
         try:
-            for process in self._ranks:
-                process.start()
+            spec = TrainerSpec(
+                owner_pid=os.getpid(),
+                servers=servers,
+                secrets=secrets,
+                rendezvous=placement.make_rendezvous(self._stack),
+                cluster=placement.cluster,
+            )
+            for rank, process in enumerate(planned):
+                env = {**process.env, **spec.environment(rank, len(planned))}
+                log_path = log_dir / f"{process.name}.log"
+                started, events = placement.start_process(replace(process, env=env), log_path)
+                self._ranks.append(started)
+                if rank == 0:
+                    self.events = TrainerEventReader(events.detach(), observer)
+                else:
+                    # It has nothing to report.
+                    self._stack.callback(events.close)
         except BaseException:
-            os.close(reading)
             self._kill()
             raise
-        finally:
-            os.close(writing)
-        self.events = TrainerEventReader(reading, observer)
 
     def has_ended(self) -> bool:
         """True when rank 0 has ended, or another that should not have; or when rank 0 has reported
@@ -153,13 +149,11 @@ class TrainerGroup:
         rank = self._lost[0] if self._lost else 0
         process = self._ranks[rank]
         status = process.poll()
-        if status is None:
-            return "cannot be killed"
         if rank > 0:
             place = f" in rank {rank} of {len(self._ranks)} ({process.name})"
         else:
-            place = " and without a word" if status <= 128 else ""
-        return describe_status(status) + place
+            place = " and without a word" if status is not None and status <= 128 else ""
+        return process.describe_end() + place
 
     def quote_log(self) -> str:
         """The last lines of the log of the rank that ended first, introduced."""
@@ -177,7 +171,7 @@ class TrainerGroup:
             process.kill()
         for process in self._ranks:
             process.stop(term_seconds=0, kill_seconds=_KILL_SECONDS)
-        self._rendezvous.close()
+        self._stack.close()
 
 
 def _blames_others(report: TrainerReport) -> bool:

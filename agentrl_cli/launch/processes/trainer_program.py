@@ -1,6 +1,6 @@
 """The program of each trainer process ("rank").
 
-    RANK=0 WORLD_SIZE=1 python -m agentrl_cli.launch.processes.trainer_program RUN_DIR
+    RANK=0 WORLD_SIZE=1 python -m agentrl_cli.launch.processes.trainer_program RUN_DIR DESCRIPTOR
 
 Started by the command, which holds the run folder and gives the rest in the environment (see
 ``trainer_protocol.py``). Rank 0 has the rollouts, and reports to the command; what goes wrong in
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     try:
         spec, rendezvous = TrainerSpec.take(os.environ)
         if rendezvous is None or rendezvous.index == 0:
-            return _train_first(Path(argv[0]), spec, rendezvous)
+            return _train_first(Path(argv[0]), int(argv[1]), spec, rendezvous)
         train_beside(Path(argv[0]), spec, rendezvous)
     except NotFiniteError as error:
         # Raised on every rank: rank 0 reports it.
@@ -58,13 +58,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _train_first(run_dir: Path, spec: TrainerSpec, rendezvous: Rendezvous | None) -> int:
-    """Rank 0; the last event on the pipe explains its exit code."""
+def _train_first(
+    run_dir: Path, descriptor: int, spec: TrainerSpec, rendezvous: Rendezvous | None
+) -> int:
+    """Rank 0; the last event explains its exit code."""
     stop = _SignalFlag()
     signal.signal(signal.SIGTERM, stop.set)
     # The agents' own processes have nothing to report there.
-    os.set_inheritable(spec.events_descriptor, False)
-    events = TrainerEventWriter(spec.events_descriptor)
+    os.set_inheritable(descriptor, False)
+    events = TrainerEventWriter(descriptor)
     try:
         trainer = PPOTrainer(
             load_saved_config(run_dir, spec.secrets),

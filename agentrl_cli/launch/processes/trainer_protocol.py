@@ -1,5 +1,5 @@
 """What crosses between the command and its trainer processes: a spec in their environment one
-way, events on a pipe, a line of JSON each, the other."""
+way, events on a socket, a line of JSON each, the other."""
 
 from __future__ import annotations
 
@@ -44,18 +44,27 @@ class RunningServers:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterAddress:
+    """Where a trainer finds the cluster on which its run is placed."""
+
+    address: str
+    namespace: str
+    """Of the run's actors; no other run has it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
     """What every trainer process of a run is started with, besides the run folder."""
 
     owner_pid: int
     """The command, which holds the run folder."""
-    events_descriptor: int
-    """Where rank 0 reports what happens; other ranks do not have it."""
     servers: RunningServers
     secrets: Sequence[Sequence[Any]]
     """What is masked in the run folder's configuration."""
-    rendezvous_path: str
-    """Where several ranks meet; see :class:`Rendezvous`."""
+    rendezvous: str
+    """The address at which several ranks meet; see :class:`Rendezvous`."""
+    cluster: ClusterAddress | None = None
+    """None: everything is on this machine."""
 
     def environment(self, rank: int = 0, world_size: int = 1) -> dict[str, str]:
         """Additions to the environment of a trainer process."""
@@ -85,7 +94,7 @@ class TrainerSpec:
         del environment[_LOCAL_RANK]
         if count == 1:
             return spec, None
-        return spec, Rendezvous(index=rank, count=count, path=spec.rendezvous_path)
+        return spec, Rendezvous(index=rank, count=count, address=spec.rendezvous)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +110,9 @@ class TrainerReport:
 
 
 class TrainerEventWriter:
-    """An :class:`~agentrl_cli.log.Observer` that writes every event to a pipe.
+    """An :class:`~agentrl_cli.log.Observer` that writes every event to a socket.
 
-    A reader that has stopped or gone does not hold the trainer up: while the pipe is full,
+    A reader that has stopped or gone does not hold the trainer up: while the socket is full,
     progress is dropped at once and other events after a second.
     """
 
@@ -149,10 +158,10 @@ class TrainerEventWriter:
 
 
 class TrainerEventReader:
-    """Forwards a trainer's events to an observer until the trainer's end of the pipe closes.
+    """Forwards a trainer's events to an observer until the trainer's end of the socket closes.
 
     Args:
-        descriptor: the reading end, closed with the trainer's.
+        descriptor: of this end, closed with the trainer's.
         observer: shows the run to a person.
     """
 
@@ -168,9 +177,9 @@ class TrainerEventReader:
         self._thread.start()
 
     def finish(self, timeout_seconds: float = _FLUSH_SECONDS) -> TrainerReport:
-        """The report of the trainer, which has ended; events still in the pipe are forwarded first.
+        """The report of the trainer, which has ended; events on their way are forwarded first.
 
-        Something that the trainer left behind may hold its end of the pipe open: it is not
+        Something that the trainer left behind may hold its end of the socket open: it is not
         waited for.
         """
         self._thread.join(timeout_seconds)

@@ -15,6 +15,8 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.errors import AgentrlError, DatasetError, RunError
+from agentrl_cli.launch.plan import plan_rollout_worker
+from agentrl_cli.launch.processes.managed_process import StartProcess, start_with_socket
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.launch.rollout_workers.loop_watchdog import SILENCE_SECONDS, Stall
 from agentrl_cli.launch.rollout_workers.rollout_worker import (
@@ -72,6 +74,7 @@ class RolloutWorkers:
         self._num_workers = num_workers
         self._observer = observer
         self._background: BackgroundLoop | None = None
+        self._start_process: StartProcess = start_with_socket
         self._workers: dict[int, RolloutWorker] = {}
         """Those that are ready, by their place."""
         self._started: set[RolloutWorker] = set()
@@ -100,11 +103,14 @@ class RolloutWorkers:
         model_folder: str,
         tokenizer: Any,
         log_dir: Path,
+        *,
+        start_process: StartProcess = start_with_socket,
     ) -> None:
         """Begins to start them, once; returns at once."""
         if self._background is not None:
             return
         self._background = background
+        self._start_process = start_process
         spec = {
             "import_path": list_import_path(),
             "engine_kind": servers.run.engine_kind,
@@ -215,7 +221,8 @@ class RolloutWorkers:
         try:
             while self._error is None:
                 worker = RolloutWorker(
-                    f"rollout-{index}", log_dir, self._on_stall, self._on_listening
+                    *(plan_rollout_worker(index), log_dir, self._start_process),
+                    *(self._on_stall, self._on_listening),
                 )
                 self._started.add(worker)
                 reason = await self._live(index, worker, spec)

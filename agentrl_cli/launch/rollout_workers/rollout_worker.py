@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import signal
-import socket
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,7 +14,8 @@ from typing import Any
 from agentrl_cli.agents.agent_runner import run_in_thread
 from agentrl_cli.engine.router.server_mirror import ServerMirror
 from agentrl_cli.errors import build_error
-from agentrl_cli.launch.processes.managed_process import ManagedProcess, describe_status
+from agentrl_cli.launch.plan import PlannedProcess
+from agentrl_cli.launch.processes.managed_process import Process, StartProcess
 from agentrl_cli.launch.rollout_workers.loop_watchdog import Stall
 from agentrl_cli.log import get_logger
 from agentrl_cli.process_channel import Message, MessageStream
@@ -27,7 +25,6 @@ from agentrl_cli.store.trajectory_record import format_record, parse_record
 
 _log = get_logger(__name__)
 
-PROGRAM = "agentrl_cli.launch.rollout_workers.rollout_program"
 #: Importing a framework from a cold disk takes a minute, and a builder may load more.
 _START_SECONDS = 600.0
 #: How long a worker may end what its agents have started, before it is killed.
@@ -39,8 +36,6 @@ _KILLED_HINT = (
     ", and agentrl did not: most often the system ran out of memory (lower rollout.num_workers or "
     "rollout.max_concurrent)"
 )
-#: One thread for each process, since many share the cores.
-_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 class WorkerLostError(Exception):
@@ -63,8 +58,9 @@ class RolloutWorker:
     """A rollout worker's process and the connection to it, on one event loop.
 
     Args:
-        name: what logs and messages call it.
+        planned: the process; logs and messages call it by its name.
         log_dir: gets its log.
+        start_process: starts its process; see :meth:`Placement.start_process`.
         on_stall: called when its event loop is found blocked, and with None when it is not any
             more.
         on_listening: called with a text for the user and a port when it listens for programs
@@ -73,13 +69,15 @@ class RolloutWorker:
 
     def __init__(
         self,
-        name: str,
+        planned: PlannedProcess,
         log_dir: Path,
+        start_process: StartProcess,
         on_stall: Callable[[RolloutWorker, Stall | None], None],
         on_listening: Callable[[str, int], None],
     ) -> None:
-        self.name = name
-        self.log_path = log_dir / f"{name}.log"
+        self.name = planned.name
+        self.log_path = log_dir / f"{planned.name}.log"
+        self._planned = planned
         self.stall: Stall | None = None
         """How its event loop is blocked."""
         self.heard_at = 0.0
@@ -87,6 +85,7 @@ class RolloutWorker:
         self.mirror: ServerMirror | None = None
         self.end_reason = ""
         """Why it ended, once it has."""
+        self._start_process = start_process
         self._on_stall = on_stall
         self._on_listening = on_listening
         self._loop = asyncio.get_running_loop()
@@ -96,7 +95,7 @@ class RolloutWorker:
         self._begun: set[int] = set()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._stream: MessageStream | None = None
-        self._process: ManagedProcess | None = None
+        self._process: Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._killed_for: WorkerLostError | None = None
         self._has_ended = False
@@ -119,21 +118,7 @@ class RolloutWorker:
             WorkerLostError: it ended.
             EngineError: the operating system starts no more processes.
         """
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                process = ManagedProcess(
-                    self.name,
-                    [sys.executable, "-u", "-m", PROGRAM, str(theirs.fileno())],
-                    {name: value for name, value in _THREADS.items() if name not in os.environ},
-                    self.log_path,
-                    pass_fds=(theirs.fileno(),),
-                )
-                process.start()
-        except BaseException:
-            ours.close()
-            raise
-        self._process = process
+        self._process, ours = self._start_process(self._planned, self.log_path)
         self._stream = await MessageStream.open(ours)
         self._stream.send({**spec, "name": self.name})
         self._reading = asyncio.create_task(self._read(self._stream), name=self.name)
@@ -235,7 +220,8 @@ class RolloutWorker:
         seconds = 0.0 if self._killed_for is not None or problem else _END_SECONDS
         waiting = partial(self._wait_or_kill, seconds)
         status = await run_in_thread(waiting, f"end of {self.name}")
-        ended = "cannot be killed" if status is None else describe_status(status)
+        assert self._process is not None
+        ended = self._process.describe_end()
         if status == _SIGKILLED:
             ended += _KILLED_HINT
         lost = self._killed_for or WorkerLostError(f"{problem}it {ended}{self._quote_log()}")

@@ -9,18 +9,17 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.resolved_run import FREE_PORT, ResolvedRun
-from agentrl_cli.engine.protocol import InferenceEngine, ServerEndpoint
+from agentrl_cli.config.resolved_run import FREE_PORT, ResolvedRun, ResolvedServer
+from agentrl_cli.engine.protocol import InferenceEngine, ServerEndpoint, WeightTransfer
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.engine.router.server_clients import open_clients
 from agentrl_cli.engine.weights.weight_folders import check_writable
-from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
 from agentrl_cli.errors import AgentrlError, EngineError, UserInputError
 from agentrl_cli.launch.plan import PlannedProcess, build_plan
 from agentrl_cli.launch.processes.managed_process import ManagedProcess
@@ -89,7 +88,7 @@ class ServerGroup:
             )
             servers = [process for process in plan if process.role == "engine"]
             self._supervisors = [
-                self._build_supervisor(process, server.port, private_dir)
+                self._build_supervisor(process, server, private_dir)
                 for process, server in zip(servers, self.run.servers, strict=True)
             ]
             self._stack = stack.pop_all()
@@ -97,7 +96,7 @@ class ServerGroup:
         self.processes = [supervisor.process for supervisor in self._supervisors]
 
     def _build_supervisor(
-        self, planned: PlannedProcess, port: int, private_dir: Path
+        self, planned: PlannedProcess, server: ResolvedServer, private_dir: Path
     ) -> ServerSupervisor:
         # Begins as keys do that agentrl's logs leave out.
         key = f"sk-{secrets.token_urlsafe(32)}"
@@ -112,7 +111,7 @@ class ServerGroup:
         return ServerSupervisor(
             ServerEndpoint(
                 name=planned.name,
-                base_url=f"http://127.0.0.1:{port}",
+                base_url=f"http://{server.host}:{server.port}",
                 api_key=key,
                 log_path=str(log_path),
             ),
@@ -230,18 +229,17 @@ def format_sglang_settings(api_key: str) -> str:
 
 async def open_router(
     config: ExperimentConfig,
-    model_folder: str,
     servers: RunningServers,
+    transfer: WeightTransfer,
     version: int | None,
-    tied_names: Mapping[str, str],
-    on_message: Callable[[str], None] | None = None,
+    on_open: Callable[[EngineRouter], None] = lambda _: None,
 ) -> EngineRouter:
     """A router whose servers, one of them at least, are ready for calls.
 
     Args:
+        transfer: how weights reach them; the router closes it.
         version: what their weights are called; None: the first publication will say.
-        tied_names: further name of a tensor -> the name under which it is published.
-        on_message: gets what a person should know, a line each.
+        on_open: called with the router before it waits for them.
 
     Raises:
         EngineError: none became ready in time.
@@ -250,15 +248,10 @@ async def open_router(
         open_clients(servers.run.engine_kind, servers.endpoints, config.engine),
         config.engine,
         model_name=config.model.path,
-        transfer=build_weight_transfer(
-            config,
-            model_folder=model_folder,
-            kind=servers.run.weight_transfer,
-            tied_names=tied_names if servers.run.untied_head else {},
-            on_message=on_message,
-        ),
+        transfer=transfer,
         shares_gpu=servers.run.shares_gpu,
     )
+    on_open(router)
     try:
         await router.start(version)
     except BaseException:
@@ -283,7 +276,7 @@ def _reserve_ports(config: ExperimentConfig, run: ResolvedRun, stack: ExitStack)
         holder = stack.enter_context(socket.socket())
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            holder.bind(("127.0.0.1", server.port))
+            holder.bind((server.host, server.port))
         except OSError as error:
             if server.port == FREE_PORT:
                 raise EngineError(f"there is no free port for an engine server: {error}") from error

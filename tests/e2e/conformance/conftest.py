@@ -13,6 +13,7 @@ from agentrl_cli.config.experiment import EngineConfig, ExperimentConfig
 from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.engine.protocol import Sampling
+from agentrl_cli.launch.placement import LocalPlacement
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
 from agentrl_cli.log import SilentObserver
@@ -116,7 +117,8 @@ async def engine(
     if request.param == "vllm":
         config = request.getfixturevalue("vllm_config")
         servers = request.getfixturevalue("vllm_servers")
-        inner = await open_router(config, config.model.path, servers, 0, {})
+        transfer = LocalPlacement().build_transfer(config, servers, config.model.path, {}, print)
+        inner = await open_router(config, servers, transfer, 0)
     else:
         settings = EngineConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=8, num_threads=1)
         inner = EmbeddedEngine(tiny_model, chat_tokenizer, settings, model_name="tiny")

@@ -15,6 +15,7 @@ from agentrl_cli.config.config_file import load_config
 from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.protocol import ServerEndpoint
 from agentrl_cli.errors import EngineError, ImportPathError
+from agentrl_cli.launch.placement import LocalPlacement
 from agentrl_cli.launch.plan import PlannedProcess
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers, TrainerReport
@@ -70,6 +71,7 @@ def run(project: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[T
                 RunningServers(run=resolved, endpoints=(endpoint,)),
                 secrets=[["agent_builder_kwargs", "api_key", "geheim"]],
                 observer=SilentObserver(),
+                placement=LocalPlacement(),
             )
             deadline = time.monotonic() + 150
             while not trainer.has_ended():

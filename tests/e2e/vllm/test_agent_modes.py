@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.engine.protocol import WeightTransfer
+from agentrl_cli.launch.placement import LocalPlacement
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.launch.rollout_workers.rollout_pool import RemoteWorkflow, RolloutWorkers
 from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
@@ -32,6 +34,10 @@ ROWS = [{"question": f"What is {n} + {n}?"} for n in range(3)]
 NUM_SAMPLES = 2
 
 
+def build_transfer(config: Any, servers: RunningServers) -> WeightTransfer:
+    return LocalPlacement().build_transfer(config, servers, config.model.path, {}, print)
+
+
 @pytest.fixture
 async def engine(
     untied_server_group: ServerGroup,
@@ -44,7 +50,7 @@ async def engine(
     config = make_vllm_config(untied_folder)
     [endpoint] = untied_server_group.endpoints
     servers = RunningServers(run=untied_server_group.run, endpoints=(endpoint,))
-    router = await open_router(config, config.model.path, servers, 0, {})
+    router = await open_router(config, servers, build_transfer(config, servers), 0)
     yield recording_engine(router)
     await router.close()
     await open_server(endpoint).forget_version()
@@ -120,7 +126,7 @@ async def test_agents_in_rollout_workers(
             workers = RolloutWorkers(config, 2, ["train"], SilentObserver())
             stack.callback(workers.close)
             workers.start(background, servers, config.model.path, chat_tokenizer, tmp_path)
-            opening = open_router(config, config.model.path, servers, 0, {})
+            opening = open_router(config, servers, build_transfer(config, servers), 0)
             router = background.run(opening, 120)
             stack.callback(lambda: background.run(router.close(), 20))
             workers.attach(router)

@@ -47,7 +47,7 @@ def run_ranks(server: Any, tmp_path: Path) -> Iterator[Callable[..., list[Any]]]
         folder.mkdir()
         paths = [folder / f"{index}.pt" for index in range(count)]
         for index, path in enumerate(paths):
-            rendezvous = Rendezvous(index=index, count=count, path=str(folder / "rendezvous"))
+            rendezvous = Rendezvous(index=index, count=count, address=f"file://{folder}/rendezvous")
             arguments = (rendezvous, vars(part), str(path))
             process = server.Process(
                 target=runpy.run_path,

@@ -21,6 +21,7 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.protocol import ServerEndpoint
 from agentrl_cli.errors import AgentrlError, DatasetError, EngineError, RunError
+from agentrl_cli.launch.placement import LocalPlacement
 from agentrl_cli.launch.plan import PlannedProcess
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup, TrainerSupervisor
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers, TrainerReport
@@ -36,14 +37,14 @@ folder = Path(sys.argv[1])
 spec, place = TrainerSpec.take(os.environ)
 is_first = place is None or place.index == 0
 if is_first:
-    os.set_inheritable(spec.events_descriptor, False)
-    events = TrainerEventWriter(spec.events_descriptor)
+    os.set_inheritable(int(sys.argv[2]), False)
+    events = TrainerEventWriter(int(sys.argv[2]))
     lives = folder / "lives"
     with lives.open("a") as file:
         file.write(f"{os.getpid()}\\n")
     life = len(lives.read_text().splitlines())
 if place is not None:
-    (folder / f"rank-{place.index}").write_text(f"{place.count} {place.path}")
+    (folder / f"rank-{place.index}").write_text(f"{place.count} {place.address}")
     while not all((folder / f"rank-{i}").exists() for i in range(place.count)):
         time.sleep(0.01)
 def done(is_complete=True):
@@ -135,7 +136,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
         names = ["trainer", *(f"trainer-{rank}" for rank in range(1, count))]
         planned = [PlannedProcess(name=name, role="trainer", argv=argv) for name in names]
         observer = observer or SilentObserver()
-        started.append(TrainerGroup(planned, tmp_path, SERVERS, secrets=[], observer=observer))
+        group = TrainerGroup(
+            *(planned, tmp_path, SERVERS),
+            **{"secrets": [], "observer": observer, "placement": LocalPlacement()},
+        )
+        started.append(group)
         return started[-1]
 
     yield start_ranks
@@ -341,7 +346,7 @@ def test_ranks_know_a_rendezvous_that_only_the_user_can_join(start: Start, tmp_p
     trainer = start(
         """
         if is_first:
-            mode = os.stat(os.path.dirname(place.path)).st_mode
+            mode = os.stat(os.path.dirname(place.address.removeprefix("file://"))).st_mode
             assert mode & 0o077 == 0, oct(mode)
             time.sleep(0.3)
             done()
@@ -431,6 +436,7 @@ COMMAND = """
 import sys, time
 from pathlib import Path
 from pydantic import TypeAdapter
+from agentrl_cli.launch.placement import LocalPlacement
 from agentrl_cli.launch.plan import PlannedProcess
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
@@ -439,7 +445,8 @@ folder = Path(sys.argv[1])
 servers = TypeAdapter(RunningServers).validate_json((folder / "servers.json").read_text())
 rank = (sys.executable, str(folder / "rank.py"), str(folder))
 planned = [PlannedProcess(name=f"trainer-{i}", role="trainer", argv=rank) for i in range(2)]
-trainer = TrainerGroup(planned, folder, servers, secrets=[], observer=SilentObserver())
+given = {"observer": SilentObserver(), "placement": LocalPlacement()}
+trainer = TrainerGroup(planned, folder, servers, secrets=[], **given)
 while not trainer.has_ended():
     time.sleep(0.02)
 """

@@ -41,10 +41,9 @@ def spec(make_config: Callable[..., Any]) -> TrainerSpec:
     run = resolve_run(make_config(), Machine(gpu_ids=("0", "1")), purpose="train")
     return TrainerSpec(
         owner_pid=7,
-        events_descriptor=5,
         servers=RunningServers(run=run, endpoints=(endpoint,)),
         secrets=[["agent_builder_kwargs", "keys", 0, "secret-2"]],
-        rendezvous_path="/tmp/ranks/rendezvous",
+        rendezvous="file:///tmp/ranks/rendezvous",
     )
 
 
@@ -60,7 +59,7 @@ def test_several_ranks_are_told_apart_as_torchrun_does(spec: TrainerSpec) -> Non
     environment = spec.environment(rank=2, world_size=4)
     assert environment.items() >= {"RANK": "2", "LOCAL_RANK": "2", "WORLD_SIZE": "4"}.items()
     _, rendezvous = TrainerSpec.take(environment)
-    assert rendezvous == Rendezvous(index=2, count=4, path=spec.rendezvous_path)
+    assert rendezvous == Rendezvous(index=2, count=4, address=spec.rendezvous)
     assert environment == {}
 
 

@@ -1,0 +1,127 @@
+"""Where a run's processes are: started on this machine, or wherever a cluster puts them."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.config.resolved_run import ResolvedRun
+from agentrl_cli.engine.protocol import InferenceEngine, WeightTransfer
+from agentrl_cli.engine.router.engine_router import EngineRouter
+from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
+from agentrl_cli.launch.plan import PlannedProcess
+from agentrl_cli.launch.processes.managed_process import Process, start_with_socket
+from agentrl_cli.launch.processes.trainer_protocol import ClusterAddress, RunningServers
+from agentrl_cli.launch.servers.server_group import ServerGroup
+from agentrl_cli.log import Observer
+from agentrl_cli.scratch_folders import ScratchFolder
+
+
+class Servers(Protocol):
+    """The engine servers of a run; see :class:`ServerGroup`, whose methods these are."""
+
+    @property
+    def servers(self) -> RunningServers: ...
+    def check(self) -> None: ...
+    def wait(self) -> RunningServers: ...
+    def end_with_servers(self, engine: InferenceEngine) -> None: ...
+
+
+class Placement(Protocol):
+    """How the processes of a run are started, and how they reach each other."""
+
+    cluster: ClusterAddress | None
+    """What a trainer needs to do the same; None: nothing."""
+
+    def start_servers(
+        self,
+        config: ExperimentConfig,
+        run: ResolvedRun,
+        model_folder: str,
+        stack: ExitStack,
+        *,
+        log_dir: Path,
+        observer: Observer,
+    ) -> Servers:
+        """Begins to start the engine servers; ``stack`` ends them. See :class:`ServerGroup`."""
+        ...
+
+    def start_process(
+        self, planned: PlannedProcess, log_path: Path
+    ) -> tuple[Process, socket.socket]:
+        """Starts a trainer or a rollout worker; see :data:`StartProcess`."""
+        ...
+
+    def make_rendezvous(self, stack: ExitStack) -> str:
+        """A new address at which the trainer's ranks meet, until the ``stack`` closes."""
+        ...
+
+    def build_transfer(
+        self,
+        config: ExperimentConfig,
+        servers: RunningServers,
+        model_folder: str,
+        tied_names: Mapping[str, str],
+        on_message: Callable[[str], None],
+    ) -> WeightTransfer:
+        """How the trainer's weights reach the servers; see :func:`build_weight_transfer`."""
+        ...
+
+    def follow_servers(self, router: EngineRouter) -> None:
+        """Tells the router from now on when a server's endpoint changes."""
+        ...
+
+
+class LocalPlacement:
+    """Everything is on this machine; see :class:`Placement`."""
+
+    cluster: ClusterAddress | None = None
+
+    def start_servers(
+        self,
+        config: ExperimentConfig,
+        run: ResolvedRun,
+        model_folder: str,
+        stack: ExitStack,
+        *,
+        log_dir: Path,
+        observer: Observer,
+    ) -> ServerGroup:
+        """The group of servers on this machine."""
+        servers = ServerGroup(config, run, model_folder, log_dir=log_dir, observer=observer)
+        return stack.enter_context(servers)
+
+    def start_process(
+        self, planned: PlannedProcess, log_path: Path
+    ) -> tuple[Process, socket.socket]:
+        """A child of this process."""
+        return start_with_socket(planned, log_path)
+
+    def make_rendezvous(self, stack: ExitStack) -> str:
+        """A file that only this user can open."""
+        folder = stack.enter_context(ScratchFolder("ranks"))
+        return f"file://{folder.path}/rendezvous"
+
+    def build_transfer(
+        self,
+        config: ExperimentConfig,
+        servers: RunningServers,
+        model_folder: str,
+        tied_names: Mapping[str, str],
+        on_message: Callable[[str], None],
+    ) -> WeightTransfer:
+        """Files that servers read here, or NCCL."""
+        return build_weight_transfer(
+            config,
+            model_folder=model_folder,
+            kind=servers.run.weight_transfer,
+            tied_names=tied_names,
+            on_message=on_message,
+        )
+
+    def follow_servers(self, router: EngineRouter) -> None:
+        """A server of this machine keeps its endpoint."""

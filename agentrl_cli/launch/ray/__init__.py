@@ -1,0 +1,1 @@
+"""The same run on a cluster: its processes are inside actors, wherever Ray places them."""

@@ -1,0 +1,202 @@
+"""A Ray cluster: joined or started, what it has, and the room in it that a run reserves."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from agentrl_cli.config.experiment import ExperimentConfig, LauncherConfig
+from agentrl_cli.config.resolved_run import Machine, ResolvedRun
+from agentrl_cli.errors import UserInputError
+from agentrl_cli.launch.processes.trainer_protocol import ClusterAddress
+from agentrl_cli.log import Observer, get_logger
+
+_log = get_logger(__name__)
+
+_CONNECT_SECONDS = 10.0
+_REMINDER_SECONDS = 10.0
+_ROLES = ("engine", "trainer", "rollout")
+#: Servers apart from each other, so that the loss of a node takes few of them along; ranks close to
+#: each other, since they exchange the most.
+_STRATEGIES = {"engine": "SPREAD", "trainer": "PACK", "rollout": "SPREAD"}
+#: Of the current folder, which the other nodes get a copy of.
+_NOT_COPIED = [".git", ".venv", "__pycache__"]
+
+Bundle = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What each process of a role needs of one node, and how many there are."""
+
+    role: str
+    bundle: Mapping[str, float]
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.count} x {self.role} with {format_resources(self.bundle)}"
+
+
+def format_resources(resources: Mapping[str, float]) -> str:
+    """``CPU: 4, GPU: 1``, without what Ray adds for itself."""
+    own = ("node:", "object_store_memory", "memory", "accelerator_type:")
+    shown = {k: v for k, v in sorted(resources.items()) if not k.startswith(own)}
+    return ", ".join(f"{name}: {value:g}" for name, value in shown.items()) or "nothing"
+
+
+def connect(config: ExperimentConfig, stack: ExitStack) -> ClusterAddress:
+    """Joins the cluster, or starts one on this machine where there is none; ``stack`` leaves it.
+
+    The other nodes get a copy of the current folder, in which agents and rewards are looked for.
+
+    Raises:
+        UserInputError: it does not answer.
+    """
+    address, namespace = config.launcher.address, f"agentrl-{secrets.token_hex(8)}"
+    _check_reachable(address or os.environ.get("RAY_ADDRESS"))
+    # Data that git does not know is needed all the same.
+    os.environ.setdefault("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "1")
+    excluded = [*_NOT_COPIED, os.path.relpath(config.output_dir)]
+    env = {name: value for name, value in os.environ.items() if name.startswith("AGENTRL_")}
+    _init(
+        address,
+        namespace,
+        runtime_env={"working_dir": str(Path.cwd()), "excludes": excluded, "env_vars": env},
+    )
+    stack.callback(ray.shutdown)
+    return ClusterAddress(address=ray.get_runtime_context().gcs_address, namespace=namespace)
+
+
+def join(cluster: ClusterAddress) -> None:
+    """Joins the cluster from a process that was placed on it."""
+    _init(cluster.address, cluster.namespace)
+
+
+def _init(address: str | None, namespace: str, **options: Any) -> None:
+    try:
+        ray.init(
+            address=address,
+            namespace=namespace,
+            # What processes print is in their logs.
+            log_to_driver=False,
+            configure_logging=False,
+            include_dashboard=None if address else False,
+            **options,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserInputError(
+            f"launcher.address: no Ray cluster can be joined at {address or 'this machine'}: "
+            f"{error}. Allowed: HOST:PORT of a head (ray start --head prints it); null for one on "
+            "this machine"
+        ) from error
+
+
+def _check_reachable(address: str | None) -> None:
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+    except OSError as error:
+        raise UserInputError(
+            f"launcher.address: nothing answers at {address} ({error}). Start the cluster there "
+            "(ray start --head), or type launcher.address=HOST:PORT with the address of its head, "
+            "or launcher.address=null for a cluster on this machine"
+        ) from error
+
+
+def describe_machine() -> Machine:
+    """The cluster as one machine: all its GPUs and cores."""
+    resources = ray.cluster_resources()
+    own = Machine.detect()
+    return Machine(
+        gpu_ids=tuple(map(str, range(int(resources.get("GPU", 0))))),
+        num_cores=int(resources.get("CPU", 1)),
+        num_nodes=len(list_nodes()),
+        python_path=own.python_path,
+        emulates_bfloat16=own.emulates_bfloat16,
+    )
+
+
+def list_nodes() -> list[dict[str, Any]]:
+    """The nodes that are alive."""
+    return [node for node in ray.nodes() if node["Alive"]]
+
+
+def compute_demands(launcher: LauncherConfig, run: ResolvedRun) -> list[Demand]:
+    """What the run needs of the cluster, by role."""
+    servers = [{"CPU": 1.0 if s.gpus else run.num_server_threads, "GPU": len(s.gpus)} for s in run.servers]
+    trainers = [{"CPU": 1.0, "GPU": len(gpus)} for gpus in run.trainers]
+    rollouts = [{"CPU": 1.0}] * run.num_rollout_workers
+    return [
+        Demand(role, {k: v for k, v in {**found[0], **launcher.resources.get(role, {})}.items() if v}, len(found))
+        for role, found in zip(_ROLES, (servers, trainers, rollouts), strict=True)
+        if found
+    ]
+
+
+class Reservation:
+    """Room in the cluster for each process of a run, until it is closed."""
+
+    def __init__(
+        self, demands: Sequence[Demand], launcher: LauncherConfig, observer: Observer
+    ) -> None:
+        """Returns when there is room.
+
+        Raises:
+            UserInputError: there was none within ``launcher.placement_timeout_seconds``.
+        """
+        self._groups: list[PlacementGroup] = []
+        limit = launcher.placement_timeout_seconds
+        deadline = time.monotonic() + limit
+        try:
+            for demand in demands:
+                group = placement_group(
+                    [dict(demand.bundle)] * demand.count,
+                    strategy=_STRATEGIES[demand.role],
+                    name=demand.role,
+                )
+                self._groups.append(group)
+            for demand, group in zip(demands, self._groups, strict=True):
+                while not group.wait(min(_REMINDER_SECONDS, max(0.1, deadline - time.monotonic()))):
+                    if time.monotonic() >= deadline:
+                        raise UserInputError(_explain_full(demands, demand, limit))
+                    observer.on_message(f"waiting for room on the cluster for {demand}")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Gives the room back."""
+        for group in self._groups:
+            remove_placement_group(group)
+        self._groups.clear()
+
+
+def _explain_full(demands: Sequence[Demand], missing: Demand, limit: float) -> str:
+    needed = Counter[str]()
+    for demand in demands:
+        needed.update({name: value * demand.count for name, value in demand.bundle.items()})
+    nodes = "".join(
+        f"\n  {node['NodeManagerAddress']}: {format_resources(node['Resources'])}"
+        for node in list_nodes()
+    )
+    return (
+        f"launcher.kind: ray: after {limit:g} s (launcher.placement_timeout_seconds) the cluster "
+        f"has no room for {missing}. The run needs {format_resources(needed)} in all: "
+        f"{'; '.join(map(str, demands))}. The cluster has, {len(list_nodes())} nodes:{nodes}\n"
+        f"and free is {format_resources(ray.available_resources())}. Add nodes, wait for what "
+        "else runs there, or ask for less: engine.num_servers, engine.num_threads, "
+        "train.num_processes, rollout.num_workers"
+    )

@@ -1,0 +1,158 @@
+"""Processes placed on a Ray cluster; see :class:`~agentrl_cli.launch.placement.Placement`."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util.placement_group import get_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.config.resolved_run import ResolvedRun
+from agentrl_cli.engine.protocol import ServerEndpoint, WeightTransfer
+from agentrl_cli.engine.router.engine_router import EngineRouter
+from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
+from agentrl_cli.launch.placement import Servers
+from agentrl_cli.launch.plan import PlannedProcess
+from agentrl_cli.launch.processes.managed_process import Process
+from agentrl_cli.launch.processes.trainer_protocol import ClusterAddress, RunningServers
+from agentrl_cli.launch.ray.remote_process import RemoteProcess
+from agentrl_cli.launch.ray.remote_servers import RemoteServers
+from agentrl_cli.log import Observer
+
+#: Of a file of weights: what a node holds of it at a time, beside the file.
+_PART_BYTES = 2**28
+_RENDEZVOUS_SECONDS = 120.0
+
+
+class RayPlacement:
+    """Each process is in an actor, in the room that the run has reserved.
+
+    Args:
+        cluster: where this process has joined it.
+        config: the experiment.
+        num_ranks: trainer processes.
+    """
+
+    def __init__(self, cluster: ClusterAddress, config: ExperimentConfig, num_ranks: int) -> None:
+        self.cluster: ClusterAddress | None = cluster
+        self._namespace = cluster.namespace
+        self._start_seconds = config.launcher.placement_timeout_seconds
+        self._num_ranks = num_ranks
+        self._tasks: list[asyncio.Task[None]] = []
+        self._parts: tuple[Path, dict[str, list[Any]]] | None = None
+
+    def start_servers(
+        self,
+        config: ExperimentConfig,
+        run: ResolvedRun,
+        model_folder: str,
+        stack: ExitStack,
+        *,
+        log_dir: Path,
+        observer: Observer,
+    ) -> Servers:
+        """An actor for each server. Each loads the model by its name, on its own node."""
+        options = [self.choose_place("engine", index) for index in range(len(run.servers))]
+        servers = RemoteServers(config, run, options, log_dir=log_dir, observer=observer)
+        return stack.enter_context(servers)
+
+    def start_process(
+        self, planned: PlannedProcess, log_path: Path
+    ) -> tuple[Process, socket.socket]:
+        """The process in an actor."""
+        number = re.search(r"\d+$", planned.name)
+        options = self.choose_place(planned.role, int(number[0]) if number else 0)
+        process = RemoteProcess(
+            planned, log_path, options=options, start_seconds=self._start_seconds
+        )
+        return process, process.connect()
+
+    def choose_place(self, role: str, index: int) -> dict[str, Any]:
+        """Options of the actor with the ``index``-th process of a role."""
+        group = get_placement_group(role)
+        bundle = dict(group.bundle_specs[index])
+        return {
+            "num_cpus": bundle.pop("CPU", 0),
+            "num_gpus": bundle.pop("GPU", 0),
+            "resources": bundle,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, index),
+            "namespace": self._namespace,
+        }
+
+    def make_rendezvous(self, stack: ExitStack) -> str:
+        """A free port of the node of rank 0."""
+        if self._num_ranks == 1:
+            return ""
+        strategy = PlacementGroupSchedulingStrategy(get_placement_group("trainer"), 0)
+        finding = ray.remote(num_cpus=0)(_find_free_port).options(scheduling_strategy=strategy)
+        return str(ray.get(finding.remote(), timeout=self._start_seconds))
+
+    def build_transfer(
+        self,
+        config: ExperimentConfig,
+        servers: RunningServers,
+        model_folder: str,
+        tied_names: Mapping[str, str],
+        on_message: Callable[[str], None],
+    ) -> WeightTransfer:
+        """NCCL, or files: in ``engine.weight_transfer.dir``, which all nodes see, else through
+        Ray's object store into the memory of each node."""
+        return build_weight_transfer(
+            config,
+            model_folder=model_folder,
+            kind=servers.run.weight_transfer,
+            tied_names=tied_names,
+            on_message=on_message,
+            deliver=self._deliver if config.engine.weight_transfer.dir is None else None,
+        )
+
+    async def _deliver(self, server: str, folder: Path) -> Path:
+        """The folder's copy on the node of the server."""
+        # The last one only: the object store is no place for what must last.
+        if self._parts is None or self._parts[0] != folder:
+            self._parts = folder, await asyncio.to_thread(_put_files, folder)
+        actor = ray.get_actor(server, self._namespace)
+        return Path(await actor.take_files.remote(folder.name, self._parts[1]))
+
+    def follow_servers(self, router: EngineRouter) -> None:
+        """A server whose node was lost is started on another: its actor tells."""
+        for endpoint in router.endpoints:
+            following = _follow(router, ray.get_actor(endpoint.name, self._namespace), endpoint)
+            self._tasks.append(asyncio.create_task(following))
+
+
+async def _follow(router: EngineRouter, actor: Any, endpoint: ServerEndpoint) -> None:
+    while True:
+        # Ray asks the actor again when it has been started again.
+        found = ServerEndpoint(**await actor.find_endpoint.remote(endpoint.base_url))
+        if found != endpoint:
+            endpoint = found
+            router.move(endpoint)
+
+
+def _put_files(folder: Path) -> dict[str, list[Any]]:
+    """The files of a folder in the object store, by name, in parts."""
+    return {
+        path.name: [
+            ray.put(np.fromfile(path, np.uint8, _PART_BYTES, offset=start))
+            for start in range(0, path.stat().st_size, _PART_BYTES)
+        ]
+        for path in folder.iterdir()
+    }
+
+
+def _find_free_port() -> str:
+    host = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"tcp://{host}:{probe.getsockname()[1]}"
