@@ -27,6 +27,7 @@ from agentrl_cli.launch.processes.trainer_protocol import (
 )
 from agentrl_cli.log import Observer, get_logger
 from agentrl_cli.scratch_folders import ScratchFolder
+from agentrl_cli.store.working_copy import FolderOwner
 from agentrl_cli.train.rendezvous import RankLostError
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class TrainerGroup:
             additions to the environment; rank 0's first.
         log_dir: gets a log for each, with what it and, in rank 0, the agents print.
         servers: the engine servers; those of the embedded engine are none.
+        owner: how they show that they work for this process in the run folder.
         secrets: what is masked in the run folder's configuration.
         observer: receives what rank 0 reports.
 
@@ -69,6 +71,7 @@ class TrainerGroup:
         log_dir: Path,
         servers: RunningServers,
         *,
+        owner: FolderOwner,
         secrets: Sequence[Sequence[Any]],
         observer: Observer,
     ) -> None:
@@ -76,7 +79,7 @@ class TrainerGroup:
         # Only this user can open it.
         self._rendezvous = ScratchFolder("ranks")
         spec = TrainerSpec(
-            owner_pid=os.getpid(),
+            owner=owner,
             events_descriptor=writing,
             servers=servers,
             secrets=secrets,
