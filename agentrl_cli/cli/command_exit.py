@@ -13,7 +13,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -84,7 +84,7 @@ def outlive_readers() -> None:
 
 
 @contextmanager
-def crashes_logged(find_log: Callable[[], Path]) -> Iterator[None]:
+def crashes_logged(open_log: Callable[[], AbstractContextManager[Path]]) -> Iterator[None]:
     """Writes the traceback of an unexpected exception to the run's log, and lets it propagate."""
     try:
         yield
@@ -92,16 +92,16 @@ def crashes_logged(find_log: Callable[[], Path]) -> Iterator[None]:
         raise
     except Exception as error:
         from agentrl_cli.log import file_log, get_logger
+        from agentrl_cli.store.layout import describe
 
         try:
-            path = find_log()
-            with file_log(path):
+            with open_log() as path, file_log(path):
                 # In the message, not as exc_info: only messages are searched for secrets.
                 get_logger(__name__).error("%s", traceback.format_exc())
         except (OSError, AgentrlError) as log_error:
             error.add_note(f"(its traceback could not be written to the run's log: {log_error})")
             raise error from None
-        error.add_note(f"The full traceback is in {path}")
+        error.add_note(f"The full traceback is in {describe(path)}")
         raise
 
 

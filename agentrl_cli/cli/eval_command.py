@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from agentrl_cli.evaluate.eval_report import EvalReport
 
 CheckpointOption = Annotated[
-    Path | None,
-    typer.Option(help="A checkpoint's folder, instead of model.path.", metavar="DIR"),
+    str | None,
+    typer.Option(help="A checkpoint's folder (or URL), instead of model.path.", metavar="DIR"),
 ]
 EndpointOption = Annotated[
     str | None,
@@ -81,19 +81,20 @@ def evaluate_command(
     with (
         # What agents print, too, would stand in the JSON.
         redirect_stdout(sys.stderr) if as_json else nullcontext(),
-        crashes_logged(lambda: RunFolder(run_dir).log_path("eval")),
+        crashes_logged(lambda: RunFolder.open_log(run_dir, "eval")),
         build_observer() as observer,
+        open_checkpoint(checkpoint) as folder,
     ):
         source = (
             EndpointSource(experiment, base_url or "", model or "")
             if run is None
-            else EngineSource(experiment, run, observer, checkpoint)
+            else EngineSource(experiment, run, observer, folder)
         )
         name, report = run_evaluation(experiment, source, limit=limit, observer=observer, name=name)
     described = {
-        "model": str(checkpoint or model or experiment.model.path),
+        "model": checkpoint or model or experiment.model.path,
         "dataset": experiment.resolve_eval_dataset()[0],
-        "run": str(run_dir),
+        "run": run_dir,
         "name": name,
     }
     if as_json:
@@ -114,11 +115,11 @@ def _print_report(report: EvalReport, described: Mapping[str, str]) -> None:
     typer.echo(f"look at its trajectories:  {look} --evals {described['name']}")
 
 
-def _save_tasks(run_dir: Path, name: str, path: Path) -> None:
+def _save_tasks(run_dir: str, name: str, path: Path) -> None:
     from agentrl_cli.evaluate.pass_rates import save_pass_rates
     from agentrl_cli.store.run_folder import RunFolder
 
-    num_saved = save_pass_rates(RunFolder(run_dir), name, path)
+    num_saved = save_pass_rates(RunFolder.open(run_dir), name, path)
     choose = f"train_dataset.path={shlex.quote(str(path))} train_dataset.min_pass_rate=0.1"
     # With --json, stdout is the report's alone.
     typer.echo(
@@ -144,7 +145,7 @@ def _check_name(name: str | None) -> None:
         )
 
 
-def _check_endpoint(checkpoint: Path | None, base_url: str | None, model: str | None) -> None:
+def _check_endpoint(checkpoint: str | None, base_url: str | None, model: str | None) -> None:
     if base_url is not None and model is None:
         raise UserInputError("--base-url needs the model's name there. Add --model NAME")
     if model is not None and base_url is None:
@@ -160,16 +161,36 @@ def _check_endpoint(checkpoint: Path | None, base_url: str | None, model: str | 
         raise UserInputError("--checkpoint and --base-url name two different models: give one")
 
 
-def check_checkpoint(checkpoint: Path) -> None:
-    """Refuses what is no checkpoint's folder.
+@contextmanager
+def open_checkpoint(checkpoint: str | None) -> Iterator[Path | None]:
+    """The folder of the checkpoint inside the block; from object storage, a copy of it."""
+    from agentrl_cli.store.layout import is_url
+    from agentrl_cli.store.run_folder import RunFolder
+
+    if checkpoint is None or not is_url(checkpoint):
+        yield None if checkpoint is None else Path(checkpoint)
+        return
+    with RunFolder.open(checkpoint) as run:
+        folder = run.fetch(run.find_inside(checkpoint))
+        _check_model_files(folder, checkpoint)
+        yield folder
+
+
+def check_checkpoint(checkpoint: str) -> None:
+    """Refuses what is no checkpoint's folder on this machine.
 
     Raises:
         UserInputError: saying what is missing.
     """
+    if "://" not in checkpoint:
+        _check_model_files(Path(checkpoint), checkpoint)
+
+
+def _check_model_files(folder: Path, checkpoint: str) -> None:
     # The second is an adapter's, which names the model that it was trained on.
-    if not any((checkpoint / name).is_file() for name in ("config.json", "adapter_config.json")):
+    if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
         problem = (
-            "has no config.json or adapter_config.json" if checkpoint.is_dir() else "no such folder"
+            "has no config.json or adapter_config.json" if folder.is_dir() else "no such folder"
         )
         raise UserInputError(
             f"--checkpoint {checkpoint}: {problem}. Allowed: a folder such as "

@@ -12,7 +12,7 @@ from agentrl_cli.errors import UserInputError
 
 def export_command(
     run: Annotated[
-        Path, typer.Argument(help="A run folder, or one of its checkpoints.", metavar="RUN")
+        str, typer.Argument(help="A run folder (or URL), or one of its checkpoints.", metavar="RUN")
     ],
     to: Annotated[Path, typer.Option("--to", help="The folder to create.", metavar="DIR")],
     step: Annotated[

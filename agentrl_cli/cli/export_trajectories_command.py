@@ -12,7 +12,7 @@ from agentrl_cli.errors import UserInputError
 
 
 def export_trajectories_command(
-    run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
+    run: Annotated[str, typer.Argument(help="A run folder, or its URL.", metavar="RUN")],
     to: Annotated[Path, typer.Option("--to", help="The .jsonl file to write.", metavar="FILE")],
     format_: Annotated[
         Literal["sft"], typer.Option("--format", help="sft: conversations that agentrl sft reads.")

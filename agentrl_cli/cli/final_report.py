@@ -114,12 +114,13 @@ def _print_rewards(folder: RunFolder, console: Console) -> None:
 
 def _print_alarms(folder: RunFolder, console: Console) -> None:
     from agentrl_cli.inspector.list_view import format_alarms
+    from agentrl_cli.store.layout import describe
 
     lines = format_alarms(folder.read_alarms())
     for line in lines:
         console.print(line, style="yellow", markup=False, soft_wrap=True)
     if lines:
-        log = shlex.quote(str(folder.log_path("trainer")))
+        log = shlex.quote(describe(folder.log_path("trainer")))
         console.print(f"(what was seen, and what to type: {log})", markup=False, soft_wrap=True)
 
 
@@ -200,13 +201,15 @@ def _has_reward(trajectory: Trajectory) -> bool:
 def _list_next_commands(
     folder: RunFolder, config_path: Path, overrides: Sequence[str]
 ) -> list[str]:
-    run = shlex.quote(str(folder.path))
+    from agentrl_cli.store.layout import describe
+
+    run = shlex.quote(folder.location)
     lines = []
     if folder.trajectory_steps():
         lines.append(f"look at what it did:  agentrl inspect-trajectories {run}")
     latest = folder.latest_checkpoint()
     if latest is not None:
-        checkpoint = shlex.quote(str(latest[1]))
+        checkpoint = shlex.quote(describe(latest[1]))
         typed = "".join(f" {shlex.quote(text)}" for text in overrides)
         lines.append(
             f"measure it again:     agentrl eval --config {shlex.quote(str(config_path))} "

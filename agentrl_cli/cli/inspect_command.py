@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -50,7 +49,7 @@ EvalsOption = Annotated[
 
 
 def inspect_command(
-    run: Annotated[Path, typer.Argument(help="A run folder.", metavar="RUN")],
+    run: Annotated[str, typer.Argument(help="A run folder, or its URL.", metavar="RUN")],
     trajectory: Annotated[
         str | None,
         typer.Argument(help="Show this one: its id, or its number in the list.", metavar="[ID]"),

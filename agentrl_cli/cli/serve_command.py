@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from agentrl_cli.cli.eval_command import CheckpointOption, check_checkpoint
+from agentrl_cli.cli.eval_command import CheckpointOption, check_checkpoint, open_checkpoint
 from agentrl_cli.cli.train_command import ConfigOption, OverridesArgument
 
 _POLL_SECONDS = 0.1
@@ -63,9 +63,10 @@ def serve_command(
     from agentrl_cli.store.run_folder import RunFolder
 
     with (
-        crashes_logged(lambda: RunFolder(run_dir_of(experiment)).log_path("serve")),
+        crashes_logged(lambda: RunFolder.open_log(run_dir_of(experiment), "serve")),
         ExitStack() as stack,
     ):
+        folder = stack.enter_context(open_checkpoint(checkpoint))
         # The display ends before anything is shown that will be copied: it breaks long lines.
         with build_observer() as observer:
             from agentrl_cli.launch.model_serving import ListenAddress, serve_model, serve_online
@@ -73,7 +74,7 @@ def serve_command(
             serve = partial(serve_online, on_finished=typer.echo) if online else serve_model
             address = ListenAddress(port, host, api_key)
             served = stack.enter_context(
-                serve(experiment, observer=observer, address=address, checkpoint=checkpoint)
+                serve(experiment, observer=observer, address=address, checkpoint=folder)
             )
         with stop_on_signals(lambda _: typer.echo("stopping")) as stop:
             typer.echo(served.text)

@@ -62,7 +62,7 @@ def train_command(
     from agentrl_cli.store.run_folder import RunFolder
 
     with (
-        crashes_logged(lambda: RunFolder(run_dir_of(experiment)).log_path("command")),
+        crashes_logged(lambda: RunFolder.open_log(run_dir_of(experiment), "command")),
         build_observer(total_steps=experiment.train.total_steps) as observer,
         stop_on_signals(observer.on_message) as stop,
     ):
@@ -95,7 +95,7 @@ def _print_plan(experiment: ExperimentConfig, run: ResolvedRun, *, overwrite: bo
     # A built-in model, or one on the hub, is not made or fetched for this.
     if Path(experiment.model.path).is_dir():
         run = with_output_head(run, experiment, experiment.model.path)
-    run_dir = str(run_dir_of(experiment))
+    run_dir = run_dir_of(experiment)
     plan = build_plan(experiment, run, run_dir=run_dir)
     typer.echo(f"# run folder: {run_dir}\n# processes:")
     typer.echo("\n".join(f"#   {line}" for line in format_plan(plan).splitlines()))

@@ -29,7 +29,7 @@ class ExportedConversations:
 
 
 def export_conversations(
-    run: Path,
+    run: str | Path,
     to: Path,
     *,
     steps: str | None = None,
@@ -62,7 +62,7 @@ def export_conversations(
     if not kept:
         reasons = ", ".join(f"{number} {reason}" for reason, number in left_out.most_common())
         raise UserInputError(
-            f"{folder.path}: none of {left_out.total()} trajectories can be exported: {reasons}"
+            f"{folder.location}: none of {left_out.total()} trajectories can be exported: {reasons}"
         )
     # Stable: equal ones stay in the order in which they were sampled.
     kept.sort(key=lambda trajectory: -(trajectory.reward or 0.0))

@@ -31,7 +31,7 @@ _PIPE_WIDTH = 160
 
 
 def inspect_run(
-    run: Path,
+    run: str | Path,
     trajectory: str | None,
     query: TrajectoryQuery,
     *,
@@ -65,10 +65,10 @@ def inspect_run(
 def _show_steps(folder: RunFolder, as_json: bool, console: Console) -> None:
     summaries = summarize_steps(folder)
     if as_json:
-        print(json_view.format_steps(str(folder.path), summaries))
+        print(json_view.format_steps(folder.location, summaries))
         return
     if not summaries:
-        _hint(console, f"{folder.path}: nothing is stored yet; the first step is being sampled")
+        _hint(console, f"{folder.location}: nothing is stored yet; the first step is being sampled")
         return
     console.print(build_step_table(summaries))
     for problem in (s.problem for s in summaries if s.problem is not None):
@@ -81,14 +81,14 @@ def _show_steps(folder: RunFolder, as_json: bool, console: Console) -> None:
         _hint(console, line)
     last = next((s.source.step for s in reversed(summaries) if not s.source.is_eval), None)
     options = "--evals all" if last is None else f"--step {last}"
-    _hint(console, f"its trajectories:  agentrl inspect-trajectories {folder.path} {options}")
+    _hint(console, f"its trajectories:  agentrl inspect-trajectories {folder.location} {options}")
 
 
 def _show_selection(
     folder: RunFolder, selection: Selection, as_json: bool, console: Console
 ) -> None:
     if as_json:
-        print(json_view.format_selection(str(folder.path), selection))
+        print(json_view.format_selection(folder.location, selection))
         return
     if not selection.found:
         _hint(console, "no trajectory matches")
@@ -105,7 +105,7 @@ def _show_selection(
         )
     if selection.found:
         name = selection.found[0].summary.id
-        _hint(console, f"the first one:  agentrl inspect-trajectories {folder.path} {name}")
+        _hint(console, f"the first one:  agentrl inspect-trajectories {folder.location} {name}")
 
 
 def _show_one(
@@ -129,10 +129,12 @@ def _show_one(
         summarize_prefix_mismatches([trajectory]), "prefix mismatches in this trajectory", console
     )
     if not tokens:
-        hint = f"agentrl inspect-trajectories {folder.path} {trajectory.id} --tokens"
+        hint = f"agentrl inspect-trajectories {folder.location} {trajectory.id} --tokens"
         _hint(console, f"its tokens:  {hint}")
         return
     latest = folder.latest_checkpoint()
+    if latest is not None:
+        folder.fetch(latest[1] / "tokenizer.json")
     spell = load_spell(tokenizer_path, latest[1] if latest else None)
     for table in build_token_tables(trajectory, spell, is_trained=untrained is None):
         console.print(table)

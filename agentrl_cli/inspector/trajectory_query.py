@@ -119,13 +119,13 @@ def choose_sources(folder: RunFolder, query: TrajectoryQuery) -> list[Source]:
             remedy = "The first appears when step 1 is sampled"
             if sources:
                 remedy += "; for the trajectories of evaluations, type --evals all"
-        raise UserInputError(f"{folder.path}: no {kind} are stored yet. {remedy}")
+        raise UserInputError(f"{folder.location}: no {kind} are stored yet. {remedy}")
     if query.evals not in (None, "all"):
         names = list(dict.fromkeys(s.label or TRAINING_EVALS for s in stored))
         stored = [s for s in stored if (s.label or TRAINING_EVALS) == query.evals]
         if not stored:
             raise UserInputError(
-                f"{folder.path}: --evals {query.evals}: no evaluation has this name; "
+                f"{folder.location}: --evals {query.evals}: no evaluation has this name; "
                 f"{format_nearest(query.evals, ['all', *names])}"
             )
     if query.steps is None or query.steps == "all":
@@ -136,7 +136,7 @@ def choose_sources(folder: RunFolder, query: TrajectoryQuery) -> list[Source]:
     chosen = [s for s in stored if any(low <= s.step <= high for low, high in wanted)]
     if not chosen:
         raise UserInputError(
-            f"{folder.path}: --step {query.steps}: not stored; stored {kind}: "
+            f"{folder.location}: --step {query.steps}: not stored; stored {kind}: "
             f"{stored[0].step} to {stored[-1].step} ({len(stored)})"
         )
     return chosen
@@ -226,9 +226,9 @@ def find_one(folder: RunFolder, query: TrajectoryQuery, name: str) -> tuple[Sour
         found = shown[int(name) - 1]
     if found is None:
         raise UserInputError(
-            f"{folder.path}: no trajectory {name!r}. Allowed: an id, or a number from 1 to "
+            f"{folder.location}: no trajectory {name!r}. Allowed: an id, or a number from 1 to "
             f"{len(shown)} of the list. List them with: agentrl inspect-trajectories "
-            f"{folder.path} --step all"
+            f"{folder.location} --step all"
         )
     return found.source, read_trajectory(found.source.find_file(folder), found.number)
 

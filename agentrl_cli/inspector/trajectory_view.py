@@ -29,7 +29,6 @@ from agentrl_cli.prefix_mismatches import (
 )
 from agentrl_cli.records import Interaction, InteractionStatus, Message, Trajectory
 from agentrl_cli.scores import compute_group_statistics, compute_score
-from agentrl_cli.store.resume_check import load_saved_config
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.trajectory_file import find_matches, read_trajectory
 
@@ -220,7 +219,7 @@ def find_untrained_reason(folder: RunFolder, source: Source, trajectory: Traject
         return "it has no reward"
     if source.step not in {int(line.get("step", 0)) for line in folder.read_metrics()}:
         return f"step {source.step} has not been trained yet"
-    algorithm = load_saved_config(folder.path).train.algorithm
+    algorithm = folder.load_config().train.algorithm
     if algorithm.compares_within_groups and not algorithm.trains_without_advantage:
         path = source.find_file(folder)
         same_group = {"group_id": partial(eq, trajectory.group_id)}

@@ -72,7 +72,7 @@ def _supervise(checked: PPOTrainer, *, overwrite: bool, stop: StopFlag) -> bool:
     config, observer, source = checked.config, checked.observer, checked.source
     observer.on_stage("check")
     check_input(checked)
-    plan = build_plan(config, source.run, run_dir=str(run_dir_of(config)))
+    plan = build_plan(config, source.run, run_dir=run_dir_of(config))
     planned = [process for process in plan if process.role == "trainer"]
     with ExitStack() as stack:
         folder = stack.enter_context(
@@ -89,6 +89,7 @@ def _supervise(checked: PPOTrainer, *, overwrite: bool, stop: StopFlag) -> bool:
             planned,
             folder.log_dir(),
             source.start_servers(folder.log_dir(), stack),
+            owner=folder.owner,
             secrets=find_secrets(config.model_dump(mode="json")),
             observer=observer,
             placement=checked.placement,

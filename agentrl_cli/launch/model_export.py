@@ -21,7 +21,6 @@ from agentrl_cli.log import format_failures
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import is_full_disk, sync_folder, sync_tree
 from agentrl_cli.store.checksums import check_checksums
-from agentrl_cli.store.resume_check import load_saved_config
 from agentrl_cli.store.run_folder import (
     EvalScore,
     RunFolder,
@@ -55,7 +54,7 @@ class Exported:
 
 
 def export_checkpoint(
-    run: Path,
+    run: str | Path,
     to: Path,
     *,
     choice: int | Literal["last", "best"] | None = None,
@@ -76,7 +75,7 @@ def export_checkpoint(
     """
     folder = RunFolder.open(run)
     _check_target(to, folder.path)
-    config = load_saved_config(folder.path)
+    config = folder.load_config()
     metric = config.train.keep_best_checkpoint or "mean_reward"
     score = None
     if choice is None:
@@ -85,6 +84,7 @@ def export_checkpoint(
         score = _find_best(folder, metric)
         choice = score.step
     step, source = _find_checkpoint(folder, choice)
+    folder.fetch(source)
     base = _read_adapter_base(source)
     if merge and base is None:
         raise UserInputError(
@@ -124,9 +124,9 @@ def _check_target(to: Path, run_dir: Path) -> None:
         )
 
 
-def _find_named_step(run: Path, folder: RunFolder) -> int | None:
+def _find_named_step(run: str | Path, folder: RunFolder) -> int | None:
     """The step, if ``run`` is one of the run's checkpoints and not the run."""
-    parts = run.resolve().relative_to(folder.path.resolve()).parts
+    parts = folder.find_inside(run).relative_to(folder.path).parts
     is_checkpoint = len(parts) > 1 and parts[0] == layout.CHECKPOINTS
     return layout.parse_step(parts[1]) if is_checkpoint else None
 
@@ -136,14 +136,14 @@ def _find_checkpoint(folder: RunFolder, choice: int | Literal["last"]) -> tuple[
     checkpoints = dict(folder.list_checkpoints())
     if not checkpoints:
         raise RunFolderError(
-            f"{folder.path}: has no checkpoint yet. One is saved every train.save_every_steps, "
+            f"{folder.location}: has no checkpoint yet. One is saved every train.save_every_steps, "
             "after the last step, and when Ctrl-C stops the run"
         )
     step = max(checkpoints) if choice == "last" else choice
     if step not in checkpoints:
         known = ", ".join(map(str, checkpoints))
         raise RunFolderError(
-            f"{folder.path}: there is no checkpoint of step {step}. There are those of steps "
+            f"{folder.location}: there is no checkpoint of step {step}. There are those of steps "
             f"{known}. Type --step {max(checkpoints)}, --best or --last"
         )
     return step, checkpoints[step]
@@ -157,7 +157,9 @@ def _read_adapter_base(source: Path) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{path} is damaged ({error!r}). Type --step with another") from None
+        raise StoreError(
+            f"{layout.describe(path)} is damaged ({error!r}). Type --step with another"
+        ) from None
 
 
 def _find_best(folder: RunFolder, metric: str) -> EvalScore:
@@ -167,7 +169,8 @@ def _find_best(folder: RunFolder, metric: str) -> EvalScore:
     saved = ", ".join(str(step) for step, _ in folder.list_checkpoints()) or "none"
     evaluated = ", ".join(map(str, folder.eval_steps())) or "none"
     raise RunFolderError(
-        f"{folder.path}: --best: no checkpoint has an evaluation that says {metric}. Checkpoints "
+        f"{folder.location}: --best: no checkpoint has an evaluation that says {metric}. "
+        "Checkpoints "
         f"of steps: {saved}; evaluations after steps: {evaluated}. Type --last or --step N. (Runs "
         "with valid_dataset and train.eval_every_steps evaluate, and keep the best one)"
     )
@@ -179,8 +182,8 @@ def _write_model(source: Path, target: Path, config: ExperimentConfig, *, merge:
         names = [path.name for path in source.iterdir() if path.is_file()]
         if not any(next(source.glob(pattern), None) for pattern in _WEIGHTS):
             raise StoreError(
-                f"{source} is damaged: it holds no weights (*.safetensors). Type --step with "
-                "another"
+                f"{layout.describe(source)} is damaged: it holds no weights (*.safetensors). "
+                "Type --step with another"
             )
         check_checksums(source)
         for name in names:
@@ -188,7 +191,8 @@ def _write_model(source: Path, target: Path, config: ExperimentConfig, *, merge:
                 shutil.copyfile(source / name, target / name)
     except FileNotFoundError:
         raise RunFolderError(
-            f"{source} was deleted while it was read: the run goes on and keeps its newest "
+            f"{layout.describe(source)} was deleted while it was read: the run goes on and keeps "
+            "its newest "
             "checkpoints only (train.keep_last_checkpoints). Type the command again with --last"
         ) from None
     if not merge:
@@ -218,8 +222,9 @@ def _new_folder(to: Path, source: Path) -> Iterator[Path]:
     except Exception as error:
         if is_full_disk(error):
             hint = (
-                f"the disk (or your quota) is full. Nothing was left there, and {source} is as it "
-                "was. Free some space, or type --to with a folder on a larger disk"
+                f"the disk (or your quota) is full. Nothing was left there, and "
+                f"{layout.describe(source)} is "
+                "as it was. Free some space, or type --to with a folder on a larger disk"
             )
         elif isinstance(error, OSError):
             hint = f"{error}. Nothing was left there. Type --to with a folder that you may write to"

@@ -26,6 +26,7 @@ from agentrl_cli.rollout.external.external_workflow import ExternalListener
 from agentrl_cli.rollout.trajectory_pool import TrajectoryPool
 from agentrl_cli.rollout.workflow import Attempt
 from agentrl_cli.rollout.workflow_building import build_workflow
+from agentrl_cli.store.layout import describe
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.tracking.gateway import get_gateway
 from agentrl_cli.tracking.gateway_socket import LOOPBACK, check_binding, open_listener
@@ -119,7 +120,7 @@ def _format_usage(model_name: str, base_url: str, key: str, log_dir: Path) -> st
         {"model": model_name, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}
     )
     return (
-        f"{model_name} is served (Ctrl-C ends it; logs: {log_dir}). For an agent:\n\n"
+        f"{model_name} is served (Ctrl-C ends it; logs: {describe(log_dir)}). For an agent:\n\n"
         f"  export OPENAI_BASE_URL={base_url}\n"
         f"  export OPENAI_API_KEY={key}\n"
         f"  model name: {model_name}\n\n"
@@ -208,8 +209,10 @@ def serve_online(
 
         _wait_for_listener(access, check)
         text = (
-            f"{engine.model_name} is served (Ctrl-C ends it; logs: {folder.log_dir('serve')}; "
-            f"trajectories: agentrl inspect-trajectories {folder.path} --evals all), and {shown[0]}"
+            f"{engine.model_name} is served (Ctrl-C ends it; logs: "
+            f"{describe(folder.log_dir('serve'))}; "
+            f"trajectories: agentrl inspect-trajectories {folder.location} --evals all), and "
+            f"{shown[0]}"
         )
         yield ServedModel(text, check)
 

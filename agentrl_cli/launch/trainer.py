@@ -36,9 +36,9 @@ from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.step_planner import StepPlanner
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
-from agentrl_cli.store.layout import eval_name, run_dir_of
-from agentrl_cli.store.resume_check import load_saved_config
+from agentrl_cli.store.layout import describe, eval_name, run_dir_of
 from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.store.working_copy import FolderOwner
 from agentrl_cli.tracking.formats.format_choice import collect_template_text
 from agentrl_cli.train.checkpoint import seed_generators
 from agentrl_cli.train.learner import Learner
@@ -78,7 +78,7 @@ class PPOTrainer:
             ``engine.kind`` needs any.
         run: what the configuration comes to on this machine; None: that of ``servers``, else it
             is found out here.
-        owner_pid: the process that holds the run folder for this one; None: this one will.
+        owner: the process that holds the run folder for this one; None: this one will.
         rendezvous: with the processes that train together, of which this is rank 0; None: it
             trains alone.
         placement: where the processes of the run are; None: on this machine.
@@ -98,7 +98,7 @@ class PPOTrainer:
         overwrite: bool = False,
         servers: RunningServers | None = None,
         run: ResolvedRun | None = None,
-        owner_pid: int | None = None,
+        owner: FolderOwner | None = None,
         rendezvous: Rendezvous | None = None,
         placement: Placement | None = None,
     ) -> None:
@@ -118,7 +118,7 @@ class PPOTrainer:
         )
         self._stop = stop or threading.Event()
         self._overwrite = overwrite
-        self._owner_pid = owner_pid
+        self._owner = owner
         self._rendezvous = rendezvous
         self._train_rows = take_rows(train_dataset, config.train_dataset, "train_dataset")
         self._valid_rows = (
@@ -143,12 +143,12 @@ class PPOTrainer:
         # The last that can be wrong with the input, before anything is written.
         self.source.prepare()
         with ExitStack() as stack:
-            if self._owner_pid is None:
+            if self._owner is None:
                 folder = RunFolder.create_or_resume(
                     self.config, overwrite=self._overwrite, versions=self.source.run.versions
                 )
             else:
-                folder = RunFolder.join(run_dir_of(self.config), self._owner_pid)
+                folder = RunFolder.join(run_dir_of(self.config), self._owner)
             self._folder = stack.enter_context(folder)
             stack.enter_context(file_log(folder.log_path("trainer")))
             self._stack = stack.pop_all()
@@ -159,7 +159,7 @@ class PPOTrainer:
 
     @property
     def run_dir(self) -> Path:
-        """The run folder."""
+        """The run folder; of one on object storage, the working copy."""
         return self._entered().path
 
     def check_rows(self, workflow: RolloutWorkflow, eval_workflow: RolloutWorkflow) -> None:
@@ -178,7 +178,7 @@ class PPOTrainer:
         if latest is None or latest[0] < self.config.train.total_steps:
             return False
         self.observer.on_message(
-            f"{folder.path} is complete: {latest[0]} steps. For more, type train.total_steps="
+            f"{folder.location} is complete: {latest[0]} steps. For more, type train.total_steps="
             f"{2 * latest[0]}; to begin again, --overwrite or another trial_name="
         )
         return True
@@ -294,7 +294,7 @@ class PPOTrainer:
             checkpoint=latest[1] if latest else None,
         )
         if latest is not None:
-            self.observer.on_message(f"resuming after step {latest[0]}, from {latest[1]}")
+            self.observer.on_message(f"resuming after step {latest[0]}, from {describe(latest[1])}")
         return learner
 
     def _build_scheduler(
@@ -389,14 +389,14 @@ def evaluate_rows(
     )
 
 
-def train_beside(run_dir: Path, spec: TrainerSpec, rendezvous: Rendezvous) -> None:
+def train_beside(location: str, spec: TrainerSpec, rendezvous: Rendezvous) -> None:
     """Trains as a rank beside rank 0, whose :class:`PPOTrainer` has the rollouts.
 
     Raises:
         NotFiniteError: on every rank, as from :meth:`PPOTrainer.train`.
         RankLostError: another rank has ended, or has not come to an exchange in time.
     """
-    config, run = load_saved_config(run_dir, spec.secrets), spec.servers.run
+    config, run = RunFolder.open(location).load_config(spec.secrets), spec.servers.run
     source = EngineSource(config, run, SilentObserver())
     seed_generators(config.seed)
     with open_ranks(rendezvous, on_gpu=run.trains_on_gpu) as ranks:

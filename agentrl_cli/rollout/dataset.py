@@ -274,7 +274,7 @@ def recall_outcomes(stream: TaskStream, folder: RunFolder, first_step: int) -> N
     missing = sorted(set(steps) - set(folder.trajectory_steps()))
     if missing:
         raise RunFolderError(
-            f"{folder.path}: rollout.curriculum chooses tasks by what earlier steps showed of "
+            f"{folder.location}: rollout.curriculum chooses tasks by what earlier steps showed of "
             f"them, and the trajectories of step {missing[0]} are gone ({len(missing)} of "
             f"{len(steps)} steps). Put the files back, or start a new run: trial_name=NAME "
             "model.path=CHECKPOINT"

@@ -46,7 +46,7 @@ def store_errors(path: Path, action: str = "written") -> Iterator[None]:
             )
         elif not isinstance(error, OSError | SafetensorError):
             raise
-        raise StoreError(f"{path}: cannot be {action}: {error}{advice}") from error
+        raise StoreError(f"{layout.describe(path)}: cannot be {action}: {error}{advice}") from error
 
 
 def is_full_disk(error: Exception) -> bool:

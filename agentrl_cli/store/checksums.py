@@ -40,8 +40,10 @@ def check_checksums(folder: Path) -> None:
     changed = sorted(name for name, digest in written.items() if found.get(name) != digest)
     if changed:
         raise StoreError(
-            f"the checkpoint {folder} is damaged: {', '.join(changed[:8])} changed since it was "
-            f"written. If you changed it yourself, delete {path}. Else delete the folder and type "
+            f"the checkpoint {layout.describe(folder)} is damaged: {', '.join(changed[:8])} "
+            "changed since it was "
+            f"written. If you changed it yourself, delete {layout.describe(path)}. Else delete "
+            "the folder and type "
             "the same command again: a run resumes from the checkpoint before it, or from the "
             "start, and learns from the stored trajectories, which are not sampled again"
         )

@@ -31,12 +31,7 @@ class FolderLock:
         deadline = time.monotonic() + wait_seconds
         while (owner := self._try_to_take()) is not None:
             if time.monotonic() >= deadline:
-                raise RunFolderError(
-                    f"{path.parent}: {owner} is training in this run folder at the moment, and "
-                    "two runs in one folder would overwrite each other. Wait for it, stop it, or "
-                    "type another trial_name=NAME. (agentrl inspect-trajectories works while a run "
-                    "continues.)"
-                )
+                raise RunFolderError(format_held(str(path.parent), owner))
             time.sleep(0.05)
 
     def _try_to_take(self) -> str | None:
@@ -66,6 +61,15 @@ class FolderLock:
             self._file.truncate(0)
             self._file.close()
             _held.discard(self._path)
+
+
+def format_held(location: str, owner: str) -> str:
+    """The message of a run that finds another in its folder."""
+    return (
+        f"{location}: {owner} is training in this run folder at the moment, and two runs in one "
+        "folder would overwrite each other. Wait for it, stop it, or type another "
+        "trial_name=NAME. (agentrl inspect-trajectories works while a run continues.)"
+    )
 
 
 def check_held_by(path: Path, owner_pid: int) -> None:

@@ -40,6 +40,9 @@ OWNED = (
     TENSORBOARD, WANDB, WANDB_RUN_ID,
 )  # fmt: skip
 
+#: What grows beside the run, whoever writes it: logs and the folders of loggers.
+GROWING = (LOGS, TENSORBOARD, WANDB, WANDB_RUN_ID)
+
 #: Names with these endings are incomplete or being deleted: never read, removed at the next start.
 TEMPORARY = (".tmp", ".deleted")
 
@@ -50,9 +53,34 @@ _STEP = re.compile(r"^step-(\d+)(?:\.parquet)?$")
 _EVAL = re.compile(r"^eval-(\d+)(?:-([A-Za-z0-9._\-]+))?\.json$")
 
 
-def run_dir_of(config: ExperimentConfig) -> Path:
-    """Where the run of ``config`` is, whether it exists or not."""
-    return Path(config.output_dir) / config.experiment_name / config.trial_name
+#: Working copies that this process has, and the URLs of what they are copies of.
+_COPIES: dict[Path, str] = {}
+
+
+def run_dir_of(config: ExperimentConfig) -> str:
+    """Where the run of ``config`` is, whether it exists or not: a folder, or a URL."""
+    names = (config.experiment_name, config.trial_name)
+    if is_url(config.output_dir):
+        return "/".join((config.output_dir.rstrip("/"), *names))
+    return str(Path(config.output_dir, *names))
+
+
+def is_url(location: str) -> bool:
+    """True for a place that is no folder of this machine."""
+    return "://" in location
+
+
+def name_copy(path: Path, url: str) -> None:
+    """Lets :func:`describe` say ``url`` for ``path`` and what is below it."""
+    _COPIES[path] = url
+
+
+def describe(path: Path) -> str:
+    """What a user calls ``path``: of a working copy, where it is a copy of."""
+    for folder in (path, *path.parents):
+        if folder in _COPIES:
+            return "/".join((_COPIES[folder], *path.relative_to(folder).parts))
+    return str(path)
 
 
 def step_name(step: int) -> str:

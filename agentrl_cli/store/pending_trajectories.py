@@ -30,6 +30,7 @@ from agentrl_cli.records import Trajectory
 from agentrl_cli.store.atomic_files import append_whole, store_errors, write_text
 from agentrl_cli.store.trajectory_record import format_record, parse_record
 from agentrl_cli.store.trajectory_summary import OpenRounds, parse_open_rounds
+from agentrl_cli.store.working_copy import LocalFolder
 
 ResultT = TypeVar("ResultT")
 
@@ -48,11 +49,14 @@ class PendingTrajectories:
     calls: whoever finishes a trajectory is an event loop with others to attend to.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, place: LocalFolder | None = None) -> None:
         self._folder = folder
+        self._place = place or LocalFolder(folder.parent)
         #: Used by that thread alone.
         self._ids: set[str] = set()
         self._mended: set[Path] = set()
+        #: Groups with lines that were not pushed yet.
+        self._changed: set[Path] = set()
         self._error: StoreError | None = None
         self._writer = ThreadPoolExecutor(1, "agentrl-pending")
         self._last: Future[None] | None = None
@@ -75,6 +79,7 @@ class PendingTrajectories:
         if self._last is not None:
             # One thread does one after the other.
             wait([self._last])
+            self._do(self._push)
         self._raise_error()
 
     def commit(
@@ -113,7 +118,7 @@ class PendingTrajectories:
                     path,
                 )
                 with store_errors(path, "deleted"):
-                    path.unlink()
+                    self._place.delete(path)
                 continue
             step, trajectories, open_rounds = found
             write(step, trajectories, open_rounds)
@@ -141,6 +146,7 @@ class PendingTrajectories:
 
     def close(self) -> None:
         """Ends the thread when all is written; what is kept stays."""
+        self._writer.submit(self._push_noting_error)
         self._writer.shutdown()
 
     def _do(self, work: Callable[..., ResultT], *given: Any) -> ResultT:
@@ -155,8 +161,22 @@ class PendingTrajectories:
     def _add_noting_error(self, trajectory: Trajectory) -> None:
         try:
             self._add(trajectory)
+            # Behind what waits by now: a group is pushed once for all that was added meanwhile.
+            if len(self._changed) == 1:
+                self._writer.submit(self._push_noting_error)
         except StoreError as error:
             self._error = error
+
+    def _push_noting_error(self) -> None:
+        try:
+            self._push()
+        except StoreError as error:
+            self._error = error
+
+    def _push(self) -> None:
+        for path in [*self._changed]:
+            self._place.push(path)
+            self._changed.discard(path)
 
     def _add(self, trajectory: Trajectory) -> None:
         if trajectory.id in self._ids:
@@ -173,12 +193,14 @@ class PendingTrajectories:
                 crc = zlib.crc32(record)
                 append_whole(file, b'{"crc32": %d, "trajectory": %s}\n' % (crc, record))
         self._ids.add(trajectory.id)
+        self._changed.add(path)
 
     def _commit(
         self, step: int, trajectories: Sequence[Trajectory], open_rounds: OpenRounds
     ) -> None:
         for trajectory in trajectories:
             self._add(trajectory)
+        self._push()
         batch = {
             "step": step,
             "groups": [*dict.fromkeys(self._path(t).name for t in trajectories)],
@@ -186,14 +208,17 @@ class PendingTrajectories:
             "open_rounds": open_rounds,
         }
         write_text(self._batch_path(step), json.dumps(batch) + "\n")
+        self._place.push(self._batch_path(step))
 
     def _drop(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         self._ids.difference_update(t.id for t in trajectories)
-        # The list goes last: while it is there, its step is written again.
-        for path in [*dict.fromkeys(map(self._path, trajectories)), self._batch_path(step)]:
-            self._mended.discard(path)
-            with store_errors(path, "deleted"):
-                path.unlink(missing_ok=True)
+        groups = [*dict.fromkeys(map(self._path, trajectories))]
+        self._mended.difference_update(groups)
+        self._changed.difference_update(groups)
+        with store_errors(self._batch_path(step), "deleted"):
+            self._place.delete(*groups)
+            # It goes last: while it is there, its step is written again.
+            self._place.delete(self._batch_path(step))
 
     def _read(self) -> list[Trajectory]:
         found = {
@@ -206,9 +231,9 @@ class PendingTrajectories:
     def _discard(self) -> None:
         self._ids.clear()
         self._mended.clear()
-        for path in [*self._list_groups(), *self._folder.glob("batch-*.json")]:
-            with store_errors(path, "deleted"):
-                path.unlink()
+        self._changed.clear()
+        with store_errors(self._folder, "deleted"):
+            self._place.delete(*self._list_groups(), *self._folder.glob("batch-*.json"))
 
     def _path(self, trajectory: Trajectory) -> Path:
         # A name of any letters becomes that of a file.

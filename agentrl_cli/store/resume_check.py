@@ -18,6 +18,7 @@ from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.secret_masking import hide_text, mask_secrets
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import store_errors, write_text
+from agentrl_cli.store.working_copy import LocalFolder
 
 _ABSENT = "(not set)"
 
@@ -38,28 +39,34 @@ def save_config(config: ExperimentConfig, run_dir: Path) -> None:
     write_text(run_dir / layout.CONFIG, text)
 
 
-def load_saved_config(run_dir: Path, secrets: Sequence[Sequence[Any]] = ()) -> ExperimentConfig:
+def load_saved_config(
+    place: LocalFolder, secrets: Sequence[Sequence[Any]] = ()
+) -> ExperimentConfig:
     """The configuration that was saved with a run, with what ``find_secrets`` found in it.
 
     Raises:
         StoreError: it is damaged.
     """
-    data = _restore_secrets(_read_saved(run_dir), secrets)
+    data = _restore_secrets(_read_saved(place), secrets)
     for *_, secret in secrets:
         hide_text(secret)
     try:
         return ExperimentConfig.model_validate(data)
     except ValidationError as error:
-        raise StoreError(f"{run_dir / layout.CONFIG}: is damaged ({error})") from None
+        path = layout.describe(place.path / layout.CONFIG)
+        raise StoreError(f"{path}: is damaged ({error})") from None
 
 
-def check_same_config(config: ExperimentConfig, run_dir: Path) -> None:
-    """Refuses to resume a run that was started with other settings.
+def check_same_config(config: ExperimentConfig, place: LocalFolder) -> None:
+    """Refuses to resume a run that was started with other settings; what there is none of, may be
+    started.
 
     Raises:
         RunFolderError: with every differing key and the three ways out.
     """
-    old, new = _read_saved(run_dir), _dump(config)
+    if not place.has(place.path / layout.CONFIG):
+        return
+    old, new = _read_saved(place), _dump(config)
     with suppress(ValidationError):
         # Keys that a later version added get their defaults; those that it dropped are listed.
         old = _dump(ExperimentConfig.model_validate(old))
@@ -71,17 +78,15 @@ def check_same_config(config: ExperimentConfig, run_dir: Path) -> None:
         f"{key}={shlex.quote('null' if value is _ABSENT else _as_yaml(value))}"
         for key, (value, _) in changes.items()
     )
-    folders = (run_dir / layout.TRAJECTORIES, run_dir / layout.CHECKPOINTS)
-    has_results = (run_dir / layout.METRICS).is_file() or any(
-        folder.is_dir() and any(folder.iterdir()) for folder in folders
-    )
+    results = (layout.METRICS, layout.TRAJECTORIES, layout.CHECKPOINTS)
+    has_results = any(place.has(place.path / name) for name in results)
     loss = "" if has_results else ": nothing but logs: no step was finished"
     raise RunFolderError(
-        f"{run_dir}: this run was started with another configuration (old -> new):\n{listed}\n"
-        "Nothing was started and nothing was changed. Three ways out:\n"
-        f"  1. a new run beside it: add  trial_name={_free_trial(run_dir)}\n"
+        f"{place.location}: this run was started with another configuration (old -> "
+        f"new):\n{listed}\nNothing was started and nothing was changed. Three ways out:\n"
+        f"  1. a new run beside it: add  trial_name={_free_trial(place)}\n"
         f"  2. resume the old run: add its values back:  {old_values}\n"
-        f"  3. start over: add  --overwrite  (deletes what is in {run_dir}{loss})"
+        f"  3. start over: add  --overwrite  (deletes what is in {place.location}{loss})"
     )
 
 
@@ -108,23 +113,24 @@ def _dump(config: ExperimentConfig) -> dict[str, Any]:
     return masked
 
 
-def _read_saved(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / layout.CONFIG
+def _read_saved(place: LocalFolder) -> dict[str, Any]:
+    path = place.path / layout.CONFIG
+    place.fetch(path)
     try:
         with store_errors(path, "read"):
             data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise StoreError(
-            f"{path}: is damaged ({error.__class__.__name__}): whether this run may be "
-            f"resumed is unknown. Type trial_name={_free_trial(run_dir)}, or --overwrite to start "
-            "over"
+            f"{layout.describe(path)}: is damaged ({error.__class__.__name__}): whether this run "
+            f"may be resumed is unknown. Type trial_name={_free_trial(place)}, or --overwrite to "
+            "start over"
         ) from None
     return data if isinstance(data, dict) else {}
 
 
-def _free_trial(run_dir: Path) -> str:
-    base, number = run_dir.name.rstrip("0123456789") or "t", 1
-    while (run_dir.parent / f"{base}{number}").exists():
+def _free_trial(place: LocalFolder) -> str:
+    base, number = Path(place.location).name.rstrip("0123456789") or "t", 1
+    while place.has_sibling(f"{base}{number}"):
         number += 1
     return f"{base}{number}"
 

@@ -6,10 +6,9 @@ import itertools
 import json
 import math
 import os
-import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -19,10 +18,9 @@ from agentrl_cli.records import Trajectory
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import append_whole, store_errors, write_text
 from agentrl_cli.store.checksums import checksummed_folder
-from agentrl_cli.store.folder_lock import FolderLock, check_held_by
 from agentrl_cli.store.manifest import write_manifest
 from agentrl_cli.store.pending_trajectories import PendingTrajectories
-from agentrl_cli.store.resume_check import check_same_config, save_config
+from agentrl_cli.store.resume_check import check_same_config, load_saved_config, save_config
 from agentrl_cli.store.trajectory_file import (
     read_open_rounds,
     read_summaries,
@@ -30,11 +28,10 @@ from agentrl_cli.store.trajectory_file import (
     write_trajectory_file,
 )
 from agentrl_cli.store.trajectory_summary import OpenRounds, TrajectorySummary
+from agentrl_cli.store.working_copy import FolderOwner, LocalFolder, open_location
 
 #: What the metrics of alarms begin with: ``alarm_<name>`` is 1 in the steps in which it is active.
 ALARM_PREFIX = "alarm_"
-#: How long the trainer of a killed command, which is killed too, may take to end.
-_ORPHAN_SECONDS = 20.0
 _PASS_AT = "pass_at_"
 #: Ends the name of what holds an evaluation's label until it is written.
 _CLAIMED = ".claimed.tmp"
@@ -45,11 +42,14 @@ class RunFolder:
     """A run's folder: use :meth:`create_or_resume`, :meth:`join`, :meth:`for_evaluation` or
     :meth:`open` to get one."""
 
-    def __init__(self, path: Path, lock: FolderLock | None = None) -> None:
-        self.path = path
-        self._lock = lock
-        self._metrics_path = path / layout.METRICS
-        self._pending = PendingTrajectories(path / layout.PENDING)
+    def __init__(self, place: LocalFolder) -> None:
+        self.path = place.path
+        """Where its files are read and written: on object storage, a working copy."""
+        self.location = place.location
+        """What a user calls it: a path or a URL."""
+        self._place = place
+        self._metrics_path = self.path / layout.METRICS
+        self._pending = PendingTrajectories(self.path / layout.PENDING, place)
         self._writer = ThreadPoolExecutor(1, "agentrl-store")
         self._writing: Future[None] | None = None
 
@@ -71,32 +71,42 @@ class RunFolder:
             RunFolderError: another process holds it, or it belongs to another configuration.
             StoreError: it cannot be written to.
         """
-        path = layout.run_dir_of(config)
+        place = open_location(layout.run_dir_of(config))
+        path = place.path
         _make_folder(path)
-        lock = FolderLock(path / layout.LOCK)
         try:
-            if (path / layout.TRAINER_LOCK).exists():
-                FolderLock(path / layout.TRAINER_LOCK, wait_seconds=_ORPHAN_SECONDS).release()
+            place.lock()
             with store_errors(path):
-                is_being_emptied = (path / layout.OVERWRITING).exists()
-                if is_being_emptied or (overwrite and layout.is_run_folder(path)):
-                    _empty(path)
-                cls.check_resumable(config)
-                _remove_temporaries(path)
+                is_being_emptied = place.has(path / layout.OVERWRITING)
+                if is_being_emptied or (overwrite and place.is_run()):
+                    _empty(place)
+                check_same_config(config, place)
+                place.remove_temporaries()
                 for name in (layout.TRAJECTORIES, layout.CHECKPOINTS, layout.LOGS):
                     (path / name).mkdir(exist_ok=True)
+            place.share_logs()
+            place.fetch(path / layout.MANIFEST)
             save_config(config, path)
             write_manifest(config, path, versions)
-            folder = cls(path, lock)
-            folder._pending.restore(folder._write_step)
+            for name in (layout.CONFIG, layout.MANIFEST):
+                place.push(path / name)
+            return cls._restored(place)
         except BaseException:
-            lock.release()
+            place.close()
             raise
+
+    @classmethod
+    def _restored(cls, place: LocalFolder) -> Self:
+        """The folder, to write into, with what was done of a step that was interrupted."""
+        folder = cls(place)
+        place.fetch_folder(place.path / layout.PENDING)
+        place.fetch(folder._metrics_path)
+        folder._pending.restore(folder._write_step)
         return folder
 
     @classmethod
-    def join(cls, path: str | Path, owner_pid: int) -> Self:
-        """The folder that the command ``owner_pid`` holds, for the trainer that it started.
+    def join(cls, location: str | Path, owner: FolderOwner) -> Self:
+        """The folder that the command ``owner`` holds, for the trainer that it started.
 
         One trainer at a time: until :meth:`close`, or its death. What an earlier trainer left
         incomplete is removed.
@@ -106,13 +116,15 @@ class RunFolder:
                 trainer works in it.
             StoreError: it cannot be written to.
         """
-        path = Path(path)
-        check_held_by(path / layout.LOCK, owner_pid)
-        folder = cls(path, FolderLock(path / layout.TRAINER_LOCK, wait_seconds=_ORPHAN_SECONDS))
-        with store_errors(path):
-            _remove_temporaries(path)
-        folder._pending.restore(folder._write_step)
-        return folder
+        place = open_location(location, owner.copy_dir)
+        place.join(owner)
+        try:
+            with store_errors(place.path):
+                place.remove_temporaries()
+            return cls._restored(place)
+        except BaseException:
+            place.close()
+            raise
 
     @classmethod
     def check_resumable(cls, config: ExperimentConfig, *, overwrite: bool = False) -> None:
@@ -120,10 +132,11 @@ class RunFolder:
 
         Raises:
             RunFolderError: the folder belongs to another configuration.
+            UserInputError: there can be none at that place.
         """
-        path = layout.run_dir_of(config)
-        if not overwrite and (path / layout.CONFIG).is_file():
-            check_same_config(config, path)
+        place = open_location(layout.run_dir_of(config))
+        if not overwrite:
+            check_same_config(config, place)
 
     @classmethod
     def for_evaluation(cls, config: ExperimentConfig) -> Self:
@@ -132,19 +145,21 @@ class RunFolder:
         Its configuration is neither checked nor written: an evaluation may differ in
         everything, also while the run continues.
         """
-        path = layout.run_dir_of(config)
+        place = open_location(layout.run_dir_of(config))
         for name in (layout.TRAJECTORIES, layout.LOGS):
-            _make_folder(path / name)
-        return cls(path)
+            _make_folder(place.path / name)
+        place.share_logs()
+        return cls(place)
 
     @classmethod
-    def open(cls, path: str | Path) -> Self:
-        """An existing run folder, to read from, also while its run continues.
+    def open(cls, location: str | Path) -> Self:
+        """An existing run folder, to read from, also while its run continues; ``location`` may lie
+        inside of it.
 
         Raises:
             RunFolderError: there is none; the message names the nearest.
         """
-        return cls(layout.find_run_folder(Path(path)))
+        return cls(find_run(location))
 
     def close(self) -> None:
         """Lets other processes train in this folder, when all is written; may be called twice.
@@ -157,14 +172,60 @@ class RunFolder:
         finally:
             self._writer.shutdown()
             self._pending.close()
-            if self._lock is not None:
-                self._lock.release()
+            self._place.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    @property
+    def owner(self) -> FolderOwner:
+        """What trainers are told of this process, which holds the folder, to :meth:`join` it."""
+        return self._place.name_owner(os.getpid())
+
+    def push(self, name: str) -> None:
+        """Has a file last that others have written into the folder; where the folder is a copy.
+
+        Raises:
+            StoreError: it cannot be kept.
+        """
+        self._place.push(self.path / name)
+
+    def fetch(self, name: str | Path) -> Path:
+        """A file, or a folder such as a checkpoint, by its name or path here, to be read; there may
+        be none.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        path = self.path / name
+        self._place.fetch_folder(path)
+        self._place.fetch(path)
+        return path
+
+    def find_inside(self, location: str | Path) -> Path:
+        """The path here of a path or URL that lies inside the run folder, or is its own."""
+        if layout.is_url(str(location)):
+            return self.path / str(location).removeprefix(self.location).strip("/")
+        return self.path / Path(location).resolve().relative_to(self.path.resolve())
+
+    @classmethod
+    @contextmanager
+    def open_log(cls, location: str | Path, process: str) -> Iterator[Path]:
+        """The log of a process that has no run folder open, to be added to inside the block."""
+        with cls(open_location(location)) as folder:
+            folder._place.share_logs()
+            yield folder.log_path(process)
+
+    def load_config(self, secrets: Sequence[Sequence[Any]] = ()) -> ExperimentConfig:
+        """The configuration that was saved, with what ``find_secrets`` found in it.
+
+        Raises:
+            StoreError: it is damaged.
+        """
+        return load_saved_config(self._place, secrets)
 
     @property
     def config_path(self) -> Path:
@@ -214,6 +275,7 @@ class RunFolder:
         self, step: int, trajectories: list[Trajectory], open_rounds: OpenRounds
     ) -> None:
         write_trajectory_file(self._step_path(step), trajectories, open_rounds)
+        self._place.move(self._step_path(step))
 
     def flush(self) -> None:
         """Returns when all trajectories that were given to this object are written.
@@ -261,23 +323,27 @@ class RunFolder:
     ) -> Path:
         """The file of a step, or of an evaluation, for the functions of ``trajectory_file.py``."""
         if is_eval:
-            return self._eval_path(step, label).with_suffix(".parquet")
+            path = self._eval_path(step, label).with_suffix(".parquet")
+            self._place.fetch(path)
+            return path
         return self._step_path(step, must_exist=True)
 
     def trajectory_steps(self) -> list[int]:
         """The steps whose trajectories are stored, ascending."""
         self.flush()
-        found = (self.path / layout.TRAJECTORIES).glob("*.parquet")
-        return sorted(s for path in found if (s := layout.parse_step(path.name)) is not None)
+        names = self._place.list_names(layout.TRAJECTORIES)
+        steps = (layout.parse_step(name) for name in names if name.endswith(".parquet"))
+        return sorted(step for step in steps if step is not None)
 
     def _step_path(self, step: int, *, must_exist: bool = False) -> Path:
         path = self.path / layout.TRAJECTORIES / f"{layout.step_name(step)}.parquet"
         if must_exist:
             self.flush()
+            self._place.fetch(path)
         if must_exist and not path.is_file():
             steps = self.trajectory_steps()
             stored = f"{steps[0]} to {steps[-1]} ({len(steps)} steps)" if steps else "none yet"
-            raise RunFolderError(f"{self.path}: step {step} is not stored; stored: {stored}")
+            raise RunFolderError(f"{self.location}: step {step} is not stored; stored: {stored}")
         return path
 
     # Evaluations
@@ -296,8 +362,10 @@ class RunFolder:
         """
         path = self._eval_path(step, label)
         write_trajectory_file(path.with_suffix(".parquet"), trajectories)
+        self._place.move(path.with_suffix(".parquet"))
         write_text(path, json.dumps(report, indent=2) + "\n")
-        layout.temporary_path(path, _CLAIMED).unlink(missing_ok=True)
+        self._place.move(path)
+        self._place.delete(layout.temporary_path(path, _CLAIMED))
         return path
 
     def claim_eval(self, step: int, label: str) -> str:
@@ -307,28 +375,29 @@ class RunFolder:
         while True:
             path = self._eval_path(step, claimed)
             # Of two processes one creates it; that of a killed one goes at the next start.
-            with store_errors(path), suppress(FileExistsError):
-                layout.temporary_path(path, _CLAIMED).touch(exist_ok=False)
-                if not path.exists():
-                    return claimed
+            with store_errors(path):
+                is_claimed = self._place.claim(layout.temporary_path(path, _CLAIMED))
+            if is_claimed and not self._place.has(path):
+                return claimed
             claimed = f"{label}-{next(numbers)}"
 
     def read_eval(
         self, step: int, *, label: str | None = None
     ) -> tuple[list[Trajectory], dict[str, Any]]:
         """An evaluation's trajectories and its report."""
-        path = self._eval_path(step, label)
-        trajectories = read_trajectory_file(path.with_suffix(".parquet"))
+        path = self.find_trajectory_file(step, is_eval=True, label=label)
+        trajectories = read_trajectory_file(path)
         return trajectories, self.read_eval_report(step, label=label)
 
     def read_eval_report(self, step: int, *, label: str | None = None) -> dict[str, Any]:
         """The report of an evaluation, without reading its trajectories."""
         path = self._eval_path(step, label)
+        self._place.fetch(path)
         try:
             with store_errors(path, "read"):
                 return dict(json.loads(path.read_text(encoding="utf-8")))
         except (TypeError, ValueError) as error:
-            raise StoreError(f"{path}: is damaged ({error})") from None
+            raise StoreError(f"{layout.describe(path)}: is damaged ({error})") from None
 
     def eval_steps(self) -> list[int]:
         """The steps after which training has evaluated, ascending."""
@@ -336,8 +405,7 @@ class RunFolder:
 
     def list_evals(self) -> list[tuple[int, str | None]]:
         """Step and label of every complete evaluation."""
-        found = (self.path / layout.TRAJECTORIES).glob("*.json")
-        evals = (layout.parse_eval(path.name) for path in found)
+        evals = map(layout.parse_eval, self._place.list_names(layout.TRAJECTORIES))
         return sorted((e for e in evals if e is not None), key=lambda e: (e[0], e[1] or ""))
 
     def _eval_path(self, step: int, label: str | None) -> Path:
@@ -360,10 +428,12 @@ class RunFolder:
         with store_errors(path), path.open("ab", buffering=0) as file:
             append_whole(file, _format_metrics(metrics).encode())
             os.fsync(file.fileno())
+        self._place.push(path)
 
     def read_metrics(self) -> list[dict[str, float]]:
         """The metrics of every step so far, NaN where a number was not finite; a line that is being
         written, or that a killed process was writing, is left out."""
+        self._place.refresh(self._metrics_path)
         if not self._metrics_path.is_file():
             return []
         with store_errors(self._metrics_path, "read"):
@@ -397,17 +467,27 @@ class RunFolder:
         if self._metrics_path.is_file():
             kept = [m for m in self.read_metrics() if m.get("step", 0) <= last_step]
             write_text(self._metrics_path, "".join(map(_format_metrics, kept)))
+            self._place.push(self._metrics_path)
 
     # Checkpoints
 
-    def new_checkpoint(self, step: int) -> AbstractContextManager[Path]:
+    @contextmanager
+    def new_checkpoint(self, step: int) -> Iterator[Path]:
         """A folder to write a checkpoint into; it appears once the block ends without an error."""
-        return checksummed_folder(self.path / layout.CHECKPOINTS / layout.step_name(step))
+        path = self.path / layout.CHECKPOINTS / layout.step_name(step)
+        with checksummed_folder(path) as folder:
+            yield folder
+        self._place.move(path)
 
     def list_checkpoints(self) -> list[tuple[int, Path]]:
-        """Complete checkpoints, oldest first."""
-        found = (self.path / layout.CHECKPOINTS).glob("step-*/")
-        return sorted((s, p) for p in found if (s := layout.parse_step(p.name)) is not None)
+        """Complete checkpoints, oldest first; :meth:`fetch` one before it is read."""
+        names = self._place.list_names(layout.CHECKPOINTS)
+        found = ((layout.parse_step(name), name) for name in names)
+        return sorted(
+            (step, self.path / layout.CHECKPOINTS / name)
+            for step, name in found
+            if step is not None
+        )
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
         """Step and folder of the newest complete checkpoint."""
@@ -419,8 +499,7 @@ class RunFolder:
         for step, path in self.list_checkpoints()[:-keep_last]:
             if step not in keep:
                 with store_errors(path, "deleted"):
-                    # It disappears before the first of its files does.
-                    shutil.rmtree(path.rename(layout.temporary_path(path, ".deleted")))
+                    self._place.delete(path)
 
 
 class EvalScore(NamedTuple):
@@ -494,24 +573,31 @@ def _make_folder(path: Path) -> None:
             ) from None
 
 
-def _empty(path: Path) -> None:
+def _empty(place: LocalFolder) -> None:
     """Deletes an earlier run, but nothing that agentrl did not write."""
-    (path / layout.OVERWRITING).touch()
-    for name in layout.OWNED:
-        _delete(path / name)
-    (path / layout.OVERWRITING).unlink()
+    marker = place.path / layout.OVERWRITING
+    marker.touch()
+    place.push(marker)
+    place.delete(*(place.path / name for name in layout.OWNED))
+    place.delete(marker)
 
 
-def _remove_temporaries(path: Path) -> None:
-    names = (layout.TRAJECTORIES, layout.PENDING, layout.CHECKPOINTS)
-    for folder in (path, *(path / name for name in names)):
-        for entry in folder.glob(".*"):
-            if entry.name.endswith(layout.TEMPORARY):
-                _delete(entry)
+def find_run(location: str | Path) -> LocalFolder:
+    """The run folder at ``location``, or around it when that lies inside one.
 
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    Raises:
+        RunFolderError: there is none; the message names the nearest.
+    """
+    if not layout.is_url(str(location)):
+        return open_location(layout.find_run_folder(Path(location)))
+    url = str(location).rstrip("/")
+    # Not the bucket, nor what is above it.
+    for _ in range(min(4, url.count("/") - 2)):
+        place = open_location(url)
+        if place.is_run():
+            return place
+        url = url.rpartition("/")[0]
+    raise RunFolderError(
+        f"{location}: is not a run folder. A run folder is what agentrl train writes: "
+        "<output_dir>/<experiment_name>/<trial_name>"
+    )

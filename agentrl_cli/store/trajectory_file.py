@@ -26,6 +26,7 @@ from agentrl_cli.errors import StoreError
 from agentrl_cli.prefix_mismatches import MismatchSummary, summarize_prefix_mismatches
 from agentrl_cli.records import Boundary, FailureCause, StopReason, Trajectory
 from agentrl_cli.scores import compute_score
+from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import atomic_file, store_errors
 from agentrl_cli.store.trajectory_record import (
     ARRAYS,
@@ -247,7 +248,7 @@ def _parse(name: str, value: Any) -> Any:
 @contextmanager
 def _opened(path: Path) -> Iterator[pq.ParquetFile]:
     if not path.is_file():
-        raise StoreError(f"{path}: there is no such file")
+        raise StoreError(f"{layout.describe(path)}: there is no such file")
     try:
         with store_errors(path, "read"), pq.ParquetFile(path) as file:
             if (file.metadata.metadata or {}).get(_FORMAT) != FORMAT_VERSION.encode():
@@ -255,7 +256,7 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
             yield file
     except (pa.ArrowException, KeyError, TypeError, ValueError, StoreError) as error:
         raise StoreError(
-            f"{path}: is damaged, or was written by another version of agentrl "
+            f"{layout.describe(path)}: is damaged, or was written by another version of agentrl "
             f"({type(error).__name__}: {error}). The other steps of the run can still be read"
         ) from error
 

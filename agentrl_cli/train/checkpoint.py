@@ -25,6 +25,7 @@ from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.models.lora import is_adapter_folder, load_adapter_weights
 from agentrl_cli.models.pretrained import without_progress_bars
 from agentrl_cli.store.atomic_files import store_errors
+from agentrl_cli.store.layout import describe
 
 #: Counts changes of the layout below.
 FORMAT_VERSION = 1
@@ -67,8 +68,8 @@ def load_learner_state(folder: Path, facts: Mapping[str, Any]) -> int:
     for name, value in facts.items():
         if saved.get(name) != value:
             raise RunFolderError(
-                f"{folder} was saved with {name} {saved.get(name)!r}, this run has {value!r}. "
-                "Set it back, or begin a new run with trial_name=NAME model.path=FOLDER"
+                f"{describe(folder)} was saved with {name} {saved.get(name)!r}, this run has "
+                f"{value!r}. Set it back, or begin a new run with trial_name=NAME model.path=FOLDER"
             )
     try:
         restore_random_states(load_file(state / _RANDOM_STATES))
@@ -141,8 +142,8 @@ def load_weights(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
 def describe_damage(folder: Path, error: Exception) -> str:
     """The message of a checkpoint that cannot be read, and the way out."""
     return (
-        f"the checkpoint {folder} is damaged: {error}. Delete that folder and type the same "
-        "command again: the run resumes from the checkpoint before it, or from the start, and "
+        f"the checkpoint {describe(folder)} is damaged: {error}. Delete that folder and type the "
+        "same command again: the run resumes from the checkpoint before it, or from the start, and "
         "learns from the stored trajectories, which are not sampled again"
     )
 
@@ -153,18 +154,19 @@ def _read_state(folder: Path) -> dict[str, Any]:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunFolderError(
-            f"{folder} is not a checkpoint of a learner: learner/state.json is missing. A folder "
-            "of weights alone is loaded with model.path=FOLDER"
+            f"{describe(folder)} is not a checkpoint of a learner: learner/state.json is "
+            "missing. A folder of weights alone is loaded with model.path=FOLDER"
         ) from None
     except (OSError, ValueError) as error:
         raise StoreError(describe_damage(folder, error)) from error
     version = saved.get("format_version") if isinstance(saved, dict) else None
     if version != FORMAT_VERSION:
         raise RunFolderError(
-            f"{folder} is written in format {version!r}, and this version of agentrl reads format "
+            f"{describe(folder)} is written in format {version!r}, and this version of agentrl "
+            "reads format "
             f"{FORMAT_VERSION}. Continue with the version that wrote it (manifest.json of the run "
             "names it), or begin a new run from its weights: trial_name=NAME "
-            f"model.path={folder}"
+            f"model.path={describe(folder)}"
         )
     return saved
 

@@ -130,7 +130,7 @@ class RunCoordinator:
         """Makes the run folder that of a run whose next step is ``first_step``."""
         self.folder.truncate_metrics(first_step - 1)
         lines = self.folder.read_metrics()
-        self._alarms = Alarms(self.config, self.folder.path, self.observer, lines)
+        self._alarms = Alarms(self.config, self.folder.location, self.observer, lines)
 
     def collect(self, step: int) -> list[Trajectory] | None:
         """The trajectories of a step, on disk: made now, or before an interruption; None when the

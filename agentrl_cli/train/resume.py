@@ -70,13 +70,15 @@ class DataCursor:
             return
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise StoreError(
-                f"{path} is damaged: {error!r}. Delete it if the rows of train_dataset are those "
-                "that the run began with"
+                f"{layout.describe(path)} is damaged: {error!r}. Delete it if the rows of "
+                "train_dataset are those that the run began with"
             ) from error
-        new_run = f" from its weights: model.path={folder}" if has_weights else ":"
+        shown = layout.describe(path)
+        weights = layout.describe(folder)
+        new_run = f" from its weights: model.path={weights}" if has_weights else ":"
         if saved.get("template_digest", self.template_digest) != self.template_digest:
             raise RunFolderError(
-                f"the chat template is not the one that this run was trained with ({path} knows "
+                f"the chat template is not the one that this run was trained with ({shown} knows "
                 "the old one): the model's own was changed, or the file of model.chat_template. "
                 f"Put it back, or begin a new run{new_run} trial_name=NAME"
             )
@@ -88,7 +90,7 @@ class DataCursor:
             else f"has {num_rows} rows as before, with other content or in another order"
         )
         raise RunFolderError(
-            f"train_dataset {change}: it is no longer known which tasks were done ({path} "
+            f"train_dataset {change}: it is no longer known which tasks were done ({shown} "
             f"knows the old rows). Put them back, or begin a new run{new_run} trial_name=NAME"
         )
 
@@ -107,10 +109,12 @@ def open_cursor(
     cursor = DataCursor.of(rows, chat_template)
     latest = folder.latest_checkpoint()
     if latest is not None:
-        cursor.check(latest[1], has_weights=True)
+        cursor.check(folder.fetch(latest[1]), has_weights=True)
     elif (first_step := find_first_rolled_step(folder, 1)) > 1 or read_unused(folder, first_step):
+        folder.fetch(layout.DATA_CURSOR)
         cursor.check(folder.path, has_weights=False)
     cursor.save(folder.path, 0 if latest is None else latest[0])
+    folder.push(layout.DATA_CURSOR)
     return cursor
 
 
@@ -156,7 +160,8 @@ def read_open_rounds(folder: RunFolder, config: RolloutConfig, first_step: int) 
         return {}
     if last_step not in folder.trajectory_steps():
         raise RunFolderError(
-            f"{folder.path}: the trajectories of step {last_step} are gone, and with them, which "
+            f"{folder.location}: the trajectories of step {last_step} are gone, and with them, "
+            "which "
             f"tasks are still to be trained on. Put trajectories/step-{last_step:06d}.parquet "
             "back, or start a new run: trial_name=NAME model.path=CHECKPOINT"
         )

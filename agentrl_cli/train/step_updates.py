@@ -202,7 +202,7 @@ class StepUpdates:
         train, config = self.config.train, self.config
         rest = len(trajectory_ids) - _MAX_LISTED
         names = ", ".join(trajectory_ids[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
-        run, first = shlex.quote(str(run_dir_of(config))), shlex.quote(trajectory_ids[0])
+        run, first = shlex.quote(run_dir_of(config)), shlex.quote(trajectory_ids[0])
         text = (
             f"step {self.step}: {'in the critic, ' if role == 'critic' else ''}{what} "
             f"(trajectories {names}). The weights are as they were before it\n"

@@ -14,7 +14,6 @@ from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.errors import ConfigError, DatasetError, ModelError, RunFolderError, StoreError
 from agentrl_cli.rollout.dataset import load_rows
 from agentrl_cli.store.checksums import check_checksums, checksummed_folder
-from agentrl_cli.store.resume_check import load_saved_config
 from agentrl_cli.tracking.credit import parse_reward
 
 BASE = (
@@ -227,7 +226,7 @@ def test_conversations_that_cannot_be_used(tmp_path, line, words) -> None:
 def test_a_file_is_no_folder_of_runs(folder_of_run) -> None:
     from agentrl_cli.store.run_folder import RunFolder
 
-    config = load_saved_config(folder_of_run.path)
+    config = folder_of_run.load_config()
     config = config.model_copy(update={"output_dir": str(folder_of_run.path / "config.yaml")})
     for open_folder in (RunFolder.create_or_resume, RunFolder.for_evaluation):
         with pytest.raises(RunFolderError, match="Type output_dir="):

@@ -6,7 +6,6 @@ checkpoint and the stored trajectories, as the command typed again would.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from agentrl_cli.launch.processes.trainer_protocol import (
     TrainerSpec,
 )
 from agentrl_cli.log import Observer, get_logger
+from agentrl_cli.store.working_copy import FolderOwner
 from agentrl_cli.train.rendezvous import RankLostError
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class TrainerGroup:
             additions to the environment; rank 0's first.
         log_dir: gets a log for each, with what it and, in rank 0, the agents print.
         servers: the engine servers; those of the embedded engine are none.
+        owner: how they show that they work for this process in the run folder.
         secrets: what is masked in the run folder's configuration.
         observer: receives what rank 0 reports.
         placement: starts them.
@@ -71,6 +72,7 @@ class TrainerGroup:
         log_dir: Path,
         servers: RunningServers,
         *,
+        owner: FolderOwner,
         secrets: Sequence[Sequence[Any]],
         observer: Observer,
         placement: Placement,
@@ -81,7 +83,7 @@ class TrainerGroup:
         self._ending_since: float | None = None
         try:
             spec = TrainerSpec(
-                owner_pid=os.getpid(),
+                owner=owner,
                 servers=servers,
                 secrets=secrets,
                 rendezvous=placement.make_rendezvous(self._stack),

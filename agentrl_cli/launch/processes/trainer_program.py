@@ -23,7 +23,7 @@ from agentrl_cli.launch.processes.trainer_protocol import (
     TrainerSpec,
 )
 from agentrl_cli.launch.trainer import PPOTrainer, run_trainer, train_beside
-from agentrl_cli.store.resume_check import load_saved_config
+from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.train.rendezvous import Rendezvous
 
 
@@ -47,8 +47,8 @@ def main(argv: list[str]) -> int:
     try:
         spec, rendezvous = TrainerSpec.take(os.environ)
         if rendezvous is None or rendezvous.index == 0:
-            return _train_first(Path(argv[0]), int(argv[1]), spec, rendezvous)
-        train_beside(Path(argv[0]), spec, rendezvous)
+            return _train_first(argv[0], int(argv[1]), spec, rendezvous)
+        train_beside(argv[0], spec, rendezvous)
     except NotFiniteError as error:
         # Raised on every rank: rank 0 reports it.
         print(error, file=sys.stderr)
@@ -59,7 +59,7 @@ def main(argv: list[str]) -> int:
 
 
 def _train_first(
-    run_dir: Path, descriptor: int, spec: TrainerSpec, rendezvous: Rendezvous | None
+    location: str, descriptor: int, spec: TrainerSpec, rendezvous: Rendezvous | None
 ) -> int:
     """Rank 0; the last event explains its exit code."""
     stop = _SignalFlag()
@@ -69,11 +69,11 @@ def _train_first(
     events = TrainerEventWriter(descriptor)
     try:
         trainer = PPOTrainer(
-            load_saved_config(run_dir, spec.secrets),
+            RunFolder.open(location).load_config(spec.secrets),
             observer=events,
             stop=stop,
             servers=spec.servers,
-            owner_pid=spec.owner_pid,
+            owner=spec.owner,
             rendezvous=rendezvous,
         )
         is_complete = run_trainer(trainer)

@@ -18,6 +18,7 @@ from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.protocol import ServerEndpoint
 from agentrl_cli.errors import AgentrlError, UserInputError, build_error
 from agentrl_cli.log import Observer, get_logger
+from agentrl_cli.store.working_copy import FolderOwner
 from agentrl_cli.train.rendezvous import Rendezvous
 
 _log = get_logger(__name__)
@@ -56,7 +57,7 @@ class ClusterAddress:
 class TrainerSpec:
     """What every trainer process of a run is started with, besides the run folder."""
 
-    owner_pid: int
+    owner: FolderOwner
     """The command, which holds the run folder."""
     servers: RunningServers
     secrets: Sequence[Sequence[Any]]

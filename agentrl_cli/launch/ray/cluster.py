@@ -136,11 +136,17 @@ def list_nodes() -> list[dict[str, Any]]:
 
 def compute_demands(launcher: LauncherConfig, run: ResolvedRun) -> list[Demand]:
     """What the run needs of the cluster, by role."""
-    servers = [{"CPU": 1.0 if s.gpus else run.num_server_threads, "GPU": len(s.gpus)} for s in run.servers]
+    servers = [
+        {"CPU": 1.0 if s.gpus else run.num_server_threads, "GPU": len(s.gpus)} for s in run.servers
+    ]
     trainers = [{"CPU": 1.0, "GPU": len(gpus)} for gpus in run.trainers]
     rollouts = [{"CPU": 1.0}] * run.num_rollout_workers
     return [
-        Demand(role, {k: v for k, v in {**found[0], **launcher.resources.get(role, {})}.items() if v}, len(found))
+        Demand(
+            role,
+            {k: v for k, v in {**found[0], **launcher.resources.get(role, {})}.items() if v},
+            len(found),
+        )
         for role, found in zip(_ROLES, (servers, trainers, rollouts), strict=True)
         if found
     ]

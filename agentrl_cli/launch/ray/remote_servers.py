@@ -302,7 +302,11 @@ class RemoteServers:
         except AgentrlError as error:
             self._fail(error)
         except GetTimeoutError:
-            self._fail(EngineTimeoutError(f"{name} was lost, and the cluster had no room for it within {limit:g} s"))
+            self._fail(
+                EngineTimeoutError(
+                    f"{name} was lost, and the cluster had no room for it within {limit:g} s"
+                )
+            )
         except (RayError, OSError) as error:
             reason = " ".join(str(error).split())[:300]
             self._fail(EngineError(f"{name} was lost: {reason}"))

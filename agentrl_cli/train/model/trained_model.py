@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from agentrl_cli.config.train_config import TrainConfig
 from agentrl_cli.errors import StoreError
+from agentrl_cli.store.layout import describe
 from agentrl_cli.train.checkpoint import save_optimizer_state
 from agentrl_cli.train.data.packing import MicroBatch, pack_samples
 from agentrl_cli.train.data.samples import Sample, build_scoring_sample
@@ -162,7 +163,7 @@ class TrainedModel(ModelPasses[Output]):
             self.optimizer.load_state_tensors(state)
         except (KeyError, RuntimeError) as error:
             part = "" if self.role == "policy" else f"the {self.role} in "
-            message = f"{part}the checkpoint {folder} is of another model: {error}"
+            message = f"{part}the checkpoint {describe(folder)} is of another model: {error}"
             raise StoreError(message) from error
 
 

@@ -13,7 +13,6 @@ import shlex
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 from agentrl_cli.config.experiment import ExperimentConfig
@@ -483,7 +482,7 @@ class Alarms:
 
     Args:
         config: the experiment's.
-        run_dir: the run folder, for commands that show it.
+        location: of the run folder, for commands that show it.
         observer: shows the run to a person.
         lines: the metrics of the steps so far.
     """
@@ -491,12 +490,12 @@ class Alarms:
     def __init__(
         self,
         config: ExperimentConfig,
-        run_dir: Path,
+        location: str,
         observer: Observer,
         lines: Iterable[Mapping[str, float]] = (),
     ) -> None:
         self._config = config
-        self._run_dir = run_dir
+        self._location = location
         self._observer = observer
         self._rules = _list_rules(config)
         self._history = History()
@@ -552,7 +551,7 @@ class Alarms:
         keys = " ".join(f"train.alarms.{name}.action=warn" for name in names)
         listed = f"{'the alarm' if len(names) == 1 else 'the alarms'} {' and '.join(names)}"
         return AlarmError(
-            f"{self._run_dir}: ended after step {self._history.step} by {listed} (see above), as "
+            f"{self._location}: ended after step {self._history.step} by {listed} (see above), as "
             "train.alarms says. The step is saved: the same command resumes after it, and ends "
             f"again if this lasts as long once more. To continue in spite of it, add {keys}"
         )
@@ -572,7 +571,7 @@ class Alarms:
         steps = "the step" if state.num_steps == 1 else f"the last {state.num_steps} steps"
         lasted = f"{steps} ({state.num_trajectories:,} trajectories)"
         message = ALARMS[name].describe(self._history, self._config, lasted)
-        run, step = shlex.quote(str(self._run_dir)), self._history.step
+        run, step = shlex.quote(self._location), self._history.step
         silence = f"; train.alarms.{name}.action=off silences this" if name != "not_finite" else ""
         lines = [
             f"step {step}: alarm {name}: {message.seen}",

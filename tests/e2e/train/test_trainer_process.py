@@ -69,6 +69,7 @@ def run(project: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[T
                 [PlannedProcess(name="trainer", role="trainer", argv=argv)],
                 log.parent,
                 RunningServers(run=resolved, endpoints=(endpoint,)),
+                owner=folder.owner,
                 secrets=[["agent_builder_kwargs", "api_key", "geheim"]],
                 observer=SilentObserver(),
                 placement=LocalPlacement(),

@@ -12,6 +12,7 @@ from agentrl_cli.launch.model_serving import ListenAddress, OnlineRecorder, _lis
 from agentrl_cli.records import Trajectory
 from agentrl_cli.store.resume_check import check_same_config, save_config
 from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.store.working_copy import LocalFolder
 
 
 def make_config(tmp_path: Path, **rollout: Any) -> ExperimentConfig:
@@ -50,7 +51,7 @@ def test_every_trajectory_is_stored_at_once_and_files_stay_small(tmp_path: Path)
 def test_a_run_resumes_at_another_address(tmp_path: Path) -> None:
     save_config(make_config(tmp_path), tmp_path)
     moved = make_config(tmp_path, external={"port": 8900, "max_sessions_per_attempt": 5})
-    check_same_config(moved, tmp_path)
+    check_same_config(moved, LocalFolder(tmp_path))
 
 
 def test_an_external_run_names_no_agent(tmp_path: Path) -> None:

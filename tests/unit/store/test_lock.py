@@ -32,8 +32,9 @@ JOIN = """
     import sys, time
     from agentrl_cli.errors import RunFolderError
     from agentrl_cli.store.run_folder import RunFolder
+    from agentrl_cli.store.working_copy import FolderOwner
     try:
-        run = RunFolder.join(sys.argv[1], int(sys.argv[2]))
+        run = RunFolder.join(sys.argv[1], FolderOwner(int(sys.argv[2])))
     except RunFolderError as error:
         sys.exit(f"refused: {error}")
     run.append_metrics({"step": 1})
@@ -151,10 +152,10 @@ def test_the_next_command_waits_for_a_trainer_that_is_still_dying(make_config) -
 def test_two_trainers_of_one_command_are_refused(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl_cli.store.run_folder._ORPHAN_SECONDS", 0.2)
-    monkeypatch.setattr("agentrl_cli.store.run_folder.check_held_by", lambda *_: None)
+    monkeypatch.setattr("agentrl_cli.store.working_copy._ORPHAN_SECONDS", 0.2)
+    monkeypatch.setattr("agentrl_cli.store.working_copy.check_held_by", lambda *_: None)
     with (
         running(JOIN, folder.path, os.getpid(), 60) as (trainer, _),
         pytest.raises(RunFolderError, match=f"process {trainer.pid} is training"),
     ):
-        RunFolder.join(folder.path, os.getpid())
+        RunFolder.join(folder.path, folder.owner)

@@ -12,7 +12,6 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.secret_masking import find_secrets
 from agentrl_cli.store.layout import run_dir_of
-from agentrl_cli.store.resume_check import load_saved_config
 from agentrl_cli.store.run_folder import RunFolder
 
 
@@ -26,7 +25,7 @@ def check_remedy(message: str, config: ExperimentConfig, path: Path) -> None:
 def test_another_config_is_refused_with_three_ways_out(make_config, tmp_path) -> None:
     for name in ("t0", "t1", "t2"):
         RunFolder.create_or_resume(make_config(trial_name=name)).close()
-    path = run_dir_of(make_config()) / "config.yaml"
+    path = Path(run_dir_of(make_config()), "config.yaml")
     before = path.read_text()
     other = make_config(seed=3, train__learning_rate=1e-5, tokenizer_path="a b")
     with pytest.raises(RunFolderError) as caught:
@@ -85,7 +84,7 @@ def test_what_may_change_is_said_by_the_field_or_its_section() -> None:
 
 def test_a_config_of_an_older_version_gets_the_new_defaults(make_config) -> None:
     RunFolder.create_or_resume(make_config()).close()
-    path = run_dir_of(make_config()) / "config.yaml"
+    path = Path(run_dir_of(make_config()), "config.yaml")
     data = yaml.safe_load(path.read_text())
     del data["train"]["max_grad_norm"]
     path.write_text(yaml.safe_dump(data))
@@ -99,7 +98,7 @@ def test_a_config_of_an_older_version_gets_the_new_defaults(make_config) -> None
 @pytest.mark.parametrize("text", ["a: [", "\x00"])
 def test_a_damaged_config_is_named(make_config, text: str) -> None:
     RunFolder.create_or_resume(make_config()).close()
-    (run_dir_of(make_config()) / "config.yaml").write_text(text)
+    Path(run_dir_of(make_config()), "config.yaml").write_text(text)
     with pytest.raises(StoreError, match=r"config.yaml: is damaged.*trial_name=t1"):
         RunFolder.create_or_resume(make_config())
     RunFolder.create_or_resume(make_config(), overwrite=True).close()
@@ -114,9 +113,8 @@ def test_the_saved_configuration_comes_back_whole_with_its_secrets(make_config) 
         }
     )
     secrets = find_secrets(config.model_dump(mode="json"))
-    with RunFolder.create_or_resume(config):
-        path = run_dir_of(config)
-        text = (path / "config.yaml").read_text()
+    with RunFolder.create_or_resume(config) as folder:
+        text = folder.config_path.read_text()
         assert not any(secret in text for secret in ("geheim", "sk-abcdefgh"))
-        assert load_saved_config(path) != config
-        assert load_saved_config(path, secrets) == config
+        assert folder.load_config() != config
+        assert folder.load_config(secrets) == config

@@ -28,7 +28,7 @@ def test_layout_is_the_one_that_is_documented(folder: RunFolder, make_config) ->
         (path / "weights").write_text("w")
     folder.log_path("trainer").write_text("line")
     folder.write_eval(20, [trajectory(20)], {"mean_reward": 0.5})
-    assert folder.path == run_dir_of(make_config())
+    assert folder.location == run_dir_of(make_config())
     assert folder.path.parts[-3:] == ("runs", "exp", "t0")
     found = {str(p.relative_to(folder.path)) for p in folder.path.rglob("*") if p.is_file()}
     assert found == {
@@ -48,7 +48,7 @@ def test_layout_is_the_one_that_is_documented(folder: RunFolder, make_config) ->
 def test_manifest_tells_versions_seeds_and_every_start(make_config) -> None:
     for _ in range(2):
         RunFolder.create_or_resume(make_config(seed=7)).close()
-    manifest = json.loads((run_dir_of(make_config()) / "manifest.json").read_text())
+    manifest = json.loads(Path(run_dir_of(make_config()), "manifest.json").read_text())
     assert manifest["seeds"] == {"experiment": 7}
     assert len(manifest["starts"]) == 2
     assert manifest["starts"][0]["versions"]["torch"]

@@ -26,6 +26,7 @@ from agentrl_cli.launch.plan import PlannedProcess
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup, TrainerSupervisor
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers, TrainerReport
 from agentrl_cli.log import SilentObserver
+from agentrl_cli.store.working_copy import FolderOwner
 
 #: What every rank of these tests begins with. ``life`` counts the trainers of a test.
 PREAMBLE = """
@@ -136,11 +137,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         names = ["trainer", *(f"trainer-{rank}" for rank in range(1, count))]
         planned = [PlannedProcess(name=name, role="trainer", argv=argv) for name in names]
         observer = observer or SilentObserver()
-        group = TrainerGroup(
-            *(planned, tmp_path, SERVERS),
-            **{"secrets": [], "observer": observer, "placement": LocalPlacement()},
-        )
-        started.append(group)
+        options = {"owner": FolderOwner(os.getpid()), "secrets": [], "observer": observer}
+        options["placement"] = LocalPlacement()
+        started.append(TrainerGroup(planned, tmp_path, SERVERS, **options))
         return started[-1]
 
     yield start_ranks
@@ -433,7 +432,7 @@ def test_a_first_rank_may_take_its_time_after_the_others_were_sent_home(
 
 #: A command with two ranks that would run for ever.
 COMMAND = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from pydantic import TypeAdapter
 from agentrl_cli.launch.placement import LocalPlacement
@@ -441,12 +440,14 @@ from agentrl_cli.launch.plan import PlannedProcess
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.log import SilentObserver
+from agentrl_cli.store.working_copy import FolderOwner
 folder = Path(sys.argv[1])
 servers = TypeAdapter(RunningServers).validate_json((folder / "servers.json").read_text())
 rank = (sys.executable, str(folder / "rank.py"), str(folder))
 planned = [PlannedProcess(name=f"trainer-{i}", role="trainer", argv=rank) for i in range(2)]
 given = {"observer": SilentObserver(), "placement": LocalPlacement()}
-trainer = TrainerGroup(planned, folder, servers, secrets=[], **given)
+owner = FolderOwner(os.getpid())
+trainer = TrainerGroup(planned, folder, servers, owner=owner, secrets=[], **given)
 while not trainer.has_ended():
     time.sleep(0.02)
 """

@@ -30,6 +30,7 @@ from agentrl_cli.launch.processes.trainer_protocol import (
     TrainerReport,
     TrainerSpec,
 )
+from agentrl_cli.store.working_copy import FolderOwner
 from agentrl_cli.train.rendezvous import Rendezvous
 
 
@@ -40,7 +41,7 @@ def spec(make_config: Callable[..., Any]) -> TrainerSpec:
     )
     run = resolve_run(make_config(), Machine(gpu_ids=("0", "1")), purpose="train")
     return TrainerSpec(
-        owner_pid=7,
+        owner=FolderOwner(7, "lease", "/tmp/copy"),
         servers=RunningServers(run=run, endpoints=(endpoint,)),
         secrets=[["agent_builder_kwargs", "keys", 0, "secret-2"]],
         rendezvous="file:///tmp/ranks/rendezvous",

@@ -46,7 +46,7 @@ def test_the_report_and_the_store_are_those_of_any_evaluation(open_source: Any) 
     config, source = open_source(*({"question": f"{n} / 4"} for n in range(4)))
     label, report = run_evaluation(config, source, limit=None, observer=SilentObserver())
     assert report.mean_reward == pytest.approx((0 + 1 + 2 + 3) / 16)
-    folder = RunFolder(run_dir_of(config))
+    folder = RunFolder.open(run_dir_of(config))
     stored, _ = folder.read_eval(0, label=label)
     assert sorted(t.reward for t in stored) == [0.0, 0.25, 0.5, 0.75]
     assert {log.name for log in folder.log_dir("eval").iterdir()} >= {

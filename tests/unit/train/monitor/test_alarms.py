@@ -84,12 +84,12 @@ class Run:
         self,
         config: ExperimentConfig | None = None,
         lines: Sequence[Line] = (),
-        run_dir: Path = Path("runs/e/t"),
+        location: str = "runs/e/t",
     ) -> None:
         self.config = config or build_config()
         self.listener = Listener()
         self.lines = list(lines)
-        self.alarms = Alarms(self.config, run_dir, self.listener, self.lines)
+        self.alarms = Alarms(self.config, location, self.listener, self.lines)
 
     def step(self, *changes: Line) -> set[str]:
         """One more step; the names of the active alarms."""
@@ -517,9 +517,9 @@ def config_path(tmp_path: Path) -> Path:
     return path
 
 
-def trigger(config: ExperimentConfig, changes: Line, run_dir: Path = Path("r")) -> str:
+def trigger(config: ExperimentConfig, changes: Line, location: str = "r") -> str:
     """The only message of a run in which something goes wrong after five steps."""
-    run = Run(config, run_dir=run_dir)
+    run = Run(config, location=location)
     run.steps(5)
     run.steps(10, changes)
     [text] = run.listener.messages
