@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 if TYPE_CHECKING:
     from agentrl_cli.config.experiment import ExperimentConfig
     from agentrl_cli.config.resolved_run import ResolvedRun
+    from agentrl_cli.launch.placement import Placement
 
 #: What every command with an experiment takes.
 ConfigOption = Annotated[
@@ -43,17 +45,27 @@ def train_command(
 ) -> None:
     """Train an agent; typed again, it resumes where it stopped."""
     from agentrl_cli.config.config_file import load_config
-    from agentrl_cli.config.resolved_run import Machine, resolve_run
-    from agentrl_cli.launch.run_resolution import check_supported
+    from agentrl_cli.launch.local_run import place_run
 
     experiment = load_config(config, overrides or [])
     experiment.check_trainable()
-    run = resolve_run(experiment, Machine.detect(), purpose="train")
-    if dry_run:
-        _print_plan(experiment, run, overwrite=overwrite)
-        return
-    check_supported(experiment, run)
+    with ExitStack() as stack:
+        run, placement = place_run(experiment, stack)
+        if dry_run:
+            _print_plan(experiment, run, overwrite=overwrite)
+        else:
+            _train(experiment, run, placement, config, overrides or [], overwrite=overwrite)
 
+
+def _train(
+    experiment: ExperimentConfig,
+    run: ResolvedRun,
+    placement: Placement,
+    config: Path,
+    overrides: list[str],
+    *,
+    overwrite: bool,
+) -> None:
     from agentrl_cli.cli.command_exit import crashes_logged, stop_on_signals
     from agentrl_cli.cli.final_report import print_summary
     from agentrl_cli.cli.progress_display import build_observer
@@ -66,10 +78,12 @@ def train_command(
         build_observer(total_steps=experiment.train.total_steps) as observer,
         stop_on_signals(observer.on_message) as stop,
     ):
-        is_done = run_training(experiment, run, observer=observer, overwrite=overwrite, stop=stop)
+        is_done = run_training(
+            *(experiment, run, placement), observer=observer, overwrite=overwrite, stop=stop
+        )
     if is_done is not None:
         run_folder = RunFolder.open(run_dir_of(experiment))
-        print_summary(run_folder, config_path=config, overrides=overrides or [])
+        print_summary(run_folder, config_path=config, overrides=overrides)
     if not is_done:
         typer.echo("stopped before the last step; the same command resumes from here")
         raise typer.Exit(stop.exit_code)
@@ -96,7 +110,7 @@ def _print_plan(experiment: ExperimentConfig, run: ResolvedRun, *, overwrite: bo
     if Path(experiment.model.path).is_dir():
         run = with_output_head(run, experiment, experiment.model.path)
     run_dir = run_dir_of(experiment)
-    plan = build_plan(experiment, run, run_dir=run_dir)
+    plan = build_plan(experiment, run)
     typer.echo(f"# run folder: {run_dir}\n# processes:")
     typer.echo("\n".join(f"#   {line}" for line in format_plan(plan).splitlines()))
     if run.servers:

@@ -44,8 +44,9 @@ class Machine:
     """As CUDA_VISIBLE_DEVICES names them; those that a process started now would see."""
     num_cores: int = 1
     """CPU cores that this process may use."""
-    num_nodes: int = 1
-    """Machines of a cluster, which are taken for one; their GPUs and cores are added up."""
+    num_nodes: int | None = None
+    """Of a cluster, which is taken for one machine: GPUs and cores are added up. None: it is
+    one."""
     python_path: str = ""
     """PYTHONPATH as it is."""
     emulates_bfloat16: bool = False
@@ -132,6 +133,8 @@ class ResolvedRun(StrictConfig):
     """What servers run on; None: the embedded engine, or not looked up."""
     emulates_dtype: bool = False
     """True: it computes on a processor that only emulates ``model.dtype``."""
+    on_cluster: bool = False
+    """True: every process but the command's own may be on another machine."""
     untied_head: bool = False
     """True: servers keep an output head of their own, which is published too."""
 
@@ -148,7 +151,7 @@ class ResolvedRun(StrictConfig):
     @property
     def is_one_process(self) -> bool:
         """True where the command itself samples and trains."""
-        return not self.servers and len(self.trainers) == 1
+        return not (self.servers or self.on_cluster) and len(self.trainers) == 1
 
     @property
     def trains_on_gpu(self) -> bool:
@@ -209,6 +212,7 @@ def resolve_run(config: ExperimentConfig, machine: Machine, *, purpose: Purpose)
         num_server_threads=engine.num_threads or fair_share,
         server_python=str(Path(python).expanduser()) if python else sys.executable,
         python_path=machine.python_path,
+        on_cluster=machine.num_nodes is not None,
         emulates_dtype=(
             config.model.dtype == "bfloat16" and machine.emulates_bfloat16 and not machine.gpu_ids
         ),
@@ -235,7 +239,7 @@ def _count_rollout_workers(
         num_workers = rollout.num_workers
         is_external = rollout.agent_mode == "external"
         if num_workers is None:
-            most = 1 if is_external else _MAX_WORKERS * machine.num_nodes
+            most = 1 if is_external else _MAX_WORKERS * (machine.num_nodes or 1)
             num_workers = min(most, machine.num_cores // _CORES_PER_WORKER)
         elif is_external and num_workers > 1:
             raise UserInputError(
@@ -281,6 +285,12 @@ def _share_gpus(
             f"needs {needed} GPUs, and this machine shows {len(gpu_ids)}. Type "
             f"engine.num_servers={len(gpu_ids) // per_server} "
             f"engine.tensor_parallel_size={per_server}"
+        )
+    if needed == len(gpu_ids) and machine.num_nodes is not None and purpose == "train":
+        raise UserInputError(
+            f"engine.num_servers: {engine.num_servers} with engine.tensor_parallel_size: {size} "
+            f"take all {needed} GPUs of the cluster, and on a cluster the trainer shares none. "
+            f"Type engine.num_servers={max(1, engine.num_servers - 1)}, or add a node"
         )
     servers = tuple(gpu_ids[start : start + size] for start in range(0, needed, size))
     return servers, () if purpose == "eval" else gpu_ids[needed:] or gpu_ids[-1:]

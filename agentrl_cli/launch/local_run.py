@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.import_paths import import_object
-from agentrl_cli.config.resolved_run import ResolvedRun
-from agentrl_cli.errors import StoppedError
+from agentrl_cli.config.resolved_run import Machine, ResolvedRun, resolve_run
+from agentrl_cli.errors import MissingExtraError, StoppedError
 from agentrl_cli.evaluate.eval_report import EvalReport
 from agentrl_cli.launch.completion_sources import CompletionSource, EngineSource
+from agentrl_cli.launch.placement import LocalPlacement, Placement
 from agentrl_cli.launch.plan import build_plan
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup, TrainerSupervisor
 from agentrl_cli.launch.run_models import find_unseen_models
-from agentrl_cli.launch.run_resolution import with_server_package
+from agentrl_cli.launch.run_resolution import check_supported, with_server_package
 from agentrl_cli.launch.trainer import (
     PPOTrainer,
     build_workflows,
@@ -29,21 +31,42 @@ from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.dataset import is_on_hub, load_rows
 from agentrl_cli.scratch_folders import remove_leftovers
 from agentrl_cli.secret_masking import find_secrets
-from agentrl_cli.store.layout import parse_label, run_dir_of
+from agentrl_cli.store.layout import parse_label
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.train.loop import StopFlag
 from agentrl_cli.train.monitor.loggers import check_loggers
 
 
+def place_run(config: ExperimentConfig, stack: ExitStack) -> tuple[ResolvedRun, Placement]:
+    """What a training run comes to where ``launcher.kind`` places it; nothing is started.
+
+    Raises:
+        UserInputError: the machine, or the cluster, cannot be used for it.
+    """
+    if config.launcher.kind == "local":
+        return resolve_run(config, Machine.detect(), purpose="train"), LocalPlacement()
+    if importlib.util.find_spec("ray") is None:
+        raise MissingExtraError(
+            "launcher.kind: ray needs Ray, which is not installed. Type "
+            "uv pip install 'agentrl-cli[ray]' (on every node of the cluster), or "
+            "launcher.kind=local"
+        )
+    from agentrl_cli.launch.ray.ray_placement import open_cluster
+
+    machine, placement = open_cluster(config, stack)
+    return resolve_run(config, machine, purpose="train"), placement
+
+
 def run_training(
     config: ExperimentConfig,
     run: ResolvedRun,
+    placement: Placement,
     *,
     observer: Observer,
     overwrite: bool,
     stop: StopFlag,
 ) -> bool | None:
-    """Trains as the configuration says, on what it comes to on this machine.
+    """Trains as the configuration says, on what it comes to on this machine or on a cluster.
 
     Returns:
         True when the last step is done, False when asked to stop before it; None when that was
@@ -53,9 +76,17 @@ def run_training(
         UserInputError: something in the input is wrong; nothing was started or written.
         RunError: the run could not go on; what was done is stored.
     """
+    check_supported(config, run)
     if run.dtype_advice is not None:
         observer.on_message(run.dtype_advice)
-    trainer = PPOTrainer(config, run=run, observer=observer, stop=stop, overwrite=overwrite)
+    trainer = PPOTrainer(
+        config,
+        run=run,
+        observer=observer,
+        stop=stop,
+        overwrite=overwrite,
+        placement=placement,
+    )
     try:
         if run.is_one_process:
             return run_trainer(trainer)
@@ -72,7 +103,7 @@ def _supervise(checked: PPOTrainer, *, overwrite: bool, stop: StopFlag) -> bool:
     config, observer, source = checked.config, checked.observer, checked.source
     observer.on_stage("check")
     check_input(checked)
-    plan = build_plan(config, source.run, run_dir=run_dir_of(config))
+    plan = build_plan(config, source.run)
     planned = [process for process in plan if process.role == "trainer"]
     with ExitStack() as stack:
         folder = stack.enter_context(
@@ -84,12 +115,13 @@ def _supervise(checked: PPOTrainer, *, overwrite: bool, stop: StopFlag) -> bool:
         stack.callback(remove_leftovers, [] if given is None else [Path(given).expanduser()])
         if checked.report_if_complete(folder):
             return True
+        checked.placement.reserve(config, source.run, observer, stack)
         start = partial(
             TrainerGroup,
             planned,
             folder.log_dir(),
             source.start_servers(folder.log_dir(), stack),
-            owner=folder.owner,
+            owner=lambda: checked.placement.name_owner(folder),
             secrets=find_secrets(config.model_dump(mode="json")),
             observer=observer,
             placement=checked.placement,

@@ -19,6 +19,8 @@ from agentrl_cli.launch.processes.trainer_protocol import ClusterAddress, Runnin
 from agentrl_cli.launch.servers.server_group import ServerGroup
 from agentrl_cli.log import Observer
 from agentrl_cli.scratch_folders import ScratchFolder
+from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.store.working_copy import FolderOwner
 
 
 class Servers(Protocol):
@@ -37,6 +39,16 @@ class Placement(Protocol):
     cluster: ClusterAddress | None
     """What a trainer needs to do the same; None: nothing."""
 
+    def reserve(
+        self, config: ExperimentConfig, run: ResolvedRun, observer: Observer, stack: ExitStack
+    ) -> None:
+        """Makes sure that there is room for all processes, until the ``stack`` closes.
+
+        Raises:
+            UserInputError: there is none.
+        """
+        ...
+
     def start_servers(
         self,
         config: ExperimentConfig,
@@ -54,6 +66,10 @@ class Placement(Protocol):
         self, planned: PlannedProcess, log_path: Path
     ) -> tuple[Process, socket.socket]:
         """Starts a trainer or a rollout worker; see :data:`StartProcess`."""
+        ...
+
+    def name_owner(self, folder: RunFolder) -> FolderOwner:
+        """How new trainers, and no earlier ones, find and join the run folder of this process."""
         ...
 
     def make_rendezvous(self, stack: ExitStack) -> str:
@@ -81,6 +97,11 @@ class LocalPlacement:
 
     cluster: ClusterAddress | None = None
 
+    def reserve(
+        self, config: ExperimentConfig, run: ResolvedRun, observer: Observer, stack: ExitStack
+    ) -> None:
+        """What a machine has is not counted."""
+
     def start_servers(
         self,
         config: ExperimentConfig,
@@ -100,6 +121,10 @@ class LocalPlacement:
     ) -> tuple[Process, socket.socket]:
         """A child of this process."""
         return start_with_socket(planned, log_path)
+
+    def name_owner(self, folder: RunFolder) -> FolderOwner:
+        """As it is."""
+        return folder.owner
 
     def make_rendezvous(self, stack: ExitStack) -> str:
         """A file that only this user can open."""

@@ -64,7 +64,6 @@ def build_plan(
     config: ExperimentConfig,
     run: ResolvedRun,
     *,
-    run_dir: str = "RUN_FOLDER",
     model_folder: str | None = None,
     private_dir: str = "PRIVATE_FOLDER",
 ) -> list[PlannedProcess]:
@@ -73,7 +72,6 @@ def build_plan(
     Args:
         config: the experiment.
         run: what it comes to on this machine.
-        run_dir: of the run.
         model_folder: what servers load; None: ``model.path`` as it stands.
         private_dir: folder of the files from which SGLang servers read their keys, and of the
             sockets and temporary files that servers leave behind when they are killed; vLLM's
@@ -96,7 +94,7 @@ def build_plan(
             PlannedProcess(
                 name="trainer" if rank == 0 else f"trainer-{rank}",
                 role="trainer",
-                argv=(sys.executable, "-m", _TRAINER_PROGRAM, run_dir),
+                argv=(sys.executable, "-m", _TRAINER_PROGRAM),
                 env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {},
                 devices=_format_devices(gpus),
             )

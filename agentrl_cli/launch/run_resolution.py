@@ -83,11 +83,6 @@ def check_supported(config: ExperimentConfig, run: ResolvedRun) -> None:
     """
     kind, engine = run.engine_kind, config.engine
     problems = []
-    if config.launcher.kind != "local":
-        problems.append(
-            f"launcher.kind: {config.launcher.kind} is not started by this version; allowed: "
-            "local. Type launcher.kind=local"
-        )
     if config.rollout.agent_mode == "subprocess" and config.workflow_path is not None:
         problems.append(
             "rollout.agent_mode: subprocess runs agents (agent_builder_path), and a workflow of "

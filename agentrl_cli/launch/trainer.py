@@ -36,9 +36,9 @@ from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.step_planner import StepPlanner
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
-from agentrl_cli.store.layout import describe, eval_name, run_dir_of
+from agentrl_cli.store.layout import describe, eval_name
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.store.working_copy import FolderOwner
+from agentrl_cli.store.working_copy import FolderOwner, open_location
 from agentrl_cli.tracking.formats.format_choice import collect_template_text
 from agentrl_cli.train.checkpoint import seed_generators
 from agentrl_cli.train.learner import Learner
@@ -148,9 +148,12 @@ class PPOTrainer:
                     self.config, overwrite=self._overwrite, versions=self.source.run.versions
                 )
             else:
-                folder = RunFolder.join(run_dir_of(self.config), self._owner)
+                folder = RunFolder.join(self._owner)
             self._folder = stack.enter_context(folder)
-            stack.enter_context(file_log(folder.log_path("trainer")))
+            # On another machine only what is printed reaches the run folder in time.
+            is_here = self.placement.cluster is None
+            log_path = folder.log_path("trainer") if is_here else Path("/dev/stderr")
+            stack.enter_context(file_log(log_path))
             self._stack = stack.pop_all()
         return self
 
@@ -389,19 +392,24 @@ def evaluate_rows(
     )
 
 
-def train_beside(location: str, spec: TrainerSpec, rendezvous: Rendezvous) -> None:
+def train_beside(spec: TrainerSpec, rendezvous: Rendezvous) -> None:
     """Trains as a rank beside rank 0, whose :class:`PPOTrainer` has the rollouts.
 
     Raises:
         NotFiniteError: on every rank, as from :meth:`PPOTrainer.train`.
         RankLostError: another rank has ended, or has not come to an exchange in time.
     """
-    config, run = RunFolder.open(location).load_config(spec.secrets), spec.servers.run
+    config, run = load_trainer_config(spec), spec.servers.run
     source = EngineSource(config, run, SilentObserver())
     seed_generators(config.seed)
     with open_ranks(rendezvous, on_gpu=run.trains_on_gpu) as ranks:
         learner = load_learner(config, run, source.model_folder, source.tokenizer, ranks=ranks)
         TrainingLoop(config=config, learner=learner, ranks=ranks, coordinator=None).run()
+
+
+def load_trainer_config(spec: TrainerSpec) -> ExperimentConfig:
+    """The configuration of the run that a trainer process belongs to."""
+    return RunFolder(open_location(spec.owner.location)).load_config(spec.secrets)
 
 
 def build_workflows(

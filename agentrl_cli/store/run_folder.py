@@ -105,7 +105,7 @@ class RunFolder:
         return folder
 
     @classmethod
-    def join(cls, location: str | Path, owner: FolderOwner) -> Self:
+    def join(cls, owner: FolderOwner) -> Self:
         """The folder that the command ``owner`` holds, for the trainer that it started.
 
         One trainer at a time: until :meth:`close`, or its death. What an earlier trainer left
@@ -116,9 +116,12 @@ class RunFolder:
                 trainer works in it.
             StoreError: it cannot be written to.
         """
-        place = open_location(location, owner.copy_dir)
+        place = open_location(owner.location, owner.copy_dir)
         place.join(owner)
         try:
+            if not owner.copy_dir:
+                # The command does not see what is written there.
+                place.share_logs()
             with store_errors(place.path):
                 place.remove_temporaries()
             return cls._restored(place)

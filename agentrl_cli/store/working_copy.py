@@ -43,6 +43,8 @@ class FolderOwner(NamedTuple):
     """What a trainer must know of the command that holds its run folder."""
 
     pid: int
+    location: str
+    """Where the trainer finds it: a path or a URL."""
     lease_id: str = ""
     """On object storage; see ``lease.py``."""
     copy_dir: str = ""
@@ -88,7 +90,7 @@ class LocalFolder:
 
     def name_owner(self, pid: int) -> FolderOwner:
         """What the trainers of the process ``pid``, which holds it, are told."""
-        return FolderOwner(pid)
+        return FolderOwner(pid, str(self.path.absolute()))
 
     def list_names(self, folder: str) -> list[str]:
         """The names of complete files and folders in ``folder``, a subfolder."""
@@ -192,7 +194,7 @@ class WorkingCopy(LocalFolder):
 
     def name_owner(self, pid: int) -> FolderOwner:
         assert self._lease is not None
-        return FolderOwner(pid, self._lease.id, str(self.path))
+        return FolderOwner(pid, self.location, self._lease.id, str(self.path))
 
     def list_names(self, folder: str) -> list[str]:
         found = [name.split("/")[1:] for name in self._call(self._files.list_names, folder)]

@@ -74,6 +74,11 @@ class EngineRouter(PooledEngine):
         num_unhealthy = len(self._pool.servers) - len(self._pool.healthy)
         return {**metrics, "num_unhealthy_servers": float(num_unhealthy)}
 
+    @property
+    def endpoints(self) -> list[ServerEndpoint]:
+        """Where the servers are."""
+        return [server.client.endpoint for server in self._pool.servers]
+
     def move(self, endpoint: ServerEndpoint) -> None:
         """Takes the server of this name to be another process, at this endpoint, from now on; it
         serves when it holds the current weights."""

@@ -28,7 +28,7 @@ _LAYER_END = ".lora_A.weight"
 Deliver = Callable[[str, Path], Awaitable[Path]]
 
 
-async def _leave(server: str, folder: Path) -> Path:
+async def _leave(_server: str, folder: Path) -> Path:
     return folder
 
 

@@ -53,8 +53,7 @@ class TrainerGroup:
     the end of all, for the others would wait for it.
 
     Args:
-        planned: the command line of each up to the run folder, which this process holds, and
-            additions to the environment; rank 0's first.
+        planned: rank 0's first.
         log_dir: gets a log for each, with what it and, in rank 0, the agents print.
         servers: the engine servers; those of the embedded engine are none.
         owner: how they show that they work for this process in the run folder.
@@ -72,7 +71,7 @@ class TrainerGroup:
         log_dir: Path,
         servers: RunningServers,
         *,
-        owner: FolderOwner,
+        owner: Callable[[], FolderOwner],
         secrets: Sequence[Sequence[Any]],
         observer: Observer,
         placement: Placement,
@@ -83,7 +82,7 @@ class TrainerGroup:
         self._ending_since: float | None = None
         try:
             spec = TrainerSpec(
-                owner=owner,
+                owner=owner(),
                 servers=servers,
                 secrets=secrets,
                 rendezvous=placement.make_rendezvous(self._stack),

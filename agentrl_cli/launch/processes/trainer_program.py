@@ -1,6 +1,6 @@
 """The program of each trainer process ("rank").
 
-    RANK=0 WORLD_SIZE=1 python -m agentrl_cli.launch.processes.trainer_program RUN_DIR DESCRIPTOR
+    RANK=0 WORLD_SIZE=1 python -m agentrl_cli.launch.processes.trainer_program DESCRIPTOR
 
 Started by the command, which holds the run folder and gives the rest in the environment (see
 ``trainer_protocol.py``). Rank 0 has the rollouts, and reports to the command; what goes wrong in
@@ -17,13 +17,18 @@ import traceback
 from pathlib import Path
 
 from agentrl_cli.errors import AgentrlError, NotFiniteError
+from agentrl_cli.launch.placement import LocalPlacement, Placement
 from agentrl_cli.launch.processes.trainer_protocol import (
     TrainerEventWriter,
     TrainerReport,
     TrainerSpec,
 )
-from agentrl_cli.launch.trainer import PPOTrainer, run_trainer, train_beside
-from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.launch.trainer import (
+    PPOTrainer,
+    load_trainer_config,
+    run_trainer,
+    train_beside,
+)
 from agentrl_cli.train.rendezvous import Rendezvous
 
 
@@ -47,8 +52,9 @@ def main(argv: list[str]) -> int:
     try:
         spec, rendezvous = TrainerSpec.take(os.environ)
         if rendezvous is None or rendezvous.index == 0:
-            return _train_first(argv[0], int(argv[1]), spec, rendezvous)
-        train_beside(argv[0], spec, rendezvous)
+            return _train_first(int(argv[0]), spec, rendezvous)
+        _find_placement(spec)
+        train_beside(spec, rendezvous)
     except NotFiniteError as error:
         # Raised on every rank: rank 0 reports it.
         print(error, file=sys.stderr)
@@ -58,9 +64,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _train_first(
-    location: str, descriptor: int, spec: TrainerSpec, rendezvous: Rendezvous | None
-) -> int:
+def _find_placement(spec: TrainerSpec) -> Placement:
+    if spec.cluster is None:
+        return LocalPlacement()
+    from agentrl_cli.launch.ray.ray_placement import join_cluster
+
+    return join_cluster(spec.cluster, spec.servers.run)
+
+
+def _train_first(descriptor: int, spec: TrainerSpec, rendezvous: Rendezvous | None) -> int:
     """Rank 0; the last event explains its exit code."""
     stop = _SignalFlag()
     signal.signal(signal.SIGTERM, stop.set)
@@ -68,13 +80,15 @@ def _train_first(
     os.set_inheritable(descriptor, False)
     events = TrainerEventWriter(descriptor)
     try:
+        placement = _find_placement(spec)
         trainer = PPOTrainer(
-            RunFolder.open(location).load_config(spec.secrets),
+            load_trainer_config(spec),
             observer=events,
             stop=stop,
             servers=spec.servers,
             owner=spec.owner,
             rendezvous=rendezvous,
+            placement=placement,
         )
         is_complete = run_trainer(trainer)
     except AgentrlError as error:

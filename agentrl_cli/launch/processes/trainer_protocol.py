@@ -51,6 +51,8 @@ class ClusterAddress:
     address: str
     namespace: str
     """Of the run's actors; no other run has it."""
+    start_seconds: float
+    """How long to wait for room on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

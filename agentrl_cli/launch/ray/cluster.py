@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -26,13 +26,13 @@ _log = get_logger(__name__)
 
 _CONNECT_SECONDS = 10.0
 _REMINDER_SECONDS = 10.0
-_ROLES = ("engine", "trainer", "rollout")
 #: Servers apart from each other, so that the loss of a node takes few of them along; ranks close to
 #: each other, since they exchange the most.
 _STRATEGIES = {"engine": "SPREAD", "trainer": "PACK", "rollout": "SPREAD"}
 #: Of the current folder, which the other nodes get a copy of.
 _NOT_COPIED = [".git", ".venv", "__pycache__"]
 
+Role = Literal["engine", "trainer", "rollout"]
 Bundle = dict[str, float]
 
 
@@ -40,7 +40,7 @@ Bundle = dict[str, float]
 class Demand:
     """What each process of a role needs of one node, and how many there are."""
 
-    role: str
+    role: Role
     bundle: Mapping[str, float]
     count: int
 
@@ -67,7 +67,7 @@ def connect(config: ExperimentConfig, stack: ExitStack) -> ClusterAddress:
     _check_reachable(address or os.environ.get("RAY_ADDRESS"))
     # Data that git does not know is needed all the same.
     os.environ.setdefault("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "1")
-    excluded = [*_NOT_COPIED, os.path.relpath(config.output_dir)]
+    excluded = [*_NOT_COPIED, os.path.relpath(config.output_dir), *_list_special_files()]
     env = {name: value for name, value in os.environ.items() if name.startswith("AGENTRL_")}
     _init(
         address,
@@ -75,7 +75,11 @@ def connect(config: ExperimentConfig, stack: ExitStack) -> ClusterAddress:
         runtime_env={"working_dir": str(Path.cwd()), "excludes": excluded, "env_vars": env},
     )
     stack.callback(ray.shutdown)
-    return ClusterAddress(address=ray.get_runtime_context().gcs_address, namespace=namespace)
+    return ClusterAddress(
+        address=ray.get_runtime_context().gcs_address,
+        namespace=namespace,
+        start_seconds=config.launcher.placement_timeout_seconds,
+    )
 
 
 def join(cluster: ClusterAddress) -> None:
@@ -102,6 +106,17 @@ def _init(address: str | None, namespace: str, **options: Any) -> None:
         ) from error
 
 
+def _list_special_files() -> list[str]:
+    """Pipes and sockets below the current folder, which Ray would wait for something to read from
+    or fail to copy."""
+    return [
+        str(path.relative_to(Path.cwd()))
+        for folder, _, names in os.walk(Path.cwd())
+        for path in (Path(folder, name) for name in names)
+        if not (path.is_file() or path.is_symlink())
+    ]
+
+
 def _check_reachable(address: str | None) -> None:
     host, _, port = (address or "").rpartition(":")
     if not host or not port.isdigit():
@@ -118,7 +133,7 @@ def _check_reachable(address: str | None) -> None:
 
 def describe_machine() -> Machine:
     """The cluster as one machine: all its GPUs and cores."""
-    resources = ray.cluster_resources()
+    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     own = Machine.detect()
     return Machine(
         gpu_ids=tuple(map(str, range(int(resources.get("GPU", 0))))),
@@ -131,25 +146,24 @@ def describe_machine() -> Machine:
 
 def list_nodes() -> list[dict[str, Any]]:
     """The nodes that are alive."""
-    return [node for node in ray.nodes() if node["Alive"]]
+    return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
 def compute_demands(launcher: LauncherConfig, run: ResolvedRun) -> list[Demand]:
     """What the run needs of the cluster, by role."""
-    servers = [
-        {"CPU": 1.0 if s.gpus else run.num_server_threads, "GPU": len(s.gpus)} for s in run.servers
-    ]
-    trainers = [{"CPU": 1.0, "GPU": len(gpus)} for gpus in run.trainers]
-    rollouts = [{"CPU": 1.0}] * run.num_rollout_workers
-    return [
-        Demand(
-            role,
-            {k: v for k, v in {**found[0], **launcher.resources.get(role, {})}.items() if v},
-            len(found),
-        )
-        for role, found in zip(_ROLES, (servers, trainers, rollouts), strict=True)
-        if found
-    ]
+    own_cores = 1.0 if run.serves_on_gpu else float(run.num_server_threads)
+    bundles: dict[Role, list[Bundle]] = {
+        "engine": [{"CPU": own_cores, "GPU": len(server.gpus)} for server in run.servers],
+        "trainer": [{"CPU": 1.0, "GPU": len(gpus)} for gpus in run.trainers],
+        "rollout": [{"CPU": 1.0}] * run.num_rollout_workers,
+    }
+    demands = []
+    for role, found in bundles.items():
+        if found:
+            bundle = {**found[0], **launcher.resources.get(role, {})}
+            needed = {name: value for name, value in bundle.items() if value}
+            demands.append(Demand(role, needed, len(found)))
+    return demands
 
 
 class Reservation:
@@ -194,6 +208,7 @@ def _explain_full(demands: Sequence[Demand], missing: Demand, limit: float) -> s
     needed = Counter[str]()
     for demand in demands:
         needed.update({name: value * demand.count for name, value in demand.bundle.items()})
+    free = ray.available_resources()  # type: ignore[no-untyped-call]
     nodes = "".join(
         f"\n  {node['NodeManagerAddress']}: {format_resources(node['Resources'])}"
         for node in list_nodes()
@@ -202,7 +217,7 @@ def _explain_full(demands: Sequence[Demand], missing: Demand, limit: float) -> s
         f"launcher.kind: ray: after {limit:g} s (launcher.placement_timeout_seconds) the cluster "
         f"has no room for {missing}. The run needs {format_resources(needed)} in all: "
         f"{'; '.join(map(str, demands))}. The cluster has, {len(list_nodes())} nodes:{nodes}\n"
-        f"and free is {format_resources(ray.available_resources())}. Add nodes, wait for what "
+        f"and free is {format_resources(free)}. Add nodes, wait for what "
         "else runs there, or ask for less: engine.num_servers, engine.num_threads, "
         "train.num_processes, rollout.num_workers"
     )

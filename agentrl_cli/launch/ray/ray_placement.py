@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 import ray
 from ray.util.placement_group import get_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.resolved_run import ResolvedRun
+from agentrl_cli.config.resolved_run import Machine, ResolvedRun
 from agentrl_cli.engine.protocol import ServerEndpoint, WeightTransfer
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
@@ -24,9 +27,14 @@ from agentrl_cli.launch.placement import Servers
 from agentrl_cli.launch.plan import PlannedProcess
 from agentrl_cli.launch.processes.managed_process import Process
 from agentrl_cli.launch.processes.trainer_protocol import ClusterAddress, RunningServers
-from agentrl_cli.launch.ray.remote_process import RemoteProcess
+from agentrl_cli.launch.ray import cluster
+from agentrl_cli.launch.ray.hosted_folder import ACTOR, SCHEME, FolderHost, HostedFiles
+from agentrl_cli.launch.ray.remote_process import RemoteProcess, find_own_host
 from agentrl_cli.launch.ray.remote_servers import RemoteServers
 from agentrl_cli.log import Observer
+from agentrl_cli.store.layout import is_url
+from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.store.working_copy import BACKENDS, FolderOwner
 
 #: Of a file of weights: what a node holds of it at a time, beside the file.
 _PART_BYTES = 2**28
@@ -37,18 +45,27 @@ class RayPlacement:
     """Each process is in an actor, in the room that the run has reserved.
 
     Args:
-        cluster: where this process has joined it.
-        config: the experiment.
+        address: where this process has joined it.
+        start_seconds: how long to wait for room on the cluster.
         num_ranks: trainer processes.
     """
 
-    def __init__(self, cluster: ClusterAddress, config: ExperimentConfig, num_ranks: int) -> None:
-        self.cluster: ClusterAddress | None = cluster
-        self._namespace = cluster.namespace
-        self._start_seconds = config.launcher.placement_timeout_seconds
+    def __init__(self, address: ClusterAddress, start_seconds: float, num_ranks: int) -> None:
+        self.cluster: ClusterAddress | None = address
+        self._namespace = address.namespace
+        self._start_seconds = start_seconds
         self._num_ranks = num_ranks
         self._tasks: list[asyncio.Task[None]] = []
         self._parts: tuple[Path, dict[str, list[Any]]] | None = None
+        self._host: Any = None
+
+    def reserve(
+        self, config: ExperimentConfig, run: ResolvedRun, observer: Observer, stack: ExitStack
+    ) -> None:
+        """Waits for room on the cluster."""
+        demands = cluster.compute_demands(config.launcher, run)
+        reservation = cluster.Reservation(demands, config.launcher, observer)
+        stack.callback(reservation.close)
 
     def start_servers(
         self,
@@ -87,6 +104,24 @@ class RayPlacement:
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, index),
             "namespace": self._namespace,
         }
+
+    def name_owner(self, folder: RunFolder) -> FolderOwner:
+        """On object storage, as it is; else through an actor on this machine."""
+        owner = folder.owner
+        if is_url(owner.location):
+            # The copy of this process is on another machine.
+            return owner._replace(copy_dir="")
+        if self._host is None:
+            here = ray.get_runtime_context().get_node_id()
+            self._host = (
+                ray.remote(num_cpus=0)(FolderHost)
+                .options(
+                    name=ACTOR, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)
+                )
+                .remote(owner.location)
+            )
+        lease_id = ray.get(self._host.admit.remote(), timeout=self._start_seconds)
+        return FolderOwner(owner.pid, f"{SCHEME}://{lease_id}", lease_id)
 
     def make_rendezvous(self, stack: ExitStack) -> str:
         """A free port of the node of rank 0."""
@@ -130,6 +165,24 @@ class RayPlacement:
             self._tasks.append(asyncio.create_task(following))
 
 
+def open_cluster(config: ExperimentConfig, stack: ExitStack) -> tuple[Machine, RayPlacement]:
+    """The cluster of the configuration: as a machine, and as a place for a run's processes.
+
+    Raises:
+        UserInputError: it cannot be joined.
+    """
+    address = cluster.connect(config, stack)
+    placement = RayPlacement(address, address.start_seconds, config.train.num_processes or 1)
+    return cluster.describe_machine(), placement
+
+
+def join_cluster(address: ClusterAddress, run: ResolvedRun) -> RayPlacement:
+    """The placement of a run, for a trainer of it."""
+    cluster.join(address)
+    BACKENDS[SCHEME] = HostedFiles
+    return RayPlacement(address, address.start_seconds, len(run.trainers))
+
+
 async def _follow(router: EngineRouter, actor: Any, endpoint: ServerEndpoint) -> None:
     while True:
         # Ray asks the actor again when it has been started again.
@@ -151,7 +204,7 @@ def _put_files(folder: Path) -> dict[str, list[Any]]:
 
 
 def _find_free_port() -> str:
-    host = ray.util.get_node_ip_address()
+    host = find_own_host()
     with socket.socket() as probe:
         probe.bind((host, 0))
         return f"tcp://{host}:{probe.getsockname()[1]}"

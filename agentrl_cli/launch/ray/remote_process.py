@@ -95,7 +95,12 @@ class ProcessActor:
         """Ends the actor too."""
         self._process.stop(term_seconds=0)
         self._folder.close()
-        ray.actor.exit_actor()
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
+
+
+def find_own_host() -> str:
+    """The address at which other nodes reach this one."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def read_from(path: Path, offset: int) -> bytes:
@@ -131,7 +136,8 @@ class RemoteProcess:
         self._status: int | None = None
         self._lost: str | None = None
         self._has_ended = threading.Event()
-        self._actor = ray.remote(ProcessActor).options(**options).remote()
+        actor: Any = ray.remote(ProcessActor).options(**options).remote()
+        self._actor = actor
         # Which GPUs it has is Ray's choice.
         env = {k: v for k, v in planned.env.items() if k != "CUDA_VISIBLE_DEVICES"}
         self._started = self._actor.start.remote(planned.name, list(planned.argv), env)

@@ -26,7 +26,7 @@ from agentrl_cli.engine.protocol import InferenceEngine, ServerEndpoint
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.errors import AgentrlError, EngineError, EngineTimeoutError, build_error
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
-from agentrl_cli.launch.ray.remote_process import read_from
+from agentrl_cli.launch.ray.remote_process import find_own_host, read_from
 from agentrl_cli.launch.run_resolution import with_server_package
 from agentrl_cli.launch.servers.server_group import ServerGroup
 from agentrl_cli.log import Observer, SilentObserver, get_logger
@@ -43,6 +43,7 @@ _STOP_SECONDS = 30.0
 #: Versions of the weights whose files a node keeps: calls continue with the adapter that they
 #: began with.
 _NUM_KEPT = 16
+_MAX_REASON_CHARS = 500
 
 
 class ServerActor:
@@ -51,9 +52,9 @@ class ServerActor:
     Each start, also one on another node, builds everything anew.
     """
 
-    def __init__(self, config: Mapping[str, Any], run: Mapping[str, Any], index: int) -> None:
-        self._config = ExperimentConfig.model_validate(config)
-        self._run = ResolvedRun.model_validate(run)
+    def __init__(self, config: str, run: str, index: int) -> None:
+        self._config = ExperimentConfig.model_validate_json(config)
+        self._run = ResolvedRun.model_validate_json(run)
         self._index = index
         self._incarnation = secrets.token_hex(8)
         self._observer = _Messages()
@@ -68,7 +69,7 @@ class ServerActor:
     def _start(self) -> None:
         try:
             server = self._run.servers[self._index]
-            here = {"gpus": tuple(ray.get_gpu_ids()), "host": ray.util.get_node_ip_address()}
+            here = {"gpus": tuple(map(str, ray.get_gpu_ids())), "host": find_own_host()}
             run = self._run.model_copy(update={"servers": (server.model_copy(update=here),)})
             run = with_server_package(run, self._config)
             folder = resolve_model_folder(self._config.model.path, self._observer)
@@ -117,10 +118,10 @@ class ServerActor:
             error = self._find_error()
             if chunk or texts or error or time.monotonic() > deadline:
                 described = error and [type(error).__name__, str(error), error.exit_code]
-                is_ready = self._group is not None and self._group.has_been_ready
+                is_ready = self._group is not None and self._group.have_been_ready
                 return {
                     "incarnation": self._incarnation,
-                    "node": ray.util.get_node_ip_address(),
+                    "node": find_own_host(),
                     "offset": offset + len(chunk),
                     "chunk": chunk,
                     "texts": texts,
@@ -211,8 +212,8 @@ class RemoteServers:
         self._error: AgentrlError | None = None
         self._ready: set[str] = set()
         self._is_stopping = threading.Event()
-        given = config.model_dump(mode="json"), run.model_dump(mode="json")
-        self._actors = [
+        given = config.model_dump_json(), run.model_dump_json()
+        self._actors: list[Any] = [
             ray.remote(ServerActor)
             .options(
                 **one,
@@ -227,8 +228,6 @@ class RemoteServers:
             for index, (server, one) in enumerate(zip(run.servers, options, strict=True))
         ]
         names = [server.name for server in run.servers]
-        which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        observer.on_message(f"starting {which} on the cluster (logs: {log_dir})")
         self._threads = [
             threading.Thread(target=self._follow, args=(name, actor), daemon=True)
             for name, actor in zip(names, self._actors, strict=True)
@@ -253,7 +252,10 @@ class RemoteServers:
                 "(launcher.placement_timeout_seconds)"
             ) from None
         except ray.exceptions.RayTaskError as error:
-            raise error.as_instanceof_cause() from None
+            raise error.as_instanceof_cause() from None  # type: ignore[no-untyped-call]
+        except RayError as error:
+            reason = " ".join(str(error).split())[-_MAX_REASON_CHARS:]
+            raise EngineError(f"an engine server's actor could not be started: {reason}") from error
         return RunningServers(
             run=self._run, endpoints=tuple(ServerEndpoint(**endpoint) for endpoint in found)
         )
@@ -302,13 +304,10 @@ class RemoteServers:
         except AgentrlError as error:
             self._fail(error)
         except GetTimeoutError:
-            self._fail(
-                EngineTimeoutError(
-                    f"{name} was lost, and the cluster had no room for it within {limit:g} s"
-                )
-            )
+            problem = f"was lost, and could not be started again elsewhere within {limit:g} s"
+            self._fail(EngineTimeoutError(f"{name} {problem}"))
         except (RayError, OSError) as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
             self._fail(EngineError(f"{name} was lost: {reason}"))
 
     def _fail(self, error: AgentrlError) -> None:

@@ -128,6 +128,11 @@ class ServerGroup:
         """Where the servers listen, or will."""
         return RunningServers(run=self.run, endpoints=tuple(self.endpoints))
 
+    @property
+    def have_been_ready(self) -> bool:
+        """True once all have answered, whatever came after."""
+        return all(supervisor.has_been_ready for supervisor in self._supervisors)
+
     def start(self) -> None:
         """Begins to start all servers, once; returns at once.
 
@@ -138,9 +143,6 @@ class ServerGroup:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise EngineError(f"the folder for logs cannot be made: {error}") from error
-        names = [endpoint.name for endpoint in self.endpoints]
-        which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        self._observer.on_message(f"starting {which} (logs: {self._log_dir})")
         for supervisor in self._supervisors:
             supervisor.start()
 
@@ -162,7 +164,7 @@ class ServerGroup:
             AgentrlError: as :meth:`check`, or :meth:`stop` was called.
         """
         # The supervisors have deadlines of their own.
-        while not all(supervisor.has_been_ready for supervisor in self._supervisors):
+        while not self.have_been_ready:
             self.check()
             if self._stopped.is_set():
                 raise EngineError("the engine servers were stopped before they were ready")

@@ -63,13 +63,13 @@ def run(project: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[T
             url = f"http://127.0.0.1:{held.getsockname()[1]}"
             endpoint = ServerEndpoint(name="vllm-0", base_url=url, api_key="sk-of-the-server")
             resolved = resolve_run(config, Machine(), purpose="train")
-            argv = (sys.executable, "-m", program, str(folder.path))
+            argv = (sys.executable, "-m", program)
             log = folder.log_path("trainer")
             trainer = TrainerGroup(
                 [PlannedProcess(name="trainer", role="trainer", argv=argv)],
                 log.parent,
                 RunningServers(run=resolved, endpoints=(endpoint,)),
-                owner=folder.owner,
+                owner=lambda: folder.owner,
                 secrets=[["agent_builder_kwargs", "api_key", "geheim"]],
                 observer=SilentObserver(),
                 placement=LocalPlacement(),

@@ -34,7 +34,7 @@ JOIN = """
     from agentrl_cli.store.run_folder import RunFolder
     from agentrl_cli.store.working_copy import FolderOwner
     try:
-        run = RunFolder.join(sys.argv[1], FolderOwner(int(sys.argv[2])))
+        run = RunFolder.join(FolderOwner(int(sys.argv[2]), sys.argv[1]))
     except RunFolderError as error:
         sys.exit(f"refused: {error}")
     run.append_metrics({"step": 1})
@@ -158,4 +158,4 @@ def test_two_trainers_of_one_command_are_refused(
         running(JOIN, folder.path, os.getpid(), 60) as (trainer, _),
         pytest.raises(RunFolderError, match=f"process {trainer.pid} is training"),
     ):
-        RunFolder.join(folder.path, folder.owner)
+        RunFolder.join(folder.owner)

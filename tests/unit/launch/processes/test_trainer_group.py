@@ -137,7 +137,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         names = ["trainer", *(f"trainer-{rank}" for rank in range(1, count))]
         planned = [PlannedProcess(name=name, role="trainer", argv=argv) for name in names]
         observer = observer or SilentObserver()
-        options = {"owner": FolderOwner(os.getpid()), "secrets": [], "observer": observer}
+        owner = FolderOwner(os.getpid(), str(tmp_path))
+        options: Any = {"owner": lambda: owner, "secrets": [], "observer": observer}
         options["placement"] = LocalPlacement()
         started.append(TrainerGroup(planned, tmp_path, SERVERS, **options))
         return started[-1]
@@ -446,7 +447,7 @@ servers = TypeAdapter(RunningServers).validate_json((folder / "servers.json").re
 rank = (sys.executable, str(folder / "rank.py"), str(folder))
 planned = [PlannedProcess(name=f"trainer-{i}", role="trainer", argv=rank) for i in range(2)]
 given = {"observer": SilentObserver(), "placement": LocalPlacement()}
-owner = FolderOwner(os.getpid())
+owner = lambda: FolderOwner(os.getpid(), str(folder))
 trainer = TrainerGroup(planned, folder, servers, owner=owner, secrets=[], **given)
 while not trainer.has_ended():
     time.sleep(0.02)

@@ -41,7 +41,7 @@ def spec(make_config: Callable[..., Any]) -> TrainerSpec:
     )
     run = resolve_run(make_config(), Machine(gpu_ids=("0", "1")), purpose="train")
     return TrainerSpec(
-        owner=FolderOwner(7, "lease", "/tmp/copy"),
+        owner=FolderOwner(7, "s3://bucket/run", "lease", "/tmp/copy"),
         servers=RunningServers(run=run, endpoints=(endpoint,)),
         secrets=[["agent_builder_kwargs", "keys", 0, "secret-2"]],
         rendezvous="file:///tmp/ranks/rendezvous",
