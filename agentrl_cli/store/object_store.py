@@ -169,7 +169,7 @@ def _connect(url: str, seconds: int, *, num_retries: int) -> Any:
 
 def _format_tag(version: PutResult | Any) -> str:
     """What a conditional put asks for: Google Cloud Storage goes by the version."""
-    return json.dumps({"e_tag": version["e_tag"], "version": version["version"]})
+    return json.dumps({name: version[name] for name in ("e_tag", "version") if version[name]})
 
 
 def _first_line(error: Exception) -> str:

@@ -19,6 +19,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -79,6 +80,7 @@ class PendingTrajectories:
         if self._last is not None:
             # One thread does one after the other.
             wait([self._last])
+        if self._changed:
             self._do(self._push)
         self._raise_error()
 
@@ -146,7 +148,8 @@ class PendingTrajectories:
 
     def close(self) -> None:
         """Ends the thread when all is written; what is kept stays."""
-        self._writer.submit(self._push_noting_error)
+        with suppress(RuntimeError):  # It was closed before.
+            self._do(self._push_noting_error)
         self._writer.shutdown()
 
     def _do(self, work: Callable[..., ResultT], *given: Any) -> ResultT:
