@@ -19,8 +19,6 @@ from agentrl_cli.store.remote_files import TaggedContent, UnreachableError
 if TYPE_CHECKING:
     from obstore import PutMode, PutResult
 
-#: What obstore calls S3, Google Cloud Storage and Azure.
-SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss")
 #: A file is sent and fetched in parts of this size, each a request with a deadline.
 _PART_BYTES = 2**23
 _MAX_PARTS = 10_000
@@ -59,6 +57,9 @@ class ObjectStore:
 
         self._obs: Any = obstore
         self._errors = obstore.exceptions
+        endpoint = _find_endpoint()
+        if endpoint and not endpoint.startswith(("http://", "https://")):
+            raise RunFolderError(f"{url}: {endpoint!r} is no URL of a server. {_ENVIRONMENT}")
         try:
             self._store = _connect(self.url, _PART_SECONDS, num_retries=2)
             self._small = _connect(self.url, _SMALL_SECONDS, num_retries=0)
@@ -154,12 +155,16 @@ class ObjectStore:
             raise UnreachableError(f"{self.url}: {_first_line(error)}") from error
 
 
+def _find_endpoint() -> str:
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
 def _connect(url: str, seconds: int, *, num_retries: int) -> Any:
     from obstore.store import from_url
 
     # Not read from the environment by a client that is given options.
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    allow_http = endpoint.startswith("http://") or bool(os.environ.get("AWS_ALLOW_HTTP"))
+    allow_http = _find_endpoint().startswith("http://") or bool(os.environ.get("AWS_ALLOW_HTTP"))
     return from_url(
         url,
         client_options={"timeout": timedelta(seconds=seconds), "allow_http": allow_http},

@@ -15,13 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from agentrl_cli.errors import RunFolderError, StoreError, format_nearest
+from agentrl_cli.config.config_schema import STORAGE_SCHEMES, check_storage_location
+from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.log import get_logger
 from agentrl_cli.scratch_folders import ScratchFolder
 from agentrl_cli.store import layout, remote_files
 from agentrl_cli.store.folder_lock import FolderLock, check_held_by
 from agentrl_cli.store.lease import Lease
-from agentrl_cli.store.object_store import SCHEMES, ObjectStore
+from agentrl_cli.store.object_store import ObjectStore
 from agentrl_cli.store.remote_files import RemoteFiles, UnreachableError, format_away
 
 ResultT = TypeVar("ResultT")
@@ -29,7 +30,7 @@ ResultT = TypeVar("ResultT")
 _log = get_logger(__name__)
 
 #: What opens the URLs of each scheme.
-BACKENDS: dict[str, Callable[[str], RemoteFiles]] = dict.fromkeys(SCHEMES, ObjectStore)
+BACKENDS: dict[str, Callable[[str], RemoteFiles]] = dict.fromkeys(STORAGE_SCHEMES, ObjectStore)
 
 #: How long the trainer of a killed command, which is killed too, may take to end.
 _ORPHAN_SECONDS = 20.0
@@ -319,11 +320,10 @@ def open_location(location: str | Path, copy_dir: str = "") -> LocalFolder:
         return LocalFolder(Path(location))
     scheme = str(location).partition("://")[0]
     if scheme not in BACKENDS:
-        raise RunFolderError(
-            f"{location}: object storage of the scheme {scheme!r} is unknown; "
-            f"{format_nearest(scheme, SCHEMES)}. Type output_dir=s3://BUCKET/FOLDER, or "
-            "output_dir=FOLDER for a folder of this machine"
-        )
+        try:
+            check_storage_location(str(location))
+        except ValueError as error:
+            raise RunFolderError(str(error)) from None
     return WorkingCopy(BACKENDS[scheme](str(location)), copy_dir)
 
 
