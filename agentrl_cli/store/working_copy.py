@@ -19,11 +19,12 @@ from agentrl_cli.config.config_schema import STORAGE_SCHEMES, check_storage_loca
 from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.log import get_logger
 from agentrl_cli.scratch_folders import ScratchFolder
-from agentrl_cli.store import layout, remote_files
+from agentrl_cli.store import layout
 from agentrl_cli.store.folder_lock import FolderLock, check_held_by
-from agentrl_cli.store.lease import Lease
-from agentrl_cli.store.object_store import ObjectStore
-from agentrl_cli.store.remote_files import RemoteFiles, UnreachableError, format_away
+from agentrl_cli.store.remote import remote_files
+from agentrl_cli.store.remote.lease import Lease
+from agentrl_cli.store.remote.object_store import ObjectStore
+from agentrl_cli.store.remote.remote_files import RemoteFiles, UnreachableError, format_away
 
 ResultT = TypeVar("ResultT")
 
@@ -132,9 +133,8 @@ class LocalFolder:
         for path in paths:
             if path.is_dir() and not path.is_symlink():
                 # It disappears before the first of its files does.
-                shutil.rmtree(path.rename(layout.temporary_path(path, ".deleted")))
-            else:
-                path.unlink(missing_ok=True)
+                path = path.rename(layout.temporary_path(path, ".deleted"))
+            _delete(path)
 
     def remove_temporaries(self) -> None:
         """Deletes what was not complete when a process was killed."""
@@ -142,7 +142,7 @@ class LocalFolder:
         for folder in (self.path, *(self.path / name for name in names)):
             for entry in folder.glob(".*"):
                 if entry.name.endswith(layout.TEMPORARY):
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                    _delete(entry)
 
     def share_logs(self) -> None:
         """Has the logs of earlier starts here, and what is added to them last, soon."""
@@ -325,6 +325,34 @@ def open_location(location: str | Path, copy_dir: str = "") -> LocalFolder:
         except ValueError as error:
             raise RunFolderError(str(error)) from None
     return WorkingCopy(BACKENDS[scheme](str(location)), copy_dir)
+
+
+def find_run(location: str | Path) -> LocalFolder:
+    """The run folder at ``location``, or around it when that lies inside one.
+
+    Raises:
+        RunFolderError: there is none; the message names the nearest.
+    """
+    if not layout.is_url(str(location)):
+        return open_location(layout.find_run_folder(Path(location)))
+    url = str(location).rstrip("/")
+    # Not the bucket, nor what is above it.
+    for _ in range(min(4, url.count("/") - 2)):
+        place = open_location(url)
+        if place.is_run():
+            return place
+        url = url.rpartition("/")[0]
+    raise RunFolderError(
+        f"{location}: is not a run folder. A run folder is what agentrl train writes: "
+        "<output_dir>/<experiment_name>/<trial_name>"
+    )
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _list_files(path: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl_cli.store.object_store import ObjectStore
+from agentrl_cli.store.remote.object_store import ObjectStore
 from agentrl_cli.store.run_folder import RunFolder
 
 NUM_STEPS = 8
@@ -31,7 +31,7 @@ IN_ORDER = ("rollout.max_concurrent=1", "train.num_threads=1", "engine.num_threa
 #: ``agentrl``, with less patience.
 PROGRAM = """
 import sys
-from agentrl_cli.store import lease, remote_files
+from agentrl_cli.store.remote import lease, remote_files
 lease.RENEW_SECONDS, lease.TRUST_SECONDS, lease.TAKEOVER_SECONDS = 0.5, 6.0, 8.0
 remote_files.PATIENCE_SECONDS = float(sys.argv.pop(1))
 from agentrl_cli.__main__ import main

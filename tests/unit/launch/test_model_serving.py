@@ -11,8 +11,8 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.launch.model_serving import ListenAddress, OnlineRecorder, _listen_at
 from agentrl_cli.records import Trajectory
 from agentrl_cli.store.resume_check import check_same_config, save_config
-from agentrl_cli.store.working_copy import LocalFolder
 from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.store.working_copy import LocalFolder
 
 
 def make_config(tmp_path: Path, **rollout: Any) -> ExperimentConfig:

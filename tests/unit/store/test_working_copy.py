@@ -11,8 +11,9 @@ import pytest
 
 from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.records import Trajectory
-from agentrl_cli.store import layout, lease, remote_files, working_copy
-from agentrl_cli.store.object_store import ObjectStore
+from agentrl_cli.store import layout, working_copy
+from agentrl_cli.store.remote import lease, remote_files
+from agentrl_cli.store.remote.object_store import ObjectStore
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.train.resume import DataCursor
 
@@ -77,9 +78,9 @@ def test_the_next_start_has_what_a_local_folder_has(make_config, on_storage, fil
     assert found[0] == found[1]
     reader = RunFolder.open(f"{files.url}/checkpoints/step-000003")
     assert reader.location == files.url
-    assert reader.log_path("trainer") != Path("line")
-    assert files.read("logs/trainer.log") is not None
-    assert files.read("logs/trainer.log").content == b"line 1\nline 2\n"
+    log = files.read("logs/trainer.log")
+    assert log is not None
+    assert log.content == b"line 1\nline 2\n"
     assert "starts" in reader.fetch(layout.MANIFEST).read_text()
     with RunFolder.create_or_resume(on_storage(), overwrite=True) as run:
         assert not run.trajectory_steps()
@@ -95,9 +96,9 @@ def test_a_killed_start_leaves_what_the_next_one_needs(on_storage, files, monkey
     def die_at(number: int) -> None:
         class Files(ObjectStore):
             def put(self, name: str, path: Path) -> None:
-                puts.append(name)
                 self.count()
                 super().put(name, path)
+                puts.append(name)
 
             def delete(self, names) -> None:
                 self.count()
@@ -129,13 +130,11 @@ def test_a_killed_start_leaves_what_the_next_one_needs(on_storage, files, monkey
         files.delete([".lock"])
         with RunFolder.create_or_resume(on_storage()) as again:
             steps, pending = again.trajectory_steps(), again.read_pending()
-            lines = again.read_metrics()
-            is_committed = any("batch" in name for name in puts) and bool(steps)
             stored = again.read_trajectories(5) if steps else pending
-            assert not (steps and pending)
-            assert len(lines) <= len(steps)
-            assert {t.id for t in stored} <= {"5/1", "5/2"}
-            assert not is_committed or len(stored) == 2
+            assert not (steps and pending), "none is there twice"
+            assert len(again.read_metrics()) <= len(steps)
+            if any("batch" in name for name in puts):
+                assert ([t.id for t in stored], steps) == (["5/1", "5/2"], [5])
         files.delete([*files.list_names()])
         puts.clear()
 
@@ -219,7 +218,6 @@ def test_messages_name_the_url(on_storage, files) -> None:
         run.write_trajectories(1, [make(1)])
         run.append_metrics({"step": 1})
         scratch = str(run.path)
-    (Path(scratch).parent).exists()
     with pytest.raises(RunFolderError) as other:
         RunFolder.create_or_resume(on_storage(seed=9))
     with pytest.raises(RunFolderError) as nothing:

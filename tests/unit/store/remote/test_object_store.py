@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from agentrl_cli.errors import MissingExtraError, RunFolderError
-from agentrl_cli.store import object_store
-from agentrl_cli.store.object_store import ObjectStore
-from agentrl_cli.store.remote_files import UnreachableError
+from agentrl_cli.store.remote import object_store
+from agentrl_cli.store.remote.object_store import ObjectStore
+from agentrl_cli.store.remote.remote_files import UnreachableError
 from agentrl_cli.store.working_copy import open_location
 
 

@@ -14,16 +14,16 @@ import pytest
 
 from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.records import Trajectory
-from agentrl_cli.store import lease, remote_files
-from agentrl_cli.store.lease import Lease
-from agentrl_cli.store.object_store import ObjectStore
-from agentrl_cli.store.remote_files import UnreachableError
+from agentrl_cli.store.remote import lease, remote_files
+from agentrl_cli.store.remote.lease import Lease
+from agentrl_cli.store.remote.object_store import ObjectStore
+from agentrl_cli.store.remote.remote_files import UnreachableError
 from agentrl_cli.store.run_folder import RunFolder
 
 HOLD = """
 import sys, time
-from agentrl_cli.store import lease
-from agentrl_cli.store.object_store import ObjectStore
+from agentrl_cli.store.remote import lease
+from agentrl_cli.store.remote.object_store import ObjectStore
 lease.RENEW_SECONDS = 0.2
 held = lease.Lease.take(ObjectStore(sys.argv[1]))
 print("ready", flush=True)

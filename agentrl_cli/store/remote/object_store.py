@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl_cli.errors import MissingExtraError, RunFolderError
 from agentrl_cli.store.atomic_files import atomic_file
-from agentrl_cli.store.remote_files import TaggedContent, UnreachableError
+from agentrl_cli.store.remote.remote_files import TaggedContent, UnreachableError
 
 if TYPE_CHECKING:
     from obstore import PutMode, PutResult
@@ -38,7 +38,7 @@ _ENVIRONMENT = (
 
 
 class ObjectStore:
-    """:class:`~agentrl_cli.store.remote_files.RemoteFiles` below a URL such as
+    """:class:`~agentrl_cli.store.remote.remote_files.RemoteFiles` below a URL such as
     ``s3://bucket/runs/exp/t0``.
 
     Raises:
