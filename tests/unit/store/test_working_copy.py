@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import threading
 from pathlib import Path
 
@@ -231,18 +230,3 @@ def test_messages_name_the_url(on_storage, files) -> None:
         assert "agentrl-run" not in str(caught.value)
     assert "trial_name=t1" in str(other.value)
     assert not Path(scratch).exists()
-
-
-def test_any_order_of_starts_and_steps_reads_back(on_storage) -> None:
-    rng = random.Random(3)
-    done = 0
-    for _ in range(3):
-        with RunFolder.create_or_resume(on_storage()) as run:
-            run.truncate_metrics(done)
-            for _ in range(rng.randint(1, 3)):
-                done += 1
-                run.write_trajectories(done, [make(done, 1), make(done, 2)])
-                run.append_metrics({"step": done})
-            assert run.trajectory_steps() == list(range(1, done + 1))
-    lines = RunFolder.open(run.location).read_metrics()
-    assert [line["step"] for line in lines] == list(range(1, done + 1))
