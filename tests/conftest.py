@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
+import urllib.request
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -313,3 +316,56 @@ def run_config(tmp_path: Path) -> Callable[..., ExperimentConfig]:
         return ExperimentConfig.model_validate(data | sections)
 
     return build
+
+
+class S3Server:
+    """A real S3 server (moto's) at one address of loopback; stopping it loses nothing."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self._server: Any = None
+        self.start()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a program that uses it has in its environment."""
+        return {
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._port}",
+        }
+
+    def start(self) -> None:
+        from moto.server import ThreadedMotoServer
+
+        self._server = ThreadedMotoServer("127.0.0.1", self._port, verbose=False)
+        self._server.start()
+
+    def stop(self) -> None:
+        self._server.stop()
+
+    def make_bucket(self) -> str:
+        """The URL of a new one."""
+        name = f"bucket-{uuid.uuid4().hex[:12]}"
+        url = f"{self.environment['AWS_ENDPOINT_URL']}/{name}"
+        with urllib.request.urlopen(urllib.request.Request(url, method="PUT")):
+            return f"s3://{name}"
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    """The S3 server of all tests in this process."""
+    server = S3Server()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def s3_bucket(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a new bucket, which this test and its processes may use."""
+    for name, value in s3_server.environment.items():
+        monkeypatch.setenv(name, value)
+    return s3_server.make_bucket()

@@ -62,8 +62,7 @@ def evaluate_command(
     _check_endpoint(checkpoint, base_url, model)
     _check_name(name)
     _check_task_file(save_tasks)
-    if checkpoint is not None:
-        check_checkpoint(checkpoint)
+    check_checkpoint(checkpoint)
     from agentrl_cli.config.config_file import load_config
     from agentrl_cli.launch.run_resolution import resolve_run_here
 
@@ -176,13 +175,13 @@ def open_checkpoint(checkpoint: str | None) -> Iterator[Path | None]:
         yield folder
 
 
-def check_checkpoint(checkpoint: str) -> None:
+def check_checkpoint(checkpoint: str | None) -> None:
     """Refuses what is no checkpoint's folder on this machine.
 
     Raises:
         UserInputError: saying what is missing.
     """
-    if "://" not in checkpoint:
+    if checkpoint is not None and "://" not in checkpoint:
         _check_model_files(Path(checkpoint), checkpoint)
 
 

@@ -51,8 +51,7 @@ def serve_command(
     ] = False,
 ) -> None:
     """Serve the model, to try an agent by hand or to record programs; Ctrl-C ends it."""
-    if checkpoint is not None:
-        check_checkpoint(checkpoint)
+    check_checkpoint(checkpoint)
     from agentrl_cli.config.config_file import load_config
 
     experiment = load_config(config, overrides or [])

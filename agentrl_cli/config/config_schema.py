@@ -10,6 +10,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
+from agentrl_cli.errors import format_nearest
+
 _T = TypeVar("_T")
 
 _RESUME_SAFE = "resume-safe"
@@ -24,7 +26,9 @@ _LARGEST: tuple[tuple[re.Pattern[str], float], ...] = (
     (re.compile(r"seed"), 2**63 - 1),
     (re.compile(r".*"), 2**32 - 1),
 )
-_LOCAL_PATH = re.compile(r"path|.*_path|.*dir|chat_template")
+_LOCAL_PATH = re.compile(r"path|.*_path|(?!output_dir).*dir|chat_template")
+#: What URLs of object storage begin with: S3, Google Cloud Storage and Azure.
+STORAGE_SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss")
 
 
 class StrictConfig(BaseModel):
@@ -67,6 +71,24 @@ def check_local_path(path: str) -> None:
         )
     if "\0" in path:
         raise ValueError(f"{path!r} holds a NUL character, which no path may have. Remove it")
+
+
+def check_storage_location(location: str) -> str:
+    """Refuses what is neither a path of this machine nor a URL of object storage.
+
+    Raises:
+        ValueError: says what to type instead.
+    """
+    scheme, separator, _ = location.partition("://")
+    if not separator:
+        check_local_path(location)
+    elif scheme not in STORAGE_SCHEMES:
+        raise ValueError(
+            f"{location!r}: object storage of the scheme {scheme!r} is unknown; "
+            f"{format_nearest(scheme, STORAGE_SCHEMES)}. Type s3://BUCKET/FOLDER, or a folder of "
+            "this machine"
+        )
+    return location
 
 
 def is_resume_safe(config_class: type[BaseModel], key_path: Sequence[str]) -> bool:

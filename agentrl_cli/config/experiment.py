@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from agentrl_cli.config.algorithm_config import check_algorithm
-from agentrl_cli.config.config_schema import ResumeSafe, StrictConfig
+from agentrl_cli.config.config_schema import ResumeSafe, StrictConfig, check_storage_location
 from agentrl_cli.config.train_config import TrainConfig
 from agentrl_cli.errors import ConfigError, MissingExtraError
 
@@ -30,6 +30,9 @@ def _check_folder_name(name: str) -> str:
 
 #: One path segment: experiments and trials become folder names.
 FolderName = Annotated[str, Field(max_length=120), AfterValidator(_check_folder_name)]
+
+#: Where run folders are.
+OutputDir = Annotated[str, AfterValidator(check_storage_location)]
 
 
 def count_usable_cores() -> int:
@@ -412,8 +415,9 @@ class ExperimentConfig(StrictConfig):
 
     experiment_name: ResumeSafe[FolderName]
     trial_name: ResumeSafe[FolderName] = "t0"
-    output_dir: ResumeSafe[str] = "runs"
-    """Run folders are ``<output_dir>/<experiment_name>/<trial_name>``."""
+    output_dir: ResumeSafe[OutputDir] = "runs"
+    """Run folders are ``<output_dir>/<experiment_name>/<trial_name>``. A folder, or the URL of
+    object storage such as ``s3://bucket/runs`` (see checkpoints.md)."""
     seed: int = Field(1, ge=0)
     model: ModelConfig
     tokenizer_path: str | None = None

@@ -31,7 +31,7 @@ from agentrl_cli.models.pretrained import (
 from agentrl_cli.models.sft_training import CheckStop, never_stop
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.store.checksums import check_checksums
-from agentrl_cli.store.layout import parse_label
+from agentrl_cli.store.layout import describe, parse_label
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.endpoint import EndpointGateway
 from agentrl_cli.tracking.formats.format_choice import describe_fallback
@@ -116,7 +116,7 @@ class EngineSource:
     def prepare(self) -> None:
         """Looks for what servers run on, makes a built-in model, and checks its files and its
         tokenizer."""
-        if self._servers is None:
+        if self._servers is None and not self.run.on_cluster:
             self.run = with_server_package(self.run, self._config)
         ChatTemplate(self.tokenizer, ReplyFormats()).check_shown(PLAIN_CONVERSATION)
         check_model_files(self.model_folder)
@@ -138,6 +138,9 @@ class EngineSource:
                 log_dir=log_dir,
                 observer=self._observer,
             )
+            names = [server.name for server in run.servers]
+            which = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            self._observer.on_message(f"starting {which} (logs: {describe(log_dir)})")
             self._servers = self._server_group.servers
         return self._servers
 

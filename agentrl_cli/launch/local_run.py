@@ -204,7 +204,7 @@ def run_evaluation(
         [workflow] = build_workflows(config, source, observer, stack, ["eval"])
         workflow.check_rows(rows, key)
         source.prepare()
-        folder = RunFolder.for_evaluation(config)
+        folder = stack.enter_context(RunFolder.for_evaluation(config))
         label = folder.claim_eval(0, parse_label(name or "") or source.label)
         stack.enter_context(file_log(folder.log_path("eval")))
         background = stack.enter_context(BackgroundLoop())

@@ -107,7 +107,7 @@ def serve_model(
 def _start_engine(
     config: ExperimentConfig, source: EngineSource, observer: Observer, stack: ExitStack
 ) -> tuple[RunFolder, BackgroundLoop, InferenceEngine]:
-    folder = RunFolder.for_evaluation(config)
+    folder = stack.enter_context(RunFolder.for_evaluation(config))
     stack.enter_context(file_log(folder.log_path("serve")))
     background = stack.enter_context(BackgroundLoop())
     observer.on_stage("load model")

@@ -36,7 +36,7 @@ from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.step_planner import StepPlanner
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
-from agentrl_cli.store.layout import describe, eval_name
+from agentrl_cli.store.layout import WANDB_RUN_ID, describe, eval_name
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.working_copy import FolderOwner, open_location
 from agentrl_cli.tracking.formats.format_choice import collect_template_text
@@ -244,6 +244,7 @@ class PPOTrainer:
             tied_names=find_tied_names(learner.model),
         )
         loggers = build_loggers(self.config, folder.path, stack)
+        folder.push(WANDB_RUN_ID)
         first_step = find_first_rolled_step(folder, learner.step + 1)
         scheduler = self._build_scheduler(folder, workflow, engine, first_step)
         scheduler.set_policy_version(learner.step)

@@ -19,6 +19,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -79,6 +80,7 @@ class PendingTrajectories:
         if self._last is not None:
             # One thread does one after the other.
             wait([self._last])
+        if self._changed:
             self._do(self._push)
         self._raise_error()
 
@@ -146,7 +148,8 @@ class PendingTrajectories:
 
     def close(self) -> None:
         """Ends the thread when all is written; what is kept stays."""
-        self._writer.submit(self._push_noting_error)
+        with suppress(RuntimeError):  # It was closed before.
+            self._do(self._push_soon)
         self._writer.shutdown()
 
     def _do(self, work: Callable[..., ResultT], *given: Any) -> ResultT:
@@ -163,15 +166,16 @@ class PendingTrajectories:
             self._add(trajectory)
             # Behind what waits by now: a group is pushed once for all that was added meanwhile.
             if len(self._changed) == 1:
-                self._writer.submit(self._push_noting_error)
+                self._writer.submit(self._push_soon)
         except StoreError as error:
             self._error = error
 
-    def _push_noting_error(self) -> None:
+    def _push_soon(self) -> None:
         try:
             self._push()
         except StoreError as error:
-            self._error = error
+            # They are in the copy: whoever needs them elsewhere tries again.
+            _log.warning("%s", error)
 
     def _push(self) -> None:
         for path in [*self._changed]:

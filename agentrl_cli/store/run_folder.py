@@ -28,7 +28,7 @@ from agentrl_cli.store.trajectory_file import (
     write_trajectory_file,
 )
 from agentrl_cli.store.trajectory_summary import OpenRounds, TrajectorySummary
-from agentrl_cli.store.working_copy import FolderOwner, LocalFolder, open_location
+from agentrl_cli.store.working_copy import FolderOwner, LocalFolder, find_run, open_location
 
 #: What the metrics of alarms begin with: ``alarm_<name>`` is 1 in the steps in which it is active.
 ALARM_PREFIX = "alarm_"
@@ -583,24 +583,3 @@ def _empty(place: LocalFolder) -> None:
     place.push(marker)
     place.delete(*(place.path / name for name in layout.OWNED))
     place.delete(marker)
-
-
-def find_run(location: str | Path) -> LocalFolder:
-    """The run folder at ``location``, or around it when that lies inside one.
-
-    Raises:
-        RunFolderError: there is none; the message names the nearest.
-    """
-    if not layout.is_url(str(location)):
-        return open_location(layout.find_run_folder(Path(location)))
-    url = str(location).rstrip("/")
-    # Not the bucket, nor what is above it.
-    for _ in range(min(4, url.count("/") - 2)):
-        place = open_location(url)
-        if place.is_run():
-            return place
-        url = url.rpartition("/")[0]
-    raise RunFolderError(
-        f"{location}: is not a run folder. A run folder is what agentrl train writes: "
-        "<output_dir>/<experiment_name>/<trial_name>"
-    )

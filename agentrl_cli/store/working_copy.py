@@ -15,21 +15,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from agentrl_cli.errors import RunFolderError, StoreError, format_nearest
+from agentrl_cli.config.config_schema import STORAGE_SCHEMES, check_storage_location
+from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.log import get_logger
 from agentrl_cli.scratch_folders import ScratchFolder
-from agentrl_cli.store import layout, remote_files
+from agentrl_cli.store import layout
 from agentrl_cli.store.folder_lock import FolderLock, check_held_by
-from agentrl_cli.store.lease import Lease
-from agentrl_cli.store.object_store import SCHEMES, ObjectStore
-from agentrl_cli.store.remote_files import RemoteFiles, UnreachableError, format_away
+from agentrl_cli.store.remote import remote_files
+from agentrl_cli.store.remote.lease import Lease
+from agentrl_cli.store.remote.object_store import ObjectStore
+from agentrl_cli.store.remote.remote_files import RemoteFiles, UnreachableError, format_away
 
 ResultT = TypeVar("ResultT")
 
 _log = get_logger(__name__)
 
 #: What opens the URLs of each scheme.
-BACKENDS: dict[str, Callable[[str], RemoteFiles]] = dict.fromkeys(SCHEMES, ObjectStore)
+BACKENDS: dict[str, Callable[[str], RemoteFiles]] = dict.fromkeys(STORAGE_SCHEMES, ObjectStore)
 
 #: How long the trainer of a killed command, which is killed too, may take to end.
 _ORPHAN_SECONDS = 20.0
@@ -133,9 +135,8 @@ class LocalFolder:
         for path in paths:
             if path.is_dir() and not path.is_symlink():
                 # It disappears before the first of its files does.
-                shutil.rmtree(path.rename(layout.temporary_path(path, ".deleted")))
-            else:
-                path.unlink(missing_ok=True)
+                path = path.rename(layout.temporary_path(path, ".deleted"))
+            _delete(path)
 
     def remove_temporaries(self) -> None:
         """Deletes what was not complete when a process was killed."""
@@ -143,7 +144,7 @@ class LocalFolder:
         for folder in (self.path, *(self.path / name for name in names)):
             for entry in folder.glob(".*"):
                 if entry.name.endswith(layout.TEMPORARY):
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                    _delete(entry)
 
     def share_logs(self) -> None:
         """Has the logs of earlier starts here, and what is added to them last, soon."""
@@ -321,12 +322,39 @@ def open_location(location: str | Path, copy_dir: str = "") -> LocalFolder:
         return LocalFolder(Path(location))
     scheme = str(location).partition("://")[0]
     if scheme not in BACKENDS:
-        raise RunFolderError(
-            f"{location}: object storage of the scheme {scheme!r} is unknown; "
-            f"{format_nearest(scheme, SCHEMES)}. Type output_dir=s3://BUCKET/FOLDER, or "
-            "output_dir=FOLDER for a folder of this machine"
-        )
+        try:
+            check_storage_location(str(location))
+        except ValueError as error:
+            raise RunFolderError(str(error)) from None
     return WorkingCopy(BACKENDS[scheme](str(location)), copy_dir)
+
+
+def find_run(location: str | Path) -> LocalFolder:
+    """The run folder at ``location``, or around it when that lies inside one.
+
+    Raises:
+        RunFolderError: there is none; the message names the nearest.
+    """
+    if not layout.is_url(str(location)):
+        return open_location(layout.find_run_folder(Path(location)))
+    url = str(location).rstrip("/")
+    # Not the bucket, nor what is above it.
+    for _ in range(min(4, url.count("/") - 2)):
+        place = open_location(url)
+        if place.is_run():
+            return place
+        url = url.rpartition("/")[0]
+    raise RunFolderError(
+        f"{location}: is not a run folder. A run folder is what agentrl train writes: "
+        "<output_dir>/<experiment_name>/<trial_name>"
+    )
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _list_files(path: Path) -> list[Path]:

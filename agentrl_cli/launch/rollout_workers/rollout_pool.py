@@ -31,6 +31,7 @@ from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
 from agentrl_cli.scratch_folders import ScratchFolder
+from agentrl_cli.store.layout import describe
 from agentrl_cli.tracking.credit import TokenSequence
 
 _log = get_logger(__name__)
@@ -123,7 +124,7 @@ class RolloutWorkers:
         }
         names = f"rollout-0 to rollout-{self._num_workers - 1}"
         names = names if self._num_workers > 1 else "rollout-0"
-        self._observer.on_message(f"starting {names} (logs: {log_dir})")
+        self._observer.on_message(f"starting {names} (logs: {describe(log_dir)})")
         background.run(self._start_tasks(spec, log_dir), _START_SECONDS)
 
     def _save_tokenizer(self, tokenizer: Any) -> str | None:

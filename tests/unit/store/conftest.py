@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,20 @@ def make_config(tmp_path: Path):
 @pytest.fixture
 def folder(make_config):
     with RunFolder.create_or_resume(make_config()) as run:
+        yield run
+
+
+@pytest.fixture(params=["folder", "object_storage"])
+def anywhere(request: pytest.FixtureRequest, make_config):
+    """Builds configurations as ``make_config`` does, with the run folder in either place."""
+    if request.param == "folder":
+        return make_config
+    return partial(make_config, output_dir=f"{request.getfixturevalue('s3_bucket')}/runs")
+
+
+@pytest.fixture
+def folder_anywhere(anywhere):
+    with RunFolder.create_or_resume(anywhere()) as run:
         yield run
 
 

@@ -89,7 +89,8 @@ def test_reading_a_step_touches_no_other_file(folder: RunFolder) -> None:
         folder.read_trajectories(2)
 
 
-def test_no_two_evaluations_have_a_label(folder: RunFolder) -> None:
+def test_no_two_evaluations_have_a_label(folder_anywhere: RunFolder) -> None:
+    folder = folder_anywhere
     names = [folder.claim_eval(0, "model") for _ in range(2)]
     folder.write_eval(0, [], {}, label=names[0])
     assert [*names, folder.claim_eval(0, "model")] == ["model", "model-2", "model-3"]
@@ -97,7 +98,8 @@ def test_no_two_evaluations_have_a_label(folder: RunFolder) -> None:
     assert folder.list_evals() == [(0, "model")], "what is claimed is not stored yet"
 
 
-def test_evals_and_labels_do_not_replace_each_other(folder: RunFolder) -> None:
+def test_evals_and_labels_do_not_replace_each_other(folder_anywhere: RunFolder) -> None:
+    folder = folder_anywhere
     folder.write_eval(20, [trajectory(20)], {"mean_reward": 0.5})
     folder.write_eval(20, [], {"mean_reward": 0.9}, label="manual")
     folder.write_eval(0, [], {"mean_reward": 0.1})
@@ -107,7 +109,7 @@ def test_evals_and_labels_do_not_replace_each_other(folder: RunFolder) -> None:
     assert folder.read_eval_report(20, label="manual") == {"mean_reward": 0.9}
     assert folder.trajectory_steps() == []
     # It counts only when its report is there.
-    (folder.path / "trajectories" / "eval-000020.json").unlink()
+    folder._place.delete(folder.path / "trajectories" / "eval-000020.json")
     assert folder.eval_steps() == [0]
 
 
@@ -128,7 +130,8 @@ def test_metrics_survive_a_torn_line(folder: RunFolder) -> None:
         json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-def test_checkpoints_appear_when_complete(folder: RunFolder) -> None:
+def test_checkpoints_appear_when_complete(folder_anywhere: RunFolder) -> None:
+    folder = folder_anywhere
     assert folder.latest_checkpoint() is None
     with folder.new_checkpoint(5) as path:
         (path / "deep").mkdir()
@@ -139,7 +142,7 @@ def test_checkpoints_appear_when_complete(folder: RunFolder) -> None:
         raise RuntimeError("mine")
     step, path = folder.latest_checkpoint() or (None, Path())
     assert step == 5
-    assert (path / "deep" / "weights").read_text() == "5"
+    assert (folder.fetch(path) / "deep" / "weights").read_text() == "5"
     assert names(folder.path / "checkpoints") == ["step-000005"]
 
 

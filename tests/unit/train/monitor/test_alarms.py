@@ -531,7 +531,7 @@ def test_a_message_says_what_was_seen_and_what_to_type(
     config_path: Path, name: str, changes: Line, words: list[str]
 ) -> None:
     config = load_config(config_path)
-    text = trigger(config, changes, Path("my runs/e/t"))
+    text = trigger(config, changes, "my runs/e/t")
     assert re.match(rf"step \d+: alarm {name}: ", text)
     for one in words:
         assert one in text, text

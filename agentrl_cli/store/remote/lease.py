@@ -23,7 +23,7 @@ from agentrl_cli.errors import RunFolderError, StoreError
 from agentrl_cli.log import get_logger
 from agentrl_cli.store import layout
 from agentrl_cli.store.folder_lock import format_held
-from agentrl_cli.store.remote_files import (
+from agentrl_cli.store.remote.remote_files import (
     PATIENCE_SECONDS,
     RemoteFiles,
     TaggedContent,

@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl_cli.errors import MissingExtraError, RunFolderError
 from agentrl_cli.store.atomic_files import atomic_file
-from agentrl_cli.store.remote_files import TaggedContent, UnreachableError
+from agentrl_cli.store.remote.remote_files import TaggedContent, UnreachableError
 
 if TYPE_CHECKING:
     from obstore import PutMode, PutResult
 
-#: What obstore calls S3, Google Cloud Storage and Azure.
-SCHEMES = ("s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss")
 #: A file is sent and fetched in parts of this size, each a request with a deadline.
 _PART_BYTES = 2**23
 _MAX_PARTS = 10_000
@@ -40,7 +38,7 @@ _ENVIRONMENT = (
 
 
 class ObjectStore:
-    """:class:`~agentrl_cli.store.remote_files.RemoteFiles` below a URL such as
+    """:class:`~agentrl_cli.store.remote.remote_files.RemoteFiles` below a URL such as
     ``s3://bucket/runs/exp/t0``.
 
     Raises:
@@ -59,6 +57,9 @@ class ObjectStore:
 
         self._obs: Any = obstore
         self._errors = obstore.exceptions
+        endpoint = _find_endpoint()
+        if endpoint and not endpoint.startswith(("http://", "https://")):
+            raise RunFolderError(f"{url}: {endpoint!r} is no URL of a server. {_ENVIRONMENT}")
         try:
             self._store = _connect(self.url, _PART_SECONDS, num_retries=2)
             self._small = _connect(self.url, _SMALL_SECONDS, num_retries=0)
@@ -154,12 +155,16 @@ class ObjectStore:
             raise UnreachableError(f"{self.url}: {_first_line(error)}") from error
 
 
+def _find_endpoint() -> str:
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
 def _connect(url: str, seconds: int, *, num_retries: int) -> Any:
     from obstore.store import from_url
 
     # Not read from the environment by a client that is given options.
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    allow_http = endpoint.startswith("http://") or bool(os.environ.get("AWS_ALLOW_HTTP"))
+    allow_http = _find_endpoint().startswith("http://") or bool(os.environ.get("AWS_ALLOW_HTTP"))
     return from_url(
         url,
         client_options={"timeout": timedelta(seconds=seconds), "allow_http": allow_http},
@@ -169,7 +174,7 @@ def _connect(url: str, seconds: int, *, num_retries: int) -> Any:
 
 def _format_tag(version: PutResult | Any) -> str:
     """What a conditional put asks for: Google Cloud Storage goes by the version."""
-    return json.dumps({"e_tag": version["e_tag"], "version": version["version"]})
+    return json.dumps({name: version[name] for name in ("e_tag", "version") if version[name]})
 
 
 def _first_line(error: Exception) -> str:

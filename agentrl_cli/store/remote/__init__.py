@@ -1,0 +1,1 @@
+"""Where run folders last that are not on this machine."""
