@@ -60,8 +60,6 @@ class Costs:
     announce_seconds: float
     """Of a publication, for each pair of servers and each rollout worker: every server's state
     changes twice, and each change sends the state of all servers to every worker."""
-    publish_seconds: float
-    """Of a publication without rollout workers, for each pair of servers."""
 
     @property
     def trainer_seconds(self) -> float:
@@ -249,11 +247,9 @@ def measure() -> Costs:
     num_servers, num_workers = 128, 16
     alone = min(asyncio.run(measure_publication(num_servers, 0)) for _ in range(_ROUNDS))
     told = min(asyncio.run(measure_publication(num_servers, num_workers)) for _ in range(_ROUNDS))
-    pairs = num_servers**2
     return Costs(
         plan_seconds=min(measure_planning() for _ in range(_ROUNDS)),
-        announce_seconds=(told - alone) / (pairs * num_workers),
-        publish_seconds=alone / pairs,
+        announce_seconds=(told - alone) / (num_servers**2 * num_workers),
         **{name: min(one[name] for one in stored) for name in stored[0]},
     )
 

@@ -3,368 +3,195 @@
     python -m benchmarks.cluster_simulation [--seed N]
     python -m benchmarks.cluster_simulation --arithmetic
 
-A discrete-event simulation around the real :class:`StepPlanner`, on a clock of its own: servers
-whose sequences share a decoding step, rollout workers and a trainer's process that do one thing at a
-time, publications that freeze servers. Prints its tables and writes
-docs/results/cluster-simulation.md; the same seed and record of costs give the same page.
-``--arithmetic`` prints the table of docs/scaling.md instead, and simulates nothing.
+Simulates clusters of many sizes (``cluster_model``) with what was measured here (``cluster_costs``)
+and what others say of GPUs, prints the tables and writes docs/results/cluster-simulation.md: the same
+from the same seed and record. ``--arithmetic`` prints the table of docs/scaling.md instead, and
+simulates nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
-import itertools
 import math
-import random
-import statistics
-from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
 
-from agentrl_cli.rollout.dataset import TaskStream
-from agentrl_cli.rollout.step_planner import StepPlanner
 from agentrl_cli.rollout.workflow import Attempt
-from benchmarks import cluster_costs as workload
+from benchmarks import cluster_costs as agent
 from benchmarks.cluster_costs import Costs
+from benchmarks.cluster_model import Cluster, Result, Simulation, Workload
 from benchmarks.longtail import draw_delays
 
-#: ``nccl``: a group for each server, one after the other, as NcclTransfer does; ``broadcast``: one
-#: group of all; ``storage``: one file that all read.
-Transfer = Literal["nccl", "broadcast", "storage"]
+_PAGE = Path("docs/results/cluster-simulation.md")
+_NUM_SERVERS = (1, 8, 64, 256, 1000)
+_NUM_GPUS = (8, 64, 512, 4096)
+
+# Theirs: NVIDIA's data sheet of the H100 SXM, and of the DGX H100, which has a port for each GPU.
+_MEMORY_BYTES_PER_SECOND, _FLOPS, _PORT_BYTES_PER_SECOND = 3.35e12, 989e12, 50e9
+# Theirs: the model card and configuration of Qwen2.5-7B.
+_PARAMETERS, _CACHE_BYTES_PER_TOKEN = 7.62e9, 28 * 2 * 4 * 128 * 2
+_WEIGHT_BYTES = 2 * _PARAMETERS
+# Theirs: FSx for Lustre gives 1 GB/s for each TiB; this is one of 100 TiB.
+_STORAGE_BYTES_PER_SECOND = 100e9
+# Assumed: shares of those limits that kernels reach. Llama 3's paper says 38 to 43 % of training.
+_MEMORY_SHARE, _PREFILL_SHARE, _TRAINING_SHARE = 0.6, 0.5, 0.4
+#: For a token: 6 operations a parameter to learn from it, 2 to score it before.
+_LEARN_SECONDS_PER_TOKEN = 8 * _PARAMETERS / (_TRAINING_SHARE * _FLOPS)
+
+# Measured here: docs/results/benchmarks.md, "Rollout workers" (1 worker: 17.1 ms for three calls of
+# 24 tokens), and `vllm_serving --parts null`: 2.81 ms a call with 12 to 36 tokens, 3.78 ms with
+# `--new-tokens 180 220`, in the same hour.
+_SHORT_CALL_SECONDS, _CPU_SECONDS_PER_TOKEN = 0.0171 / 3, (3.78e-3 - 2.81e-3) / (200 - 24)
+
+_SEATS, _GROUPS_PER_SERVER, _N_SAMPLES, _SERVERS_PER_WORKER = 32, 2, 8, 8
+_TRAJECTORIES_PER_SERVER = _GROUPS_PER_SERVER * _N_SAMPLES
+_MAX_STALENESS, _MAX_AGE = 2, 8
+_AS_IT_IS, _ONE_PUBLICATION, _NO_RECORDS = range(3)
+_VARIANTS = (
+    "As it is, with weights over NCCL",
+    "With one broadcast and one announcement a publication",
+    "And with records that rollout workers store themselves",
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """What runs, and how long it takes: seconds."""
-
-    num_servers: int
-    num_workers: int
-    num_seats: int
-    """Sequences that a server decodes at a time."""
-    step_seconds: float
-    """Of a server's decoding step, without its sequences..."""
-    sequence_seconds: float
-    """...and for each of them."""
-    prefill_seconds: float
-    """For a token of a prompt."""
-    call_seconds: float
-    """CPU of a rollout worker for a call: agent, SDK, gateway and router."""
-    trajectory_seconds: float
-    """CPU of the trainer's process for a trajectory."""
-    announce_seconds: float = 0.0
-    """CPU of the trainer's process for a publication."""
-    transfer: Transfer = "broadcast"
-    transfer_seconds: float = 0.0
-    """To one server."""
-    learn_seconds: float = 0.0
-    """Of a step."""
-    max_concurrent: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What is to be done."""
-
-    num_groups: int
-    """Of a step."""
-    n_samples: int
-    max_staleness: int
-    max_age: int
-    num_warm: int
-    """Steps before those that are timed."""
-    num_timed: int
-    num_ahead: int
-    """Rounds after the last step, so that it does not wait for the slowest."""
-    num_rows: int = 1_000_000
-    first_prompt_tokens: int = workload.FIRST_PROMPT_TOKENS
-    next_prompt_tokens: int = workload.NEXT_PROMPT_TOKENS
-    draw_tokens: Callable[[random.Random], float] = lambda _: workload.COMPLETION_TOKENS
-    draw_tools: Callable[[Attempt], list[float]] = lambda attempt: draw_delays(attempt.id)
-    """Seconds of the tool after each call."""
+def build_cluster(num_servers: int, costs: Costs, variant: int = _AS_IT_IS) -> Cluster:
+    """A server and a trainer's rank on a GPU each, and a rollout worker for eight servers."""
+    num_workers = math.ceil(num_servers / _SERVERS_PER_WORKER)
+    bytes_per_second = _MEMORY_SHARE * _MEMORY_BYTES_PER_SECOND
+    call_seconds = _SHORT_CALL_SECONDS + agent.COMPLETION_TOKENS * _CPU_SECONDS_PER_TOKEN
+    announce_seconds = costs.announce_seconds * num_servers**2 * num_workers
+    num_tokens = num_servers * _TRAJECTORIES_PER_SERVER * agent.TRAJECTORY_TOKENS
+    stored = costs.trainer_seconds - costs.plan_seconds
+    is_apart = variant == _NO_RECORDS
+    return Cluster(
+        num_servers=num_servers,
+        num_workers=num_workers,
+        num_seats=_SEATS,
+        step_seconds=_WEIGHT_BYTES / bytes_per_second,
+        sequence_seconds=agent.TRAJECTORY_TOKENS / 2 * _CACHE_BYTES_PER_TOKEN / bytes_per_second,
+        prefill_seconds=2 * _PARAMETERS / (_PREFILL_SHARE * _FLOPS),
+        call_seconds=call_seconds + (stored / agent.NUM_CALLS if is_apart else 0.0),
+        trajectory_seconds=costs.plan_seconds if is_apart else costs.trainer_seconds,
+        # Of an announcement instead of two for each server.
+        announce_seconds=announce_seconds / (1 if variant == _AS_IT_IS else 2 * num_servers),
+        transfer="one_by_one" if variant == _AS_IT_IS else "at_once",
+        transfer_seconds=_WEIGHT_BYTES / _PORT_BYTES_PER_SECOND,
+        learn_seconds=num_tokens * _LEARN_SECONDS_PER_TOKEN / num_servers,
+        max_concurrent=math.ceil(1.2 * _SEATS * num_servers),
+    )
 
 
-@dataclass(slots=True, eq=False)
-class _Run:
-    """A trajectory in progress."""
-
-    attempt: Attempt
-    worker: _Worker
-    tools: list[float]
-    server: _Server | None = None
-    context: float = 0.0
-    versions: list[int] = field(default_factory=list)
-
-
-class _Worker:
-    """A rollout worker: one interpreter, and its own view of the servers."""
-
-    def __init__(self, num_servers: int) -> None:
-        self.free_at = self.busy = 0.0
-        self.num_running = 0
-        self._running = [0] * num_servers
-        self._calls = [0] * num_servers
-        self._order = [(0, 0, number) for number in range(num_servers)]
-
-    def choose(self) -> int:
-        """As the router does: the server with the fewest of this worker's calls."""
-        while True:
-            running, calls, number = self._order[0]
-            if (running, calls) == (self._running[number], self._calls[number]):
-                return number
-            heapq.heappop(self._order)
-
-    def count(self, number: int, change: Literal[1, -1]) -> None:
-        """A call begins or ends."""
-        self._running[number] += change
-        self._calls[number] += change > 0
-        heapq.heappush(self._order, (self._running[number], self._calls[number], number))
+def build_workload(num_servers: int) -> Workload:
+    """Steps that grow with the servers; tools as slow as those of the benchmark ``longtail``."""
+    # A logarithm's deviation of 0.6, and the mean that the costs were measured with.
+    location = math.log(agent.COMPLETION_TOKENS) - 0.6**2 / 2
+    return Workload(
+        num_groups=_GROUPS_PER_SERVER * num_servers,
+        n_samples=_N_SAMPLES,
+        max_staleness=_MAX_STALENESS,
+        max_age=_MAX_AGE,
+        num_warm=2,
+        num_timed=20 if num_servers < 64 else 4,
+        num_ahead=_MAX_STALENESS,
+        first_prompt_tokens=agent.FIRST_PROMPT_TOKENS,
+        next_prompt_tokens=agent.NEXT_PROMPT_TOKENS,
+        draw_tokens=lambda chance: chance.lognormvariate(location, 0.6),
+        draw_tools=lambda attempt: draw_delays(attempt.id),
+    )
 
 
-class _Server:
-    """Sequences that advance together, by one token a step."""
+# -- runs that were measured -----------------------------------------------------------------
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.version = 0
-        self.waiting: deque[tuple[float, _Run]] = deque()
-        self.running: list[tuple[float, int, _Run]] = []
-        """By the number of the server's step in which they end."""
-        self.clock = 0.0
-        """Until when it is simulated: ahead of the others while it prefills or is frozen."""
-        self.steps = 0.0
-        self.epoch = 0
-        self.context = 0.0
-        self.idle = self.frozen = self.tokens = 0.0
-        self.most_running = 0
+_NO_TIME = Cluster(
+    num_servers=1,
+    num_workers=1,
+    num_seats=256,
+    step_seconds=0.0,
+    sequence_seconds=0.0,
+    prefill_seconds=0.0,
+    call_seconds=0.0,
+    trajectory_seconds=0.0,
+    max_concurrent=256,
+)
 
 
-class Simulation:
-    """One run. ``taken``: the steps, each the ids of its trajectories; ``started``: all ids."""
+def simulate_longtail(max_staleness: int, cluster: Cluster) -> float:
+    """Seconds a step of ``benchmarks.longtail``, with the same tasks and the same slow tools."""
+    attempts = Counter[str]()
 
-    def __init__(self, cluster: Cluster, work: Workload, seed: int) -> None:
-        self.cluster, self.work = cluster, work
-        self.now = 0.0
-        self.taken: list[list[str]] = []
-        self.started: list[str] = []
-        self.ages: list[int] = []
-        """Of calls of the timed steps: weight updates from a call's start to its step."""
-        self.servers = [_Server(number) for number in range(cluster.num_servers)]
-        self._chance = random.Random(seed)
-        self._workers = [_Worker(cluster.num_servers) for _ in range(cluster.num_workers)]
-        self._runs: dict[str, _Run] = {}
-        self._num_running = 0
-        self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
-        self._order = itertools.count()
-        self._is_learning = False
-        self._trainer_free_at = self._trainer_busy = 0.0
-        self._taken_at: list[float] = []
-        self._marks: list[dict[str, float]] = []
-        self._num_steps = work.num_warm + work.num_timed
-        self.planner = StepPlanner(
-            TaskStream([{}] * work.num_rows, batch_size=work.num_groups, shuffle=True, seed=seed),
-            n_samples=work.n_samples,
-            max_staleness=work.max_staleness,
-            max_trajectory_age=work.max_age,
-            first_step=1,
-            last_step=self._num_steps + work.num_ahead,
-        )
+    def draw_tools(attempt: Attempt) -> list[float]:
+        question = f"Say {attempt.task.task_id}."
+        attempts[question] += 1
+        return draw_delays(f"{question} {attempts[question]}")
 
-    def run(self) -> Result:
-        """Simulates until the last timed step is taken."""
-        self._published(0)
-        while len(self.taken) < self._num_steps:
-            self.now, _, happen, what = heapq.heappop(self._events)
-            happen(what)
-        first, last = self._marks[-1 - self.work.num_timed], self._marks[-1]
-        spent = {name: last[name] - first[name] for name in last}
-        seconds, num_servers = spent["now"], self.cluster.num_servers
-        return Result(
-            trajectories=self.work.num_groups * self.work.n_samples * self.work.num_timed / seconds,
-            sampled=spent["tokens"] / seconds,
-            idle=spent["idle"] / seconds / num_servers,
-            frozen=spent["frozen"] / seconds / num_servers,
-            trainer=spent["trainer"] / seconds,
-            workers=spent["workers"] / seconds / self.cluster.num_workers,
-            learning=self.cluster.learn_seconds * self.work.num_timed / seconds,
-            mean_age=statistics.fmean(self.ages),
-            max_age=max(self.ages),
-        )
-
-    def _at(self, when: float, happen: Callable[[Any], None], what: Any = None) -> None:
-        heapq.heappush(self._events, (when, next(self._order), happen, what))
-
-    # -- the trainer's process -------------------------------------------------------------
-
-    def _occupy_trainer(self, seconds: float) -> float:
-        self._trainer_free_at = max(self.now, self._trainer_free_at) + seconds
-        self._trainer_busy += seconds
-        return self._trainer_free_at
-
-    def _published(self, version: int) -> None:
-        self.planner.publish(version)
-        self._is_learning = False
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """Starts what may start, and takes the next step if it is there."""
-        while self._num_running < self.cluster.max_concurrent:
-            attempt = self.planner.start()
-            if attempt is None:
-                break
-            self._num_running += 1
-            worker = min(self._workers, key=lambda one: one.num_running)
-            worker.num_running += 1
-            run = _Run(attempt, worker, self.work.draw_tools(attempt)[::-1])
-            self._runs[attempt.id] = run
-            self.started.append(attempt.id)
-            self._call(run)
-        if self._is_learning or len(self.taken) == self._num_steps:
-            return
-        step = self.planner.next_step
-        trajectories = self.planner.take_step()
-        if trajectories is None:
-            return
-        self.taken.append([t.id for t in trajectories])
-        ages = [step - 1 - v for one in self.taken[-1] for v in self._runs.pop(one).versions]
-        if step > self.work.num_warm:
-            self.ages += ages
-        self._mark()
-        self._is_learning = True
-        self._at(self.now + self.cluster.learn_seconds, self._learned, step)
-
-    def _learned(self, version: int) -> None:
-        """Publishes: all servers are frozen at once, and each until it has its weights."""
-        self._at(self._occupy_trainer(self.cluster.announce_seconds), self._transfer, version)
-
-    def _transfer(self, version: int) -> None:
-        last = self.now
-        for number, server in enumerate(self.servers, start=1):
-            seconds = self.cluster.transfer_seconds
-            if self.cluster.transfer == "nccl":
-                seconds *= number
-            self._advance(server)
-            server.frozen += seconds
-            # What frozen calls had computed is computed again.
-            refill = server.context * self.cluster.prefill_seconds
-            server.clock = max(server.clock, self.now + seconds) + refill
-            server.version = version
-            last = max(last, self.now + seconds)
-            self._schedule(server)
-        self._at(last, self._published, version)
-
-    def _end(self, run: _Run) -> None:
-        attempt = run.attempt
-        # Different in a group, so that there is something to learn.
-        self.planner.finish(attempt.begin_trajectory(reward=float(attempt.sample_index % 2)))
-        self._num_running -= 1
-        run.worker.num_running -= 1
-        self._go_on()
-
-    def _mark(self) -> None:
-        """Notes what was spent until now."""
-        for server in self.servers:
-            self._advance(server)
-        names = ("idle", "frozen", "tokens")
-        mark = {name: math.fsum(getattr(s, name) for s in self.servers) for name in names}
-        mark["now"], mark["trainer"] = self.now, self._trainer_busy
-        mark["workers"] = math.fsum(worker.busy for worker in self._workers)
-        self._marks.append(mark)
-
-    # -- rollout workers and servers -------------------------------------------------------
-
-    def _call(self, run: _Run) -> None:
-        worker = run.worker
-        worker.free_at = max(self.now, worker.free_at) + self.cluster.call_seconds
-        worker.busy += self.cluster.call_seconds
-        self._at(worker.free_at, self._arrive, run)
-
-    def _arrive(self, run: _Run) -> None:
-        if run.server is None:
-            run.server = self.servers[run.worker.choose()]
-        run.worker.count(run.server.number, 1)
-        server = run.server
-        self._advance(server)
-        tokens = self.work.draw_tokens(self._chance)
-        if len(server.running) < self.cluster.num_seats:
-            self._start(server, tokens, run)
-            self._schedule(server)
-        else:
-            server.waiting.append((tokens, run))
-
-    def _start(self, server: _Server, tokens: float, run: _Run) -> None:
-        is_first = not run.versions
-        num_new = self.work.first_prompt_tokens if is_first else self.work.next_prompt_tokens
-        run.versions.append(server.version)
-        run.context += num_new + tokens
-        server.context += run.context
-        server.clock = max(server.clock, self.now) + num_new * self.cluster.prefill_seconds
-        server.tokens += tokens
-        heapq.heappush(server.running, (server.steps + tokens, next(self._order), run))
-        server.most_running = max(server.most_running, len(server.running))
-
-    def _step_seconds(self, server: _Server) -> float:
-        return self.cluster.step_seconds + len(server.running) * self.cluster.sequence_seconds
-
-    def _advance(self, server: _Server) -> None:
-        """Simulates a server until now."""
-        seconds = self.now - server.clock
-        if seconds <= 0:
-            return
-        if not server.running:
-            server.idle += seconds
-        elif (step_seconds := self._step_seconds(server)) > 0:
-            server.steps += seconds / step_seconds
-        server.clock = self.now
-
-    def _schedule(self, server: _Server) -> None:
-        """Says when the next sequence ends, if nothing changes before."""
-        server.epoch += 1
-        if server.running:
-            left = max(0.0, server.running[0][0] - server.steps)
-            when = max(server.clock, self.now) + left * self._step_seconds(server)
-            self._at(when, self._decoded, (server, server.epoch))
-
-    def _decoded(self, what: tuple[_Server, int]) -> None:
-        server, epoch = what
-        if epoch != server.epoch:
-            return
-        self._advance(server)
-        server.steps, _, run = heapq.heappop(server.running)
-        server.context -= run.context
-        if server.waiting:
-            self._start(server, *server.waiting.popleft())
-        self._schedule(server)
-        run.worker.count(server.number, -1)
-        then = self.now + run.tools.pop()
-        if run.tools:
-            self._at(then, self._call, run)
-        else:
-            self._at(then, self._hand_over, run)
-
-    def _hand_over(self, run: _Run) -> None:
-        self._at(self._occupy_trainer(self.cluster.trajectory_seconds), self._end, run)
+    work = Workload(
+        num_groups=8,
+        n_samples=4,
+        max_staleness=max_staleness,
+        max_age=8,
+        num_warm=1,
+        num_timed=10,
+        num_ahead=4,
+        first_prompt_tokens=0,
+        next_prompt_tokens=0,
+        draw_tokens=lambda _: 16,
+        draw_tools=draw_tools,
+        num_rows=400,
+    )
+    return 8 * 4 / Simulation(cluster, work, 1).run().trajectories
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
-    """What a simulation showed of its timed steps; shares of their time."""
+def simulate_workers(num_workers: int, cpu_seconds: float, trainer_seconds: float) -> float:
+    """Trajectories a second of ``benchmarks.rollout_workers``."""
+    cluster = replace(
+        _NO_TIME,
+        num_workers=num_workers,
+        call_seconds=cpu_seconds / 3,
+        trajectory_seconds=trainer_seconds,
+        max_concurrent=32,
+    )
+    work = Workload(
+        num_groups=200,
+        n_samples=1,
+        max_staleness=0,
+        max_age=0,
+        num_warm=1,
+        num_timed=5,
+        num_ahead=0,
+        first_prompt_tokens=0,
+        next_prompt_tokens=0,
+        draw_tokens=lambda _: 24,
+        draw_tools=lambda _: [0.0] * 3,
+    )
+    return Simulation(cluster, work, 1).run().trajectories
 
-    trajectories: float
-    """A second, trained on."""
-    sampled: float
-    """Tokens a second."""
-    idle: float
-    """Of a server, without a sequence; what is frozen is not in it."""
-    frozen: float
-    """Of a server, in publications."""
-    trainer: float
-    """Of the trainer's process, in rollout's and publication's Python."""
-    workers: float
-    learning: float
-    """Of the trainer's GPUs."""
-    mean_age: float
-    """Of a call, in weight updates from its start to its step."""
-    max_age: int
+
+def format_validation() -> str:
+    """What the pages of results hold beside what is simulated of the same runs."""
+    # CPU of a call with AsyncOpenAI in process, from "The gateway beside the bare engine"; the
+    # trainer sleeps, or learns as long as the picture shows; vLLM with a tiny model at 64 and 256
+    # sessions, from "Serving through gateway and router".
+    null = replace(_NO_TIME, call_seconds=1.6e-3, learn_seconds=0.5)
+    at_64, at_256 = 64 / (163 * 24), 256 / (238 * 24)
+    each = (at_256 - at_64) / (256 - 64)
+    vllm = replace(null, step_seconds=at_64 - 64 * each, sequence_seconds=each, learn_seconds=0.52)
+    rows = [
+        *(
+            (f"slow tools, {name}, `max_staleness` {staleness}", "s a step", measured, simulated)
+            for name, cluster, found in (
+                ("no engine", null, {0: 11.05, 1: 2.27, 2: 1.64, 4: 2.33}),
+                ("one vLLM server", vllm, {0: 11.19, 1: 2.85, 2: 1.79, 4: 1.25}),
+            )
+            for staleness, measured in found.items()
+            for simulated in [simulate_longtail(staleness, cluster)]
+        ),
+        ("1 rollout worker", "trajectories/s", 59.3, simulate_workers(1, 0.0171, 0.0004)),
+        ("2 rollout workers", "trajectories/s", 111.7, simulate_workers(2, 0.0159, 0.0006)),
+    ]
+    lines = ["| run | unit | measured | simulated | ratio |", "|---|---|---|---|---|"]
+    for name, unit, measured, simulated in rows:
+        ratio = simulated / measured
+        lines.append(f"| {name} | {unit} | {measured} | {simulated:.2f} | {ratio:.2f} |")
+    return "\n".join(lines)
