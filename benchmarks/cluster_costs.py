@@ -3,8 +3,8 @@
     python -m benchmarks.cluster_costs
 
 Measures the real parts and writes docs/results/cluster-costs.json, which ``cluster_simulation``
-reads, so that its results depend on nothing but this record and a seed. CPU times are the minimum of
-some rounds, as other programs only ever add to them.
+reads, so that its results depend on nothing but this record and a seed. CPU times are the minimum
+of some rounds, as other programs only ever add to them.
 """
 
 from __future__ import annotations

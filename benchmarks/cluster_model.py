@@ -1,8 +1,8 @@
-"""A cluster on a clock of its own: a discrete-event simulation around the real :class:`StepPlanner`.
+"""A cluster on a clock of its own: a discrete-event simulation around the real StepPlanner.
 
 Servers whose sequences share a decoding step, rollout workers and a trainer's process that do one
-thing at a time, publications that freeze servers. ``cluster_simulation`` says how large and how fast
-they are. Everything is drawn from a seed.
+thing at a time, publications that freeze servers. ``cluster_simulation`` says how large and how
+fast they are. Everything is drawn from a seed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Workload:
     """New ones of each further call."""
     draw_tokens: Callable[[random.Random], float]
     """Those that a call samples."""
-    draw_tools: Callable[[Attempt], list[float]]
+    draw_tools: Callable[[Attempt, random.Random], list[float]]
     """Seconds of the tool after each call."""
     num_rows: int = 0
     """Of the dataset; 0: as many as are used."""
@@ -144,7 +144,7 @@ class _Server:
         self.steps = 0.0
         self.epoch = 0
         self.context = 0.0
-        self.idle = self.frozen = self.tokens = 0.0
+        self.idle = self.frozen = self.tokens = self.seats = 0.0
         self.most_running = 0
 
 
@@ -185,6 +185,7 @@ class Simulation:
             sampled=spent["tokens"] / seconds,
             idle=spent["idle"] / seconds / num_servers,
             frozen=spent["frozen"] / seconds / num_servers,
+            seats=spent["seats"] / seconds / num_servers,
             trainer=spent["trainer"] / seconds,
             workers=spent["workers"] / seconds / self.cluster.num_workers,
             learning=self.cluster.learn_seconds * self.work.num_timed / seconds,
@@ -216,7 +217,7 @@ class Simulation:
             self._num_running += 1
             worker = min(self._workers, key=lambda one: one.num_running)
             worker.num_running += 1
-            run = _Run(attempt, worker, self.work.draw_tools(attempt)[::-1])
+            run = _Run(attempt, worker, self.work.draw_tools(attempt, self._chance)[::-1])
             self._runs[attempt.id] = run
             self.started.append(attempt.id)
             self._call(run)
@@ -266,7 +267,7 @@ class Simulation:
         """Notes what was spent until now."""
         for server in self.servers:
             self._advance(server)
-        names = ("idle", "frozen", "tokens")
+        names = ("idle", "frozen", "tokens", "seats")
         mark = {name: math.fsum(getattr(s, name) for s in self.servers) for name in names}
         mark["now"], mark["trainer"] = self.now, self._trainer_busy
         mark["workers"] = math.fsum(worker.busy for worker in self._workers)
@@ -316,6 +317,7 @@ class Simulation:
             server.idle += seconds
         elif (step_seconds := self._step_seconds(server)) > 0:
             server.steps += seconds / step_seconds
+            server.seats += seconds * len(server.running) / self.cluster.num_seats
         server.clock = self.now
 
     def _schedule(self, server: _Server) -> None:
@@ -360,6 +362,8 @@ class Result:
     frozen: float
     """Of a server, in publications: until it has the weights, and has computed again what it had
     computed of the calls that it froze."""
+    seats: float
+    """Of the servers, that decode."""
     trainer: float
     """Of the trainer's process, in rollout's and publication's Python."""
     workers: float
