@@ -214,7 +214,7 @@ async def measure_publication(num_servers: int, num_workers: int) -> float:
         servers,  # type: ignore[arg-type]
         EngineConfig(kind="vllm"),
         model_name="none",
-        transfer=_NoTransfer(),  # type: ignore[arg-type]
+        transfer=_NoTransfer(),
     )
     await router.start(0)
     loop = asyncio.get_running_loop()
