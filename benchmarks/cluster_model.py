@@ -269,8 +269,10 @@ class Simulation:
             self._advance(server)
         names = ("idle", "frozen", "tokens", "seats")
         mark = {name: math.fsum(getattr(s, name) for s in self.servers) for name in names}
-        mark["now"], mark["trainer"] = self.now, self._trainer_busy
-        mark["workers"] = math.fsum(worker.busy for worker in self._workers)
+        mark["now"] = self.now
+        # What is still before them was counted when it was given to them.
+        mark["trainer"] = self._trainer_busy - max(0.0, self._trainer_free_at - self.now)
+        mark["workers"] = math.fsum(w.busy - max(0.0, w.free_at - self.now) for w in self._workers)
         self._marks.append(mark)
 
     # -- rollout workers and servers -------------------------------------------------------

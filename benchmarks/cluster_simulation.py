@@ -240,8 +240,11 @@ def name_bottleneck(results: dict[int, Result]) -> str:
                 "the trainer's GPUs": r.learning,
             }
             name = max(busy, key=lambda one: busy[one])
-            return f"Growth ends before {num_servers:,} servers; busiest is {name}."
-    return "Growth does not end here."
+            return (
+                f"At {num_servers:,} servers less than 0.8 of linear growth is left; busiest is "
+                f"{name}."
+            )
+    return "At all sizes at least 0.8 of linear growth is left."
 
 
 def format_arithmetic(costs: Costs) -> str:
