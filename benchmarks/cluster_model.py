@@ -302,7 +302,7 @@ class Simulation:
         run.versions.append(server.version)
         run.context += num_new + tokens
         server.context += run.context
-        server.clock = max(server.clock, self.now) + num_new * self.cluster.prefill_seconds
+        server.clock += num_new * self.cluster.prefill_seconds
         server.tokens += tokens
         heapq.heappush(server.running, (server.steps + tokens, next(self._order), run))
         server.most_running = max(server.most_running, len(server.running))
@@ -311,7 +311,7 @@ class Simulation:
         return self.cluster.step_seconds + len(server.running) * self.cluster.sequence_seconds
 
     def _advance(self, server: _Server) -> None:
-        """Simulates a server until now."""
+        """Simulates a server until now, where it is not ahead of that; before any change to it."""
         seconds = self.now - server.clock
         if seconds <= 0:
             return
@@ -327,7 +327,7 @@ class Simulation:
         server.epoch += 1
         if server.running:
             left = max(0.0, server.running[0][0] - server.steps)
-            when = max(server.clock, self.now) + left * self._step_seconds(server)
+            when = server.clock + left * self._step_seconds(server)
             self._at(when, self._decoded, (server, server.epoch))
 
     def _decoded(self, what: tuple[_Server, int]) -> None:

@@ -352,7 +352,7 @@ def format_costs(costs: Costs) -> str:
         "trajectory: its record": (size(costs.record_bytes), "here"),
         "trajectory: in Parquet": (size(costs.parquet_bytes), "here"),
         "announcements of a publication": (
-            f"{ms(costs.announce_seconds)} × servers² × workers",
+            f"{1e6 * costs.announce_seconds:.3g} µs × servers² × workers",
             "here: the real router with 128 servers that do nothing, and 16 workers",
         ),
     }
