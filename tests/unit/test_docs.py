@@ -66,6 +66,19 @@ def test_the_page_of_real_models_and_its_curves_are_what_the_records_give(tmp_pa
         assert same, f"{committed} differs: run python -m benchmarks.real_models --page"
 
 
+def test_the_arithmetic_of_scaling_is_what_the_recorded_costs_give() -> None:
+    from benchmarks.cluster_costs import Costs
+    from benchmarks.cluster_simulation import format_arithmetic, format_costs
+
+    costs = Costs.load(ROOT / "docs" / "results" / "cluster-costs.json")
+    for page, made in (
+        ("scaling.md", format_arithmetic(costs)),
+        ("results/cluster-simulation.md", format_costs(costs)),
+    ):
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        assert f"\n{made}\n" in text, f"{page} differs: run python -m benchmarks.cluster_simulation"
+
+
 @pytest.mark.parametrize("names", [AREAL, VERL])
 def test_other_trainers_keys_lead_to_keys_that_exist(names: dict[str, str]) -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
