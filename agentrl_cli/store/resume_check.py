@@ -78,7 +78,7 @@ def check_same_config(config: ExperimentConfig, place: LocalFolder) -> None:
         f"{key}={shlex.quote('null' if value is _ABSENT else _as_yaml(value))}"
         for key, (value, _) in changes.items()
     )
-    results = (layout.METRICS, layout.TRAJECTORIES, layout.CHECKPOINTS)
+    results = (layout.TRAJECTORIES, layout.CHECKPOINTS, layout.METRICS)
     has_results = any(place.has(place.path / name) for name in results)
     loss = "" if has_results else ": nothing but logs: no step was finished"
     raise RunFolderError(
