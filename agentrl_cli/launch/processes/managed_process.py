@@ -20,6 +20,9 @@ from agentrl_cli.process_reaper import KILL_SIGNAL, build_reaper_command, kill_g
 if TYPE_CHECKING:
     from agentrl_cli.launch.plan import PlannedProcess
 
+#: The exit status of a process that was lost with its machine.
+LOST_STATUS = 1000
+
 _POLL_SECONDS = 0.02
 #: Enough for a Python traceback through a server's many layers.
 _MAX_LOG_BYTES = 256 * 1024

@@ -19,7 +19,7 @@ from agentrl_cli.engine.server_http import format_log_tail
 from agentrl_cli.errors import RunError
 from agentrl_cli.launch.placement import Placement
 from agentrl_cli.launch.plan import PlannedProcess
-from agentrl_cli.launch.processes.managed_process import Process
+from agentrl_cli.launch.processes.managed_process import LOST_STATUS, Process
 from agentrl_cli.launch.processes.trainer_protocol import (
     RunningServers,
     TrainerEventReader,
@@ -43,7 +43,8 @@ _EXIT_SECONDS = 30.0
 #: What rank 0 may take to report what it knows of another's end, before it is ended too.
 _NOTICE_SECONDS = 5.0
 _KILL_SECONDS = 15.0
-_SIGKILLED = 128 + signal.SIGKILL
+#: From outside: what the others report then are consequences.
+_KILLED = (128 + signal.SIGKILL, LOST_STATUS)
 
 
 class TrainerGroup:
@@ -126,7 +127,7 @@ class TrainerGroup:
         That rank 0 crashed says nothing where another ended before it: its exchange with that one
         failed.
         """
-        is_first_killed = self._ranks[0].poll() == _SIGKILLED
+        is_first_killed = self._ranks[0].poll() in _KILLED
         has_lost_sooner = bool(self._lost)
         self._note_lost()
         if self._ranks[0].poll() is not None and _blames_others(self.events.finish()):
@@ -135,7 +136,7 @@ class TrainerGroup:
             while not self._lost and time.monotonic() < deadline:
                 time.sleep(0.02)
                 self._note_lost()
-        killed = [rank for rank in self._lost if self._ranks[rank].poll() == _SIGKILLED]
+        killed = [rank for rank in self._lost if self._ranks[rank].poll() in _KILLED]
         self._kill()
         report = self.events.finish()
         if is_first_killed or not (has_lost_sooner or killed or _blames_others(report)):

@@ -88,6 +88,9 @@ def join(cluster: ClusterAddress) -> None:
 
 
 def _init(address: str | None, namespace: str, **options: Any) -> None:
+    # Ray prints every event of the cluster on the terminal of whoever has joined it; what matters
+    # of them is said in agentrl's own messages.
+    ray._private.worker.print_to_stdstream = lambda *_, **__: None
     try:
         ray.init(
             address=address,

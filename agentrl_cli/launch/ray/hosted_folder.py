@@ -18,7 +18,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from agentrl_cli.errors import StoreError
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import sync_folder
-from agentrl_cli.store.remote_files import TaggedContent, UnreachableError
+from agentrl_cli.store.remote.remote_files import TaggedContent, UnreachableError
 
 SCHEME = "ray"
 #: The actor's name, in the namespace of the run.

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
 from agentrl_cli.errors import EngineError
 from agentrl_cli.launch.plan import PlannedProcess
-from agentrl_cli.launch.processes.managed_process import describe_status, start_with_socket
+from agentrl_cli.launch.processes.managed_process import (
+    LOST_STATUS,
+    describe_status,
+    start_with_socket,
+)
 from agentrl_cli.log import get_logger
 from agentrl_cli.scratch_folders import ScratchFolder
 
@@ -35,7 +38,7 @@ _NEWS_SECONDS = 5.0
 #: An actor that says nothing for so long is gone, whatever Ray knows of its node.
 _SILENCE_SECONDS = 90.0
 _CHUNK_BYTES = 2**20
-_LOST_STATUS = 128 + signal.SIGKILL
+_RETRY_SECONDS = 2.0
 _MAX_REASON_CHARS = 300
 
 
@@ -103,6 +106,16 @@ def find_own_host() -> str:
     return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
+def describe_loss(error: Exception) -> str:
+    """Why an actor is gone, in a clause."""
+    text = " ".join(str(error).split())
+    if "node has died" in text:
+        return "its node died"
+    if isinstance(error, ActorUnavailableError):
+        return "its node, or its actor there, does not answer"
+    return text[:_MAX_REASON_CHARS]
+
+
 def read_from(path: Path, offset: int) -> bytes:
     """At most a megabyte of a file, from ``offset`` on."""
     with path.open("rb") as file:
@@ -125,22 +138,22 @@ class RemoteProcess:
         planned: PlannedProcess,
         log_path: Path,
         *,
-        options: dict[str, Any],
+        options: Mapping[str, Any],
         start_seconds: float,
     ) -> None:
         self.name = planned.name
         self.log_path = log_path
         log_path.touch(0o600)
         self._log_start = log_path.stat().st_size
+        self._planned = planned
+        self._options = options
         self._start_seconds = start_seconds
+        self._actor: Any = None
+        self._has_started = threading.Event()
         self._status: int | None = None
         self._lost: str | None = None
         self._has_ended = threading.Event()
-        actor: Any = ray.remote(ProcessActor).options(**options).remote()
-        self._actor = actor
-        # Which GPUs it has is Ray's choice.
-        env = {k: v for k, v in planned.env.items() if k != "CUDA_VISIBLE_DEVICES"}
-        self._started = self._actor.start.remote(planned.name, list(planned.argv), env)
+        self._is_wanted = True
         self._run(self._follow)
 
     def connect(self) -> socket.socket:
@@ -169,12 +182,14 @@ class RemoteProcess:
 
     def stop(self, *, term_seconds: float = 15.0, kill_seconds: float = 10.0) -> int | None:
         """Asks it to end, then kills it; its exit status, None if it cannot be killed."""
+        self._is_wanted = False
         for send, seconds in ((self.terminate, term_seconds), (self.kill, kill_seconds)):
             if self._status is None and seconds > 0:
                 send()
                 self.wait(seconds)
         # Also where its node does not answer; the process ends with its actor.
-        ray.kill(self._actor)
+        if self._actor is not None:
+            ray.kill(self._actor)
         return self.wait(kill_seconds)
 
     def describe_end(self) -> str:
@@ -193,13 +208,14 @@ class RemoteProcess:
         threading.Thread(target=work, args=given, name=f"agentrl-{self.name}", daemon=True).start()
 
     def _send(self, method: str) -> None:
-        if self._status is None:
+        if self._status is None and self._actor is not None:
             getattr(self._actor, method).remote()
 
     def _follow(self) -> None:
         offset = 0
         try:
-            ray.get(self._started, timeout=self._start_seconds)
+            self._start()
+            self._has_started.set()
             while self._status is None:
                 following = self._actor.follow.remote(offset)
                 chunk, self._status = ray.get(following, timeout=_SILENCE_SECONDS)
@@ -208,25 +224,54 @@ class RemoteProcess:
                 offset += len(chunk)
             self._actor.close.remote()
         except GetTimeoutError:
-            self._lose(
-                f"its node has been silent for {_SILENCE_SECONDS:g} s"
-                if offset
-                else f"the cluster had no room for it within {self._start_seconds:g} s "
-                f"(launcher.placement_timeout_seconds)"
-            )
+            self._lose(f"its node has been silent for {_SILENCE_SECONDS:g} s")
         except (RayError, EngineError, OSError) as error:
-            self._lose(" ".join(str(error).split())[:_MAX_REASON_CHARS])
+            self._lose(describe_loss(error))
         finally:
+            self._has_started.set()
             self._has_ended.set()
+
+    def _start(self) -> None:
+        """Returns when it runs. Room on a node that was lost is found elsewhere after a while.
+
+        Raises:
+            EngineError: there was none in time.
+        """
+        deadline = time.monotonic() + self._start_seconds
+        # Which GPUs it has is Ray's choice.
+        env = {k: v for k, v in self._planned.env.items() if k != "CUDA_VISIBLE_DEVICES"}
+        reason = "the cluster has no room for it"
+        while self._is_wanted and (left := deadline - time.monotonic()) > 0:
+            self._actor = ray.remote(ProcessActor).options(**self._options).remote()
+            starting = self._actor.start.remote(self.name, list(self._planned.argv), env)
+            try:
+                ray.get(starting, timeout=left)
+                return
+            except GetTimeoutError:
+                ray.kill(self._actor)
+            except RayActorError as error:
+                reason = describe_loss(error)
+                time.sleep(_RETRY_SECONDS)
+        raise EngineError(
+            f"it could not be started within {self._start_seconds:g} s "
+            f"(launcher.placement_timeout_seconds): {reason}"
+        )
 
     def _lose(self, reason: str) -> None:
         _log.warning("%s is lost: %s", self.name, reason)
-        self._lost, self._status = reason, _LOST_STATUS
-        ray.kill(self._actor)
+        self._lost, self._status = reason, LOST_STATUS
+        if self._actor is not None:
+            ray.kill(self._actor)
+
+    def _wait_until_started(self) -> None:
+        self._has_started.wait()
+        if self._lost is not None:
+            raise OSError(self._lost)
 
     def _carry_out(self, end: socket.socket) -> None:
         """What is written here, to the process, until there is no more."""
         with suppress(OSError, RayError):
+            self._wait_until_started()
             while True:
                 content = end.recv(_CHUNK_BYTES)
                 ray.get(self._actor.write.remote(content))
@@ -236,7 +281,7 @@ class RemoteProcess:
     def _carry_in(self, end: socket.socket) -> None:
         """What the process writes, to here; closes the socket at its end."""
         with end, suppress(OSError, RayError):
-            ray.get(self._started)
+            self._wait_until_started()
             while content := ray.get(self._actor.read.remote()):
                 end.sendall(content)
             end.shutdown(socket.SHUT_WR)

@@ -26,7 +26,7 @@ from agentrl_cli.engine.protocol import InferenceEngine, ServerEndpoint
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.errors import AgentrlError, EngineError, EngineTimeoutError, build_error
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
-from agentrl_cli.launch.ray.remote_process import find_own_host, read_from
+from agentrl_cli.launch.ray.remote_process import describe_loss, find_own_host, read_from
 from agentrl_cli.launch.run_resolution import with_server_package
 from agentrl_cli.launch.servers.server_group import ServerGroup
 from agentrl_cli.log import Observer, SilentObserver, get_logger
@@ -43,7 +43,6 @@ _STOP_SECONDS = 30.0
 #: Versions of the weights whose files a node keeps: calls continue with the adapter that they
 #: began with.
 _NUM_KEPT = 16
-_MAX_REASON_CHARS = 500
 
 
 class ServerActor:
@@ -254,8 +253,8 @@ class RemoteServers:
         except ray.exceptions.RayTaskError as error:
             raise error.as_instanceof_cause() from None  # type: ignore[no-untyped-call]
         except RayError as error:
-            reason = " ".join(str(error).split())[-_MAX_REASON_CHARS:]
-            raise EngineError(f"an engine server's actor could not be started: {reason}") from error
+            problem = "an engine server's actor could not be started"
+            raise EngineError(f"{problem}: {describe_loss(error)}") from error
         return RunningServers(
             run=self._run, endpoints=tuple(ServerEndpoint(**endpoint) for endpoint in found)
         )
@@ -307,8 +306,7 @@ class RemoteServers:
             problem = f"was lost, and could not be started again elsewhere within {limit:g} s"
             self._fail(EngineTimeoutError(f"{name} {problem}"))
         except (RayError, OSError) as error:
-            reason = " ".join(str(error).split())[:_MAX_REASON_CHARS]
-            self._fail(EngineError(f"{name} was lost: {reason}"))
+            self._fail(EngineError(f"{name} was lost: {describe_loss(error)}"))
 
     def _fail(self, error: AgentrlError) -> None:
         if not self._is_stopping.is_set():
