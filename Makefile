@@ -17,7 +17,7 @@ VLLM_EXTRA := $(if $(wildcard /dev/nvidia0),vllm,cpu)
 NO_MEDIA := $(if $(filter cpu,$(VLLM_EXTRA)),printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-vllm vllm test test-all test-vllm lint bench bench-vllm gpu-kit clean
+.PHONY: help quickstart quickstart-vllm vllm test test-all test-vllm test-ray lint bench bench-vllm gpu-kit clean
 
 help:  ## This list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -41,7 +41,10 @@ test-all: $(VENV)/.installed-test  ## Every test that needs no GPU and no vLLM.
 	$(BIN)/python -m pytest -m "not vllm" $(PARALLEL) $(PYTEST_ARGS)
 
 test-vllm: $(VENV)/.installed-test-vllm  ## The tests on real vLLM servers.
-	$(BIN)/python -m pytest -m vllm $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "vllm and not ray" $(PYTEST_ARGS)
+
+test-ray: $(VENV)/.installed-test-vllm  ## vLLM servers on a Ray cluster of several nodes.
+	$(BIN)/python -m pytest -m ray $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test  ## Style and types.
 	$(BIN)/ruff check .

@@ -32,6 +32,7 @@ from agentrl_cli.scratch_folders import ScratchFolder
 
 _log = get_logger(__name__)
 
+_THREADS = "OMP_NUM_THREADS"
 _POLL_SECONDS = 0.1
 #: After so long without news an actor answers that there are none.
 _NEWS_SECONDS = 5.0
@@ -51,8 +52,8 @@ class ProcessActor:
         Raises:
             EngineError: the operating system starts no more processes.
         """
-        # Ray's own: a process that computes chooses for itself.
-        os.environ.pop("OMP_NUM_THREADS", None)
+        # Ray's own: a process that computes chooses for itself, where the user has not.
+        os.environ.pop(_THREADS, None)
         self._folder = ScratchFolder("process")
         planned = PlannedProcess(
             name=name, role="trainer", argv=(sys.executable, *argv[1:]), env=env
@@ -240,6 +241,8 @@ class RemoteProcess:
         deadline = time.monotonic() + self._start_seconds
         # Which GPUs it has is Ray's choice.
         env = {k: v for k, v in self._planned.env.items() if k != "CUDA_VISIBLE_DEVICES"}
+        if _THREADS in os.environ:
+            env = {_THREADS: os.environ[_THREADS], **env}
         reason = "the cluster has no room for it"
         while self._is_wanted and (left := deadline - time.monotonic()) > 0:
             self._actor = ray.remote(ProcessActor).options(**self._options).remote()

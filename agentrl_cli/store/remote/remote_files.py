@@ -67,7 +67,7 @@ class RemoteFiles(Protocol):
 def format_away(error: UnreachableError) -> str:
     """The message of a run that ends since its place has been away for too long."""
     return (
-        f"{error}. It was tried for up to {PATIENCE_SECONDS:g} s. Everything stored there before is "
-        "intact. When it can be reached again, type the same command: the run resumes from its "
+        f"{error}. It was tried for up to {PATIENCE_SECONDS:g} s. Everything stored there before "
+        "is intact. When it can be reached again, type the same command: the run resumes from its "
         "last checkpoint, and learns from the stored trajectories, which are not sampled again"
     )

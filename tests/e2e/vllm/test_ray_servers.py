@@ -1,0 +1,116 @@
+"""Real vLLM servers, ranks and rollout workers on the nodes of a Ray cluster; one node is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentrl_cli.store.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[3]
+BATCH_SIZE, NUM_SAMPLES = 4, 4
+SERVER, TRAINER = "agentrl_vllm_start", "agentrl_cli.launch.processes.trainer_program"
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    pytest.importorskip("ray", reason="needs Ray (extra ray)")
+    from ray.cluster_utils import Cluster
+
+    os.environ |= {
+        "RAY_raylet_start_wait_time_s": "240",
+        "RAY_num_prestart_python_workers": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    common = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **common})
+    for _ in range(2):
+        nodes.add_node(num_cpus=4, resources={"serves": 2}, **common)
+    yield nodes
+    nodes.shutdown()
+
+
+def start(project: Path, cluster: Any, *settings: str) -> subprocess.Popen[str]:
+    config = ROOT / "configs" / "quickstart-vllm.yaml"
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "agentrl_cli", "train", "--config", str(config)),
+            *("launcher.kind=ray", f"launcher.address={cluster.address}"),
+            "launcher.resources={engine: {serves: 1}}",
+            *(f"train_dataset.batch_size={BATCH_SIZE}", f"gconfig.n_samples={NUM_SAMPLES}"),
+            *("valid_dataset=null", "rollout.max_staleness=0", "train.save_every_steps=5"),
+            *("rollout.num_workers=2", "train.num_processes=2", "engine.num_threads=1"),
+            *settings,
+        ],
+        cwd=ROOT,
+        stdout=(project / "output.txt").open("a"),
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def find(word: str) -> list[psutil.Process]:
+    """Processes started with this module, not the reapers before them."""
+    return [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[2:3] == [word]]
+
+
+def lose_node_of(cluster: Any, process: psutil.Process) -> None:
+    above = {parent.pid for parent in process.parents()}
+    [node] = [
+        one for one in cluster.worker_nodes if one.all_processes["raylet"][0].process.pid in above
+    ]
+    cluster.remove_node(node, allow_graceful=False)
+
+
+def test_a_server_of_a_lost_node_serves_on_another(cluster: Any, tmp_path: Path) -> None:
+    run_dir, output = tmp_path / "runs" / "quickstart-vllm" / "t0", tmp_path / "output.txt"
+    where = f"output_dir={tmp_path / 'runs'}"
+    command = start(tmp_path, cluster, where, "train.total_steps=400")
+
+    def wait_for(condition: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + 600
+        while not condition():
+            assert command.poll() is None, output.read_text()
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.2)
+
+    def count_steps() -> int:
+        path = run_dir / "metrics.jsonl"
+        return len(path.read_text().splitlines()) if path.is_file() else 0
+
+    try:
+        wait_for(lambda: count_steps() >= 3)
+        lose_node_of(cluster, find(SERVER)[0])
+        wait_for(lambda: output.read_text().count("is ready after") == 3)
+        before = count_steps()
+        wait_for(lambda: count_steps() >= before + 3)
+        command.send_signal(signal.SIGINT)
+        assert command.wait(300) == 130
+        text = output.read_text()
+        assert "is started again, on" in text
+        num_steps = count_steps()
+        assert sum(line["server_recoveries"] for line in RunFolder.open(run_dir).read_metrics())
+
+        command = start(tmp_path, cluster, where, f"train.total_steps={num_steps + 2}")
+        assert command.wait(600) == 0, output.read_text()
+        assert f"resuming after step {num_steps}" in output.read_text()
+        folder = RunFolder.open(run_dir)
+        made = [folder.list_trajectories(step) for step in range(1, num_steps + 3)]
+        assert {len(of_step) for of_step in made} == {BATCH_SIZE * NUM_SAMPLES}
+        assert len({one.id for of_step in made for one in of_step}) == len(made) * len(made[0])
+        assert not find(SERVER)
+        assert not find(TRAINER)
+    finally:
+        command.kill()
+        command.wait()
