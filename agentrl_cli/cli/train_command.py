@@ -52,7 +52,7 @@ def train_command(
     with ExitStack() as stack:
         run, placement = place_run(experiment, stack)
         if dry_run:
-            _print_plan(experiment, run, overwrite=overwrite)
+            _print_plan(experiment, run, placement, overwrite=overwrite)
         else:
             _train(experiment, run, placement, config, overrides or [], overwrite=overwrite)
 
@@ -89,7 +89,9 @@ def _train(
         raise typer.Exit(stop.exit_code)
 
 
-def _print_plan(experiment: ExperimentConfig, run: ResolvedRun, *, overwrite: bool) -> None:
+def _print_plan(
+    experiment: ExperimentConfig, run: ResolvedRun, placement: Placement, *, overwrite: bool
+) -> None:
     """Prints the configuration and, as comments of it, the processes that it would start.
 
     Raises:
@@ -113,6 +115,8 @@ def _print_plan(experiment: ExperimentConfig, run: ResolvedRun, *, overwrite: bo
     plan = build_plan(experiment, run)
     typer.echo(f"# run folder: {run_dir}\n# processes:")
     typer.echo("\n".join(f"#   {line}" for line in format_plan(plan).splitlines()))
+    for line in placement.describe(experiment, run):
+        typer.echo(f"#   {line}")
     if run.servers:
         ports = "" if experiment.engine.first_port else "--port 0: a free one is chosen; "
         typer.echo(f"# ({ports}the servers' keys are made when they start)")

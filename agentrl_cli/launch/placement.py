@@ -39,6 +39,10 @@ class Placement(Protocol):
     cluster: ClusterAddress | None
     """What a trainer needs to do the same; None: nothing."""
 
+    def describe(self, config: ExperimentConfig, run: ResolvedRun) -> list[str]:
+        """Where the processes would be, a line each, as far as that is not this machine."""
+        ...
+
     def reserve(
         self, config: ExperimentConfig, run: ResolvedRun, observer: Observer, stack: ExitStack
     ) -> None:
@@ -96,6 +100,10 @@ class LocalPlacement:
     """Everything is on this machine; see :class:`Placement`."""
 
     cluster: ClusterAddress | None = None
+
+    def describe(self, config: ExperimentConfig, run: ResolvedRun) -> list[str]:
+        """Nothing: they are here."""
+        return []
 
     def reserve(
         self, config: ExperimentConfig, run: ResolvedRun, observer: Observer, stack: ExitStack

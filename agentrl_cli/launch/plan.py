@@ -58,6 +58,7 @@ class PlannedProcess:
     """Added to the environment of the command. It holds no keys: those of a server are made when
     it starts."""
     devices: str = "cpu"
+    """On a cluster their number: it chooses."""
 
 
 def build_plan(
@@ -78,14 +79,14 @@ def build_plan(
             semaphores are named after it.
     """
     if run.is_one_process:
-        devices = _format_devices(run.trainers[0])
+        devices = _format_devices(run, run.trainers[0])
         return [PlannedProcess(name="trainer", role="command", devices=devices)]
     plan = [PlannedProcess(name="command", role="command")]
     for server in run.servers:
         argv, env = _build_server_command(
             config, run, server, model_folder or config.model.path, private_dir
         )
-        devices = _format_devices(server.gpus)
+        devices = _format_devices(run, server.gpus)
         plan.append(
             PlannedProcess(name=server.name, role="engine", argv=argv, env=env, devices=devices)
         )
@@ -95,8 +96,8 @@ def build_plan(
                 name="trainer" if rank == 0 else f"trainer-{rank}",
                 role="trainer",
                 argv=(sys.executable, "-m", _TRAINER_PROGRAM),
-                env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {},
-                devices=_format_devices(gpus),
+                env={"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus and not run.on_cluster else {},
+                devices=_format_devices(run, gpus),
             )
         )
     plan += map(plan_rollout_worker, range(run.num_rollout_workers))
@@ -121,7 +122,9 @@ def format_plan(plan: list[PlannedProcess]) -> str:
     return "\n".join(lines)
 
 
-def _format_devices(gpus: Gpus) -> str:
+def _format_devices(run: ResolvedRun, gpus: Gpus) -> str:
+    if run.on_cluster and gpus:
+        return f"{len(gpus)} GPU"
     return ",".join(f"cuda:{gpu}" for gpu in gpus) or "cpu"
 
 

@@ -75,12 +75,13 @@ def _find_placement(spec: TrainerSpec) -> Placement:
 def _train_first(descriptor: int, spec: TrainerSpec, rendezvous: Rendezvous | None) -> int:
     """Rank 0; the last event explains its exit code."""
     stop = _SignalFlag()
-    signal.signal(signal.SIGTERM, stop.set)
     # The agents' own processes have nothing to report there.
     os.set_inheritable(descriptor, False)
     events = TrainerEventWriter(descriptor)
     try:
         placement = _find_placement(spec)
+        # After a cluster was joined, which sets handlers of its own.
+        signal.signal(signal.SIGTERM, stop.set)
         trainer = PPOTrainer(
             load_trainer_config(spec),
             observer=events,

@@ -152,6 +152,14 @@ def list_nodes() -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
 
+def describe_nodes() -> list[str]:
+    """What each node has, a line each."""
+    return [
+        f"node {node['NodeManagerAddress']} has {format_resources(node['Resources'])}"
+        for node in list_nodes()
+    ]
+
+
 def compute_demands(launcher: LauncherConfig, run: ResolvedRun) -> list[Demand]:
     """What the run needs of the cluster, by role."""
     own_cores = 1.0 if run.serves_on_gpu else float(run.num_server_threads)
@@ -212,10 +220,7 @@ def _explain_full(demands: Sequence[Demand], missing: Demand, limit: float) -> s
     for demand in demands:
         needed.update({name: value * demand.count for name, value in demand.bundle.items()})
     free = ray.available_resources()  # type: ignore[no-untyped-call]
-    nodes = "".join(
-        f"\n  {node['NodeManagerAddress']}: {format_resources(node['Resources'])}"
-        for node in list_nodes()
-    )
+    nodes = "".join(f"\n  {line}" for line in describe_nodes())
     return (
         f"launcher.kind: ray: after {limit:g} s (launcher.placement_timeout_seconds) the cluster "
         f"has no room for {missing}. The run needs {format_resources(needed)} in all: "

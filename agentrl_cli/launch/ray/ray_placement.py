@@ -59,6 +59,11 @@ class RayPlacement:
         self._parts: tuple[Path, dict[str, list[Any]]] | None = None
         self._host: Any = None
 
+    def describe(self, config: ExperimentConfig, run: ResolvedRun) -> list[str]:
+        """What is needed of the cluster, and what each node has."""
+        demands = cluster.compute_demands(config.launcher, run)
+        return [*(f"needs {demand}" for demand in demands), *cluster.describe_nodes()]
+
     def reserve(
         self, config: ExperimentConfig, run: ResolvedRun, observer: Observer, stack: ExitStack
     ) -> None:

@@ -239,10 +239,8 @@ class RemoteProcess:
             EngineError: there was none in time.
         """
         deadline = time.monotonic() + self._start_seconds
-        # Which GPUs it has is Ray's choice.
-        env = {k: v for k, v in self._planned.env.items() if k != "CUDA_VISIBLE_DEVICES"}
-        if _THREADS in os.environ:
-            env = {_THREADS: os.environ[_THREADS], **env}
+        env = {name: os.environ[name] for name in (_THREADS,) if name in os.environ}
+        env |= self._planned.env
         reason = "the cluster has no room for it"
         while self._is_wanted and (left := deadline - time.monotonic()) > 0:
             self._actor = ray.remote(ProcessActor).options(**self._options).remote()

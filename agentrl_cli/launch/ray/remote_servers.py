@@ -69,7 +69,8 @@ class ServerActor:
         try:
             server = self._run.servers[self._index]
             here = {"gpus": tuple(map(str, ray.get_gpu_ids())), "host": find_own_host()}
-            run = self._run.model_copy(update={"servers": (server.model_copy(update=here),)})
+            servers = (server.model_copy(update=here),)
+            run = self._run.model_copy(update={"servers": servers, "on_cluster": False})
             run = with_server_package(run, self._config)
             folder = resolve_model_folder(self._config.model.path, self._observer)
             self._whole = open_whole_model(folder, self._config.model.dtype)
