@@ -134,7 +134,7 @@ def rooms_import_only_what_stands_to_their_left(modules: Sequence[Module]) -> It
 
 
 def imports_in_functions_defer_heavy_libraries_alone(modules: Sequence[Module]) -> Iterator[str]:
-    """Of our own modules only commands defer any, and others those that load torch."""
+    """Of our own modules only commands defer any, and others those that load torch or Ray."""
     names = {module.name for module in modules}
     for module in modules:
         for item in module.imports:
@@ -142,7 +142,7 @@ def imports_in_functions_defer_heavy_libraries_alone(modules: Sequence[Module]) 
                 continue
             is_ours = find_room(item.module, names) is not None
             path = "/".join(item.module.split(".")[1:]) + "/"
-            if is_ours and not path.startswith(TORCH_AT_MODULE_LEVEL):
+            if is_ours and not path.startswith((*TORCH_AT_MODULE_LEVEL, RAY_ALONE_IN)):
                 yield f"{module.name}:{item.line}: {item.module}"
 
 

@@ -107,7 +107,7 @@ class FolderTransfer:
         folder = await self._folders.write(version, {**weights, **copies})
 
         async def apply(server: EngineServer) -> None:
-            await server.load_weights(await self._deliver(server.name, folder))
+            await server.load_weights(await self._deliver(server.endpoint.name, folder))
 
         return WeightUpdate(version, apply)
 
@@ -142,7 +142,7 @@ class LoraTransfer:
         folder = await self._folders.write(version, weights, {"adapter_config.json": text})
 
         async def apply(server: EngineServer) -> None:
-            await server.load_adapter(await self._deliver(server.name, folder), version)
+            await server.load_adapter(await self._deliver(server.endpoint.name, folder), version)
 
         return WeightUpdate(version, apply)
 

@@ -261,7 +261,6 @@ def test_an_sglang_server_is_named_and_placed() -> None:
 @pytest.mark.parametrize(
     ("sections", "typed"),
     [
-        ({"launcher": {"kind": "ray"}}, "Type launcher.kind=local"),
         (
             {"rollout": {"agent_mode": "subprocess"}, "workflow_path": "mine.Flow"},
             "Type rollout.agent_mode=inline",

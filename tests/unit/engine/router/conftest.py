@@ -20,6 +20,7 @@ from agentrl_cli.engine.protocol import (
     Generation,
     Sampling,
     join_pieces,
+    ServerEndpoint,
 )
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.engine.router.server_mirror import MirrorEngine
@@ -107,6 +108,7 @@ class FakeServer:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.endpoint = ServerEndpoint(name=name, base_url="http://here:1", api_key="sk-1")
         self.process = FakeProcess()
         self.is_closed = False
         self.cache_salt: str | None = None
@@ -114,6 +116,10 @@ class FakeServer:
     def kill(self) -> None:
         self.process.is_alive = False
         self.process.touch()
+
+    def move(self, endpoint: ServerEndpoint) -> None:
+        """Other processes that call it elsewhere do so without a word."""
+        self.endpoint = endpoint
 
     def take_cache_salt(self, salt: str | None) -> None:
         self.cache_salt = salt
@@ -260,6 +266,10 @@ class _Client:
     def __init__(self, server: FakeServer) -> None:
         self._server = server
         self.cache_salt: str | None = "none yet"
+
+    def move(self, endpoint: ServerEndpoint) -> None:
+        """Other processes that call it elsewhere do so without a word."""
+        self.endpoint = endpoint
 
     def take_cache_salt(self, salt: str | None) -> None:
         self.cache_salt = salt

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,21 @@ async def test_a_server_that_fails_under_a_call_is_reported_and_comes_back(w: An
     sessions = [w.generate([7, n], 10, session_id=f"s{n}") for n in range(4)]
     await asyncio.gather(*sessions)
     assert [7] in [list(p[:1]) for p in w.servers[0].process.prompts]
+
+
+@far_away
+async def test_a_server_that_was_started_elsewhere_is_called_there(w: Any) -> None:
+    call = asyncio.ensure_future(w.generate(ENDLESS, 100, session_id="s"))
+    await asyncio.sleep(1.0)
+    [server] = [one for one in w.servers if one.process.prompts]
+    server.start_again()
+    moved = replace(server.endpoint, base_url="http://elsewhere:2", api_key="sk-2")
+    w.router.move(moved)
+    await call
+    await asyncio.sleep(5.0)
+    assert w.num_unhealthy == 0
+    assert moved in w.router.endpoints
+    assert moved in [one.client.endpoint for one in w.engine._mirror.servers]
 
 
 @far_away

@@ -135,14 +135,14 @@ def test_a_trainer_writes_under_the_lease_of_its_command_alone(
     with RunFolder.create_or_resume(make_config(output_dir=url.removesuffix("/exp/t0"))) as run:
         owner = run.owner
         assert owner.pid == os.getpid()
-        with RunFolder.join(url, owner) as trainer:
+        with RunFolder.join(owner) as trainer:
             assert trainer.path == Path(owner.copy_dir)
             trainer.append_metrics({"step": 1})
         with pytest.raises(StoreError, match=f"process {os.getpid()} on .* has the run folder"):  # noqa: PT012
-            stranger = RunFolder.join(url, owner._replace(lease_id="another", copy_dir=""))
+            stranger = RunFolder.join(owner._replace(lease_id="another", copy_dir=""))
             wait_until(lambda: is_lost(stranger._place._lease))
             stranger.append_metrics({"step": 2})
-        orphan = RunFolder.join(url, owner._replace(copy_dir=""))
+        orphan = RunFolder.join(owner._replace(copy_dir=""))
     wait_until(lambda: is_lost(orphan._place._lease))
     with pytest.raises(StoreError, match="nobody has the run folder"):
         orphan.append_metrics({"step": 2})
