@@ -19,8 +19,8 @@ from agentrl_cli.engine.protocol import (
     EngineLoad,
     Generation,
     Sampling,
-    join_pieces,
     ServerEndpoint,
+    join_pieces,
 )
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.engine.router.server_mirror import MirrorEngine
