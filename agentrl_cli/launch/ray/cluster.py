@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -29,8 +30,8 @@ _REMINDER_SECONDS = 10.0
 #: Servers apart from each other, so that the loss of a node takes few of them along; ranks close to
 #: each other, since they exchange the most.
 _STRATEGIES = {"engine": "SPREAD", "trainer": "PACK", "rollout": "SPREAD"}
-#: Of the current folder, which the other nodes get a copy of.
-_NOT_COPIED = [".git", ".venv", "__pycache__"]
+#: Folders of tools, not copied with the current folder.
+_HIDDEN = ".*/"
 
 Role = Literal["engine", "trainer", "rollout"]
 Bundle = dict[str, float]
@@ -67,7 +68,7 @@ def connect(config: ExperimentConfig, stack: ExitStack) -> ClusterAddress:
     _check_reachable(address or os.environ.get("RAY_ADDRESS"))
     # Data that git does not know is needed all the same.
     os.environ.setdefault("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "1")
-    excluded = [*_NOT_COPIED, os.path.relpath(config.output_dir), *_list_special_files()]
+    excluded = [_HIDDEN, os.path.relpath(config.output_dir), *_list_special_files()]
     env = {name: value for name, value in os.environ.items() if name.startswith("AGENTRL_")}
     _init(
         address,
@@ -88,6 +89,7 @@ def join(cluster: ClusterAddress) -> None:
 
 
 def _init(address: str | None, namespace: str, **options: Any) -> None:
+    logging.getLogger("ray").setLevel(logging.ERROR)
     # Ray prints every event of the cluster on the terminal of whoever has joined it; what matters
     # of them is said in agentrl's own messages.
     ray._private.worker.print_to_stdstream = lambda *_, **__: None

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import get_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -31,14 +32,16 @@ from agentrl_cli.launch.ray import cluster
 from agentrl_cli.launch.ray.hosted_folder import ACTOR, SCHEME, FolderHost, HostedFiles
 from agentrl_cli.launch.ray.remote_process import RemoteProcess, find_own_host
 from agentrl_cli.launch.ray.remote_servers import RemoteServers
-from agentrl_cli.log import Observer
+from agentrl_cli.log import Observer, get_logger
 from agentrl_cli.store.layout import is_url
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.working_copy import BACKENDS, FolderOwner
 
+_log = get_logger(__name__)
+
 #: Of a file of weights: what a node holds of it at a time, beside the file.
 _PART_BYTES = 2**28
-_RENDEZVOUS_SECONDS = 120.0
+_RETRY_SECONDS = 2.0
 
 
 class RayPlacement:
@@ -190,8 +193,13 @@ def join_cluster(address: ClusterAddress, run: ResolvedRun) -> RayPlacement:
 
 async def _follow(router: EngineRouter, actor: Any, endpoint: ServerEndpoint) -> None:
     while True:
-        # Ray asks the actor again when it has been started again.
-        found = ServerEndpoint(**await actor.find_endpoint.remote(endpoint.base_url))
+        try:
+            found = ServerEndpoint(**await actor.find_endpoint.remote(endpoint.base_url))
+        except RayError as error:
+            # Ray starts it elsewhere; where it cannot, the command finds out, and ends the run.
+            _log.debug("%s does not say where it is: %s", endpoint.name, error)
+            await asyncio.sleep(_RETRY_SECONDS)
+            continue
         if found != endpoint:
             endpoint = found
             router.move(endpoint)

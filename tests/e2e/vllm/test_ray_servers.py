@@ -41,23 +41,24 @@ def cluster() -> Iterator[Any]:
     nodes.shutdown()
 
 
-def start(project: Path, cluster: Any, *settings: str) -> subprocess.Popen[str]:
+def start(project: Path, cluster: Any, *settings: str) -> subprocess.Popen[bytes]:
     config = ROOT / "configs" / "quickstart-vllm.yaml"
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "agentrl_cli", "train", "--config", str(config)),
-            *("launcher.kind=ray", f"launcher.address={cluster.address}"),
-            "launcher.resources={engine: {serves: 1}}",
-            *(f"train_dataset.batch_size={BATCH_SIZE}", f"gconfig.n_samples={NUM_SAMPLES}"),
-            *("valid_dataset=null", "rollout.max_staleness=0", "train.save_every_steps=5"),
-            *("rollout.num_workers=2", "train.num_processes=2", "engine.num_threads=1"),
-            *settings,
-        ],
-        cwd=ROOT,
-        stdout=(project / "output.txt").open("a"),
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    with (project / "output.txt").open("a") as output:
+        return subprocess.Popen(
+            list_words(config, cluster, *settings), cwd=ROOT, stdout=output, stderr=output
+        )
+
+
+def list_words(config: Path, cluster: Any, *settings: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "agentrl_cli", "train", "--config", str(config)),
+        *("launcher.kind=ray", f"launcher.address={cluster.address}"),
+        "launcher.resources={engine: {serves: 1}}",
+        *(f"train_dataset.batch_size={BATCH_SIZE}", f"gconfig.n_samples={NUM_SAMPLES}"),
+        *("valid_dataset=null", "rollout.max_staleness=0", "train.save_every_steps=5"),
+        *("rollout.num_workers=2", "train.num_processes=2", "engine.num_threads=1"),
+        *settings,
+    ]
 
 
 def find(word: str) -> list[psutil.Process]:
@@ -85,22 +86,19 @@ def test_a_server_of_a_lost_node_serves_on_another(cluster: Any, tmp_path: Path)
             assert time.monotonic() < deadline, output.read_text()
             time.sleep(0.2)
 
-    def count_steps() -> int:
-        path = run_dir / "metrics.jsonl"
-        return len(path.read_text().splitlines()) if path.is_file() else 0
+    def read_metrics() -> list[dict[str, float]]:
+        return RunFolder.open(run_dir).read_metrics() if run_dir.is_dir() else []
 
     try:
-        wait_for(lambda: count_steps() >= 3)
+        wait_for(lambda: len(read_metrics()) >= 3)
         lose_node_of(cluster, find(SERVER)[0])
         wait_for(lambda: output.read_text().count("is ready after") == 3)
-        before = count_steps()
-        wait_for(lambda: count_steps() >= before + 3)
+        wait_for(lambda: sum(line["server_recoveries"] for line in read_metrics()))
         command.send_signal(signal.SIGINT)
         assert command.wait(300) == 130
         text = output.read_text()
         assert "is started again, on" in text
-        num_steps = count_steps()
-        assert sum(line["server_recoveries"] for line in RunFolder.open(run_dir).read_metrics())
+        num_steps = len(read_metrics())
 
         command = start(tmp_path, cluster, where, f"train.total_steps={num_steps + 2}")
         assert command.wait(600) == 0, output.read_text()
