@@ -114,6 +114,8 @@ def test_a_cluster_that_is_too_small_is_told_in_time(
     agentrl: Callable[..., subprocess.Popen[str]],
     finish: Callable[..., str],
 ) -> None:
+    # Ray would copy it to the nodes, and wait for ever for something to read.
+    os.mkfifo(project / "pipe")
     launcher = f"{{kind: ray, address: '{cluster.address}', placement_timeout_seconds: 2}}"
     output = finish(agentrl(*ARGUMENTS, "train.num_processes=64", f"launcher={launcher}"), 2)
     assert "waiting for room on the cluster for 64 x trainer with CPU: 1" in output
