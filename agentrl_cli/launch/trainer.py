@@ -280,6 +280,13 @@ class PPOTrainer:
 
     def _check_alone(self) -> None:
         num_processes = self.config.train.num_processes or 1
+        if self.config.launcher.kind != "local" and self.placement.cluster is None:
+            raise ConfigError(
+                f"launcher.kind: {self.config.launcher.kind} is for the command agentrl train; a "
+                "PPOTrainer in a program of your own trains on its machine. Type launcher.kind="
+                "local, or name the workflow in the YAML (workflow_path) and type agentrl train "
+                "--config FILE"
+            )
         if self._rendezvous is None and num_processes > 1:
             raise ConfigError(
                 f"train.num_processes: {num_processes} processes are started by the command "

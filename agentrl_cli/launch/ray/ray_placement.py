@@ -7,6 +7,7 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from agentrl_cli.config.resolved_run import Machine, ResolvedRun
 from agentrl_cli.engine.protocol import ServerEndpoint, WeightTransfer
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
+from agentrl_cli.errors import EngineError
 from agentrl_cli.launch.placement import Servers
 from agentrl_cli.launch.plan import PlannedProcess
 from agentrl_cli.launch.processes.managed_process import Process
@@ -170,7 +172,9 @@ class RayPlacement:
         """A server whose node was lost is started on another: its actor tells."""
         for endpoint in router.endpoints:
             following = _follow(router, ray.get_actor(endpoint.name, self._namespace), endpoint)
-            self._tasks.append(asyncio.create_task(following))
+            task = asyncio.create_task(following)
+            task.add_done_callback(partial(_end_with, router))
+            self._tasks.append(task)
 
 
 def open_cluster(config: ExperimentConfig, stack: ExitStack) -> tuple[Machine, RayPlacement]:
@@ -191,6 +195,13 @@ def join_cluster(address: ClusterAddress, run: ResolvedRun) -> RayPlacement:
     return RayPlacement(address, address.start_seconds, len(run.trainers))
 
 
+def _end_with(router: EngineRouter, task: asyncio.Task[None]) -> None:
+    """Ends the run where nobody would learn any more that a server has moved."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        router.fail(EngineError(f"an engine server cannot be followed: {error!r}"))
+
+
 async def _follow(router: EngineRouter, actor: Any, endpoint: ServerEndpoint) -> None:
     while True:
         try:
@@ -201,6 +212,7 @@ async def _follow(router: EngineRouter, actor: Any, endpoint: ServerEndpoint) ->
             await asyncio.sleep(_RETRY_SECONDS)
             continue
         if found != endpoint:
+            _log.info("%s is at %s now", found.name, found.base_url)
             endpoint = found
             router.move(endpoint)
 
