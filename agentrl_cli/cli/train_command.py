@@ -26,6 +26,11 @@ OverridesArgument = Annotated[
     ),
 ]
 
+_LEAVING = (
+    "stopping: the job finishes and saves a step in progress, then ends (Ctrl-C again leaves it to "
+    "that)\n"
+)
+
 
 def train_command(
     config: ConfigOption,
@@ -49,12 +54,28 @@ def train_command(
 
     experiment = load_config(config, overrides or [])
     experiment.check_trainable()
+    flags = [*(["--dry-run"] if dry_run else []), *(["--overwrite"] if overwrite else [])]
+    _exit_if_run_elsewhere(experiment, config, [*flags, *(overrides or [])])
     with ExitStack() as stack:
         run, placement = place_run(experiment, stack)
         if dry_run:
             _print_plan(experiment, run, placement, overwrite=overwrite)
         else:
             _train(experiment, run, placement, config, overrides or [], overwrite=overwrite)
+
+
+def _exit_if_run_elsewhere(experiment: ExperimentConfig, config: Path, words: list[str]) -> None:
+    """Where the configuration names a cluster that has to be asked to run it: asks, and exits."""
+    from agentrl_cli.cli.command_exit import stop_on_signals
+    from agentrl_cli.launch.local_run import run_elsewhere
+
+    def show(text: str) -> None:
+        typer.echo(text, nl=False)
+
+    with stop_on_signals(lambda _: show(_LEAVING)) as stop:
+        code = run_elsewhere(experiment, config, words, show=show, stop=stop)
+    if code is not None:
+        raise typer.Exit((code and stop.exit_code) or code)
 
 
 def _train(

@@ -380,8 +380,9 @@ class LauncherConfig(StrictConfig):
     """``local``: on this machine; ``ray``: on the nodes of a Ray cluster (extra
     ``agentrl-cli[ray]``)."""
     address: str | None = None
-    """ray: ``HOST:PORT`` of the cluster's head; null: RAY_ADDRESS, else the cluster that runs on
-    this machine, else one that is started here."""
+    """ray: ``HOST:PORT`` of the cluster's head, or ``http://HOST:8265`` of its dashboard for a
+    machine that does not belong to the cluster (see clusters.md); null: RAY_ADDRESS, else the
+    cluster that runs on this machine, else one that is started here."""
     resources: dict[Literal["engine", "trainer", "rollout"], dict[str, float]] = Field(
         default_factory=dict
     )

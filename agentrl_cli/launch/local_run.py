@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -45,16 +47,42 @@ def place_run(config: ExperimentConfig, stack: ExitStack) -> tuple[ResolvedRun, 
     """
     if config.launcher.kind == "local":
         return resolve_run(config, Machine.detect(), purpose="train"), LocalPlacement()
+    _check_ray()
+    from agentrl_cli.launch.ray.ray_placement import open_cluster
+
+    machine, placement = open_cluster(config, stack)
+    return resolve_run(config, machine, purpose="train"), placement
+
+
+def run_elsewhere(
+    config: ExperimentConfig,
+    config_path: Path,
+    words: Sequence[str],
+    *,
+    show: Callable[[str], None],
+    stop: StopFlag,
+) -> int | None:
+    """Runs the command on the head of a cluster that this machine does not belong to.
+
+    Returns:
+        Its exit code; None: the configuration names no such cluster. See :func:`run_as_job`.
+    """
+    address = config.launcher.address or os.environ.get("RAY_ADDRESS", "")
+    if config.launcher.kind != "ray" or not address.startswith(("http://", "https://")):
+        return None
+    _check_ray()
+    from agentrl_cli.launch.ray.job import run_as_job
+
+    return run_as_job(config, address, config_path, words, show=show, stop=stop)
+
+
+def _check_ray() -> None:
     if importlib.util.find_spec("ray") is None:
         raise MissingExtraError(
             "launcher.kind: ray needs Ray, which is not installed. Type "
             "uv pip install 'agentrl-cli[ray]' (on every node of the cluster), or "
             "launcher.kind=local"
         )
-    from agentrl_cli.launch.ray.ray_placement import open_cluster
-
-    machine, placement = open_cluster(config, stack)
-    return resolve_run(config, machine, purpose="train"), placement
 
 
 def run_training(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import ray
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from agentrl_cli.config.experiment import ExperimentConfig, LauncherConfig
@@ -22,6 +23,7 @@ from agentrl_cli.config.resolved_run import Machine, ResolvedRun
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.launch.processes.trainer_protocol import ClusterAddress
 from agentrl_cli.log import Observer, get_logger
+from agentrl_cli.store.layout import is_url
 
 _log = get_logger(__name__)
 
@@ -65,16 +67,15 @@ def connect(config: ExperimentConfig, stack: ExitStack) -> ClusterAddress:
         UserInputError: it does not answer.
     """
     address, namespace = config.launcher.address, f"agentrl-{secrets.token_hex(8)}"
-    _check_reachable(address or os.environ.get("RAY_ADDRESS"))
-    # Data that git does not know is needed all the same.
-    os.environ.setdefault("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "1")
-    excluded = [_HIDDEN, os.path.relpath(config.output_dir), *_list_special_files()]
+    check_reachable(address or os.environ.get("RAY_ADDRESS"))
     env = {name: value for name, value in os.environ.items() if name.startswith("AGENTRL_")}
-    _init(
-        address,
-        namespace,
-        runtime_env={"working_dir": str(Path.cwd()), "excludes": excluded, "env_vars": env},
-    )
+    if RAY_JOB_CONFIG_JSON_ENV_VAR in os.environ:
+        # A job's folder is a copy that all nodes have.
+        check_output_dir(config)
+        _init(address, namespace, runtime_env={"env_vars": env})
+    else:
+        folder = describe_current_folder(config)
+        _init(address, namespace, runtime_env={**folder, "env_vars": env})
     stack.callback(ray.shutdown)
     return ClusterAddress(
         address=ray.get_runtime_context().gcs_address,
@@ -83,16 +84,42 @@ def connect(config: ExperimentConfig, stack: ExitStack) -> ClusterAddress:
     )
 
 
+def describe_current_folder(config: ExperimentConfig) -> dict[str, Any]:
+    """What Ray copies to the nodes, as a part of its ``runtime_env``."""
+    # Data that git does not know is needed all the same.
+    os.environ.setdefault("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "1")
+    excluded = [_HIDDEN, os.path.relpath(config.output_dir), *_list_special_files()]
+    return {"working_dir": str(Path.cwd()), "excludes": excluded}
+
+
+def check_output_dir(config: ExperimentConfig) -> None:
+    """Refuses a place for run folders that would be deleted with a job.
+
+    Raises:
+        UserInputError: it is.
+    """
+    if not (is_url(config.output_dir) or Path(config.output_dir).is_absolute()):
+        raise UserInputError(
+            f"output_dir: {config.output_dir} would be in a Ray job's copy of the current folder, "
+            "which is deleted after it. Type output_dir=/FOLDER for one on the cluster's head, or "
+            "the URL of object storage, such as output_dir=s3://BUCKET/runs"
+        )
+
+
 def join(cluster: ClusterAddress) -> None:
     """Joins the cluster from a process that was placed on it."""
     _init(cluster.address, cluster.namespace)
 
 
-def _init(address: str | None, namespace: str, **options: Any) -> None:
+def silence() -> None:
+    """Keeps Ray from printing every event of the cluster on the terminal of whoever has joined it;
+    what matters of them is said in agentrl's own messages."""
     logging.getLogger("ray").setLevel(logging.ERROR)
-    # Ray prints every event of the cluster on the terminal of whoever has joined it; what matters
-    # of them is said in agentrl's own messages.
     ray._private.worker.print_to_stdstream = lambda *_, **__: None
+
+
+def _init(address: str | None, namespace: str, **options: Any) -> None:
+    silence()
     try:
         ray.init(
             address=address,
@@ -122,7 +149,12 @@ def _list_special_files() -> list[str]:
     ]
 
 
-def _check_reachable(address: str | None) -> None:
+def check_reachable(address: str | None) -> None:
+    """Refuses ``HOST:PORT`` where nothing listens; any other way to name a cluster passes.
+
+    Raises:
+        UserInputError: nothing does.
+    """
     host, _, port = (address or "").rpartition(":")
     if not host or not port.isdigit():
         return

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from agentrl_cli.store.remote.object_store import ObjectStore
 from agentrl_cli.store.run_folder import RunFolder
 
 NUM_STEPS = 6
@@ -19,22 +24,33 @@ ARGUMENTS = (
     *("train.save_every_steps=2", "rollout.max_staleness=0", "train.num_processes=2"),
 )
 METRICS = ("loss", "grad_norm", "reward_mean", "completion_tokens_mean")
+ON_RAY = ("launcher.kind=ray", "launcher.resources={trainer: {trains: 1}}")
 PROGRAM = "agentrl_cli.launch.processes.trainer_program"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 class NodesForTests:
-    """A head, and two nodes on which trainers may be."""
+    """A head, and so many nodes on which trainers may be."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_nodes: int = 2, dashboard_port: int | None = None) -> None:
         from ray.cluster_utils import Cluster
 
+        # On two cores that do something else besides.
+        os.environ |= {
+            "RAY_raylet_start_wait_time_s": "240",
+            "RAY_num_prestart_python_workers": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
         common = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, **common})
+        head = {"num_cpus": 2, **common}
+        if dashboard_port is not None:
+            head |= {"include_dashboard": True, "dashboard_port": dashboard_port}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self.address: str = self._cluster.address
         self._nodes = [
-            self._cluster.add_node(num_cpus=2, resources={"trains": 2}, **common) for _ in range(2)
+            self._cluster.add_node(num_cpus=2, resources={"trains": 2}, **common)
+            for _ in range(num_nodes)
         ]
 
     def lose_node_of(self, process: psutil.Process) -> None:
@@ -44,27 +60,40 @@ class NodesForTests:
         self._nodes.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
 
+    def lose_head(self) -> None:
+        """Kills the head; the other nodes find out by themselves."""
+        self._cluster.remove_node(self._cluster.head_node, allow_graceful=False)
+
     def close(self) -> None:
         self._cluster.shutdown()
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[NodesForTests]:
+@pytest.fixture
+def start_nodes() -> Iterator[Callable[..., NodesForTests]]:
+    """Starts clusters, which end with the test."""
     pytest.importorskip("ray", reason="needs Ray (extra ray)")
-    # On two cores that do something else besides.
-    os.environ |= {
-        "RAY_raylet_start_wait_time_s": "240",
-        "RAY_num_prestart_python_workers": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
-    nodes = NodesForTests()
-    yield nodes
-    nodes.close()
+    with ExitStack() as stack:
+
+        def start(*given: int) -> NodesForTests:
+            nodes = NodesForTests(*given)
+            stack.callback(nodes.close)
+            return nodes
+
+        yield start
 
 
 def count_steps(run_dir: Path) -> int:
     path = run_dir / "metrics.jsonl"
     return len(path.read_text().splitlines()) if path.is_file() else 0
+
+
+def count_stored_steps(url: str) -> int:
+    found = ObjectStore(url).read("metrics.jsonl")
+    return 0 if found is None else len(found.content.splitlines())
+
+
+def read_losses(location: Path | str) -> list[list[float]]:
+    return [[line[name] for name in METRICS] for line in RunFolder.open(location).read_metrics()]
 
 
 def find_rank(index: int) -> psutil.Process | None:
@@ -80,19 +109,18 @@ def find_rank(index: int) -> psutil.Process | None:
 
 
 def test_a_lost_node_changes_nothing_of_what_is_learned(
-    cluster: NodesForTests,
+    start_nodes: Callable[..., NodesForTests],
     project: Path,
     agentrl: Callable[..., subprocess.Popen[str]],
     finish: Callable[..., str],
     wait_until: Callable[..., Any],
     read_every_task_once: Callable[[Path, int], object],
 ) -> None:
-    on_ray = (
-        *("launcher.kind=ray", f"launcher.address={cluster.address}"),
-        "launcher.resources={trainer: {trains: 1}}",
-    )
+    cluster = start_nodes()
     run_dir = project / "runs" / "small" / "spread"
-    command = agentrl(*ARGUMENTS, *on_ray, "trial_name=spread")
+    command = agentrl(
+        *ARGUMENTS, *ON_RAY, f"launcher.address={cluster.address}", "trial_name=spread"
+    )
     wait_until(command, lambda: count_steps(run_dir) >= 3)
     struck = wait_until(command, lambda: find_rank(0))
     cluster.lose_node_of(struck)
@@ -103,19 +131,95 @@ def test_a_lost_node_changes_nothing_of_what_is_learned(
     assert "trainer starts" in (run_dir / "logs" / "trainer.log").read_text()
 
     finish(agentrl(*ARGUMENTS, "trial_name=here"))
-    lines = [RunFolder.open(run_dir.parent / trial).read_metrics() for trial in ("spread", "here")]
-    for found, expected in zip(*lines, strict=True):
-        assert [found[name] for name in METRICS] == [expected[name] for name in METRICS]
+    assert read_losses(run_dir) == read_losses(run_dir.parent / "here")
+
+
+def test_the_head_and_the_command_are_lost_and_the_same_command_resumes_on_another_cluster(
+    start_nodes: Callable[..., NodesForTests],
+    s3_bucket: str,
+    project: Path,
+    agentrl: Callable[..., subprocess.Popen[str]],
+    finish: Callable[..., str],
+    wait_until: Callable[..., Any],
+    read_every_task_once: Callable[[Path, int], object],
+) -> None:
+    """Trainers on the nodes of the first go on for a while, and may write nothing any more."""
+    arguments = (*ARGUMENTS, *ON_RAY, f"output_dir={s3_bucket}/runs")
+    url = f"{s3_bucket}/runs/small/t0"
+    cluster = start_nodes()
+    command = agentrl(*arguments, f"launcher.address={cluster.address}")
+    wait_until(command, lambda: count_stored_steps(url) >= 3)
+    cluster.lose_head()
+    command.kill()
+    command.communicate()
+    assert count_stored_steps(url) < NUM_STEPS
+
+    cluster = start_nodes()
+    output = finish(agentrl(*arguments, f"launcher.address={cluster.address}"))
+    assert "resuming after step" in output
+    copy = project / "copy"
+    files = ObjectStore(url)
+    for name in files.list_names():
+        files.get(name, copy / name)
+    read_every_task_once(copy, NUM_STEPS)
+    finish(agentrl(*ARGUMENTS, "trial_name=here"))
+    assert read_losses(url) == read_losses(project / "runs" / "small" / "here")
+
+
+def test_from_a_machine_outside_the_cluster_it_is_a_job_that_outlives_the_command(
+    start_nodes: Callable[..., NodesForTests],
+    monkeypatch: pytest.MonkeyPatch,
+    project: Path,
+    agentrl: Callable[..., subprocess.Popen[str]],
+    finish: Callable[..., str],
+    wait_until: Callable[..., Any],
+    read_every_task_once: Callable[[Path, int], object],
+) -> None:
+    # Where ray start is typed, python is the one with agentrl.
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    start_nodes(0, port)
+    run_dir = project / "runs" / "small" / "t0"
+    arguments = (
+        *("train", "--config", "experiment.yaml", "launcher.kind=ray", "train.save_every_steps=2"),
+        f"launcher.address=http://127.0.0.1:{port}",
+    )
+    output = finish(agentrl(*arguments), 2)
+    assert "output_dir: runs would be in a Ray job's copy" in output
+    arguments = (*arguments, f"output_dir={project / 'runs'}", "train.total_steps=900")
+    output = finish(agentrl(*arguments, "reward_fn_path=my_agent.count_vowel"), 2)
+    assert "did you mean 'count_vowels'" in output
+
+    command = agentrl(*arguments)
+    wait_until(command, lambda: count_steps(run_dir) >= 2)
+    command.kill()
+    command.communicate()
+    seen = count_steps(run_dir)
+    command = agentrl(*arguments)
+    assert command.stdout is not None
+    assert "is in progress; this is what it has printed" in command.stdout.readline()
+    wait_until(command, lambda: count_steps(run_dir) > seen + 1)
+    command.send_signal(signal.SIGINT)
+    output = finish(command, 130)
+    assert "the same command resumes from here" in output
+
+    num_steps = count_steps(run_dir) + 2
+    output = finish(agentrl(*arguments, f"train.total_steps={num_steps}"))
+    assert f"step {num_steps}/{num_steps}" in output
+    read_every_task_once(run_dir, num_steps)
 
 
 def test_a_cluster_that_is_too_small_is_told_in_time(
-    cluster: NodesForTests,
+    start_nodes: Callable[..., NodesForTests],
     project: Path,
     agentrl: Callable[..., subprocess.Popen[str]],
     finish: Callable[..., str],
 ) -> None:
     # Ray would copy it to the nodes, and wait for ever for something to read.
     os.mkfifo(project / "pipe")
+    cluster = start_nodes(0)
     launcher = f"{{kind: ray, address: '{cluster.address}', placement_timeout_seconds: 2}}"
     output = finish(agentrl(*ARGUMENTS, "train.num_processes=64", f"launcher={launcher}"), 2)
     assert "waiting for room on the cluster for 64 x trainer with CPU: 1" in output
