@@ -151,7 +151,7 @@ class EngineSource:
             stack.callback(self.workers.close)
             self.workers.start(
                 *(background, servers, self.model_folder, self.tokenizer, log_dir),
-                start_process=self._placement.start_process,
+                placement=self._placement,
             )
 
     def open_engine(

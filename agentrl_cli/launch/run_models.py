@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl_cli.config.experiment import ExperimentConfig
@@ -15,6 +14,7 @@ from agentrl_cli.log import SilentObserver
 from agentrl_cli.models.builtin_models import find_model_folder, resolve_model_folder
 from agentrl_cli.models.pretrained import check_model_files, load_model
 from agentrl_cli.store.checksums import check_checksums
+from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.ranks import SINGLE, Ranks
 
@@ -30,10 +30,10 @@ def load_learner(
     tokenizer: object,
     *,
     ranks: Ranks = SINGLE,
-    checkpoint: Path | None = None,
+    folder: RunFolder | None = None,
 ) -> Learner:
     """A learner on the model's exact weights, with the reference model that a KL term needs and
-    the critic's that its advantages need; as it was at the ``checkpoint`` that rank 0 names.
+    the critic's that its advantages need; as it was at the last checkpoint in the ``folder``.
 
     Several ranks load one after the other, so that one whole model stands in memory.
 
@@ -61,10 +61,14 @@ def load_learner(
         )
 
     learner = ranks.in_turn(load)
-    found = ranks.broadcast(None if checkpoint is None else str(checkpoint))
-    if found is not None:
-        check_checksums(Path(found))
-        learner.load(found)
+    if folder is not None:
+        latest = folder.latest_checkpoint() if ranks.index == 0 else None
+        step = ranks.broadcast(latest and latest[0])
+        if step is not None:
+            # Each rank's own copy, where the folder is on another machine.
+            checkpoint = folder.fetch_checkpoint(step)
+            check_checksums(checkpoint)
+            learner.load(str(checkpoint))
     return learner
 
 

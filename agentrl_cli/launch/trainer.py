@@ -235,7 +235,7 @@ class PPOTrainer:
         ranks = stack.enter_context(
             open_ranks(self._rendezvous, on_gpu=self.source.run.trains_on_gpu)
         )
-        learner = self._load_learner(ranks, folder.latest_checkpoint())
+        learner = self._load_learner(ranks, folder)
         engine = self.source.open_engine(
             folder.log_dir(),
             background,
@@ -295,15 +295,16 @@ class PPOTrainer:
                 "(workflow_path) and type agentrl train --config FILE"
             )
 
-    def _load_learner(self, ranks: Ranks, latest: tuple[int, Path] | None) -> Learner:
+    def _load_learner(self, ranks: Ranks, folder: RunFolder) -> Learner:
         learner = load_learner(
             self.config,
             self.source.run,
             self.source.model_folder,
             self.tokenizer,
             ranks=ranks,
-            checkpoint=latest[1] if latest else None,
+            folder=folder,
         )
+        latest = folder.latest_checkpoint()
         if latest is not None:
             self.observer.on_message(f"resuming after step {latest[0]}, from {describe(latest[1])}")
         return learner
@@ -410,8 +411,13 @@ def train_beside(spec: TrainerSpec, rendezvous: Rendezvous) -> None:
     config, run = load_trainer_config(spec), spec.servers.run
     source = EngineSource(config, run, SilentObserver())
     seed_generators(config.seed)
-    with open_ranks(rendezvous, on_gpu=run.trains_on_gpu) as ranks:
-        learner = load_learner(config, run, source.model_folder, source.tokenizer, ranks=ranks)
+    with (
+        RunFolder.open(spec.owner.location) as folder,
+        open_ranks(rendezvous, on_gpu=run.trains_on_gpu) as ranks,
+    ):
+        learner = load_learner(
+            *(config, run, source.model_folder, source.tokenizer), ranks=ranks, folder=folder
+        )
         TrainingLoop(config=config, learner=learner, ranks=ranks, coordinator=None).run()
 
 

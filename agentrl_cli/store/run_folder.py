@@ -188,6 +188,16 @@ class RunFolder:
         """What trainers are told of this process, which holds the folder, to :meth:`join` it."""
         return self._place.name_owner(os.getpid())
 
+    def admit_trainer(self) -> FolderOwner:
+        """As :attr:`owner`, for a trainer that may be on another machine than those before it: when
+        this returns, they write nothing any more.
+
+        Raises:
+            StoreError: the place does not answer, or another run has the folder.
+        """
+        self._place.admit_trainer()
+        return self.owner
+
     def push(self, name: str) -> None:
         """Has a file last that others have written into the folder; where the folder is a copy.
 
@@ -496,6 +506,14 @@ class RunFolder:
         """Step and folder of the newest complete checkpoint."""
         found = self.list_checkpoints()
         return found[-1] if found else None
+
+    def fetch_checkpoint(self, step: int) -> Path:
+        """The folder of the checkpoint of ``step``, complete, to be read.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        return self.fetch(Path(layout.CHECKPOINTS, layout.step_name(step)))
 
     def prune_checkpoints(self, keep_last: int, keep: Collection[int] = ()) -> None:
         """Deletes all but the newest ``keep_last`` checkpoints and those of the steps ``keep``."""

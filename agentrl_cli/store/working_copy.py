@@ -94,6 +94,13 @@ class LocalFolder:
         """What the trainers of the process ``pid``, which holds it, are told."""
         return FolderOwner(pid, str(self.path.absolute()))
 
+    def admit_trainer(self) -> None:
+        """Returns when the next trainer that joins is the only one that writes there.
+
+        Raises:
+            StoreError: the place does not answer, or another run has the folder.
+        """
+
     def list_names(self, folder: str) -> list[str]:
         """The names of complete files and folders in ``folder``, a subfolder."""
         path = self.path / folder
@@ -196,6 +203,10 @@ class WorkingCopy(LocalFolder):
     def name_owner(self, pid: int) -> FolderOwner:
         assert self._lease is not None
         return FolderOwner(pid, self.location, self._lease.id, str(self.path))
+
+    def admit_trainer(self) -> None:
+        assert self._lease is not None
+        self._call(self._lease.admit_trainer)
 
     def list_names(self, folder: str) -> list[str]:
         found = [name.split("/")[1:] for name in self._call(self._files.list_names, folder)]

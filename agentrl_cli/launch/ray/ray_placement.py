@@ -120,7 +120,7 @@ class RayPlacement:
         owner = folder.owner
         if is_url(owner.location):
             # The copy of this process is on another machine.
-            return owner._replace(copy_dir="")
+            return folder.admit_trainer()._replace(copy_dir="")
         if self._host is None:
             here = ray.get_runtime_context().get_node_id()
             self._host = (

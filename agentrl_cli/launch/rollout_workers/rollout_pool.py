@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.engine.router.engine_router import EngineRouter
 from agentrl_cli.errors import AgentrlError, DatasetError, RunError
+from agentrl_cli.launch.placement import LocalPlacement, Placement
 from agentrl_cli.launch.plan import plan_rollout_worker
 from agentrl_cli.launch.processes.managed_process import StartProcess, start_with_socket
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
@@ -83,7 +83,6 @@ class RolloutWorkers:
         self._tasks: list[asyncio.Task[None]] = []
         self._error: AgentrlError | None = None
         self._changed = asyncio.Event()
-        self._stack = ExitStack()
         self._listener: Message = {"random_key": random_key, "port": None}
         """What programs elsewhere know; a worker that replaces another keeps it."""
         self._notice = ""
@@ -105,20 +104,22 @@ class RolloutWorkers:
         tokenizer: Any,
         log_dir: Path,
         *,
-        start_process: StartProcess = start_with_socket,
+        placement: Placement | None = None,
     ) -> None:
         """Begins to start them, once; returns at once."""
         if self._background is not None:
             return
         self._background = background
-        self._start_process = start_process
+        placement = placement or LocalPlacement()
+        self._start_process = placement.start_process
+        is_here = placement.cluster is None
         spec = {
-            "import_path": list_import_path(),
+            "import_path": list_import_path() if is_here else None,
             "engine_kind": servers.run.engine_kind,
             "endpoints": [asdict(endpoint) for endpoint in servers.endpoints],
             "model_folder": model_folder,
-            "tokenizer_folder": self._save_tokenizer(tokenizer),
-            "log_dir": str(log_dir.absolute()),
+            "tokenizer_files": _read_tokenizer_files(tokenizer),
+            "log_dir": str(log_dir.absolute()) if is_here else None,
             "splits": self._splits,
             "listener": self._listener,
         }
@@ -126,15 +127,6 @@ class RolloutWorkers:
         names = names if self._num_workers > 1 else "rollout-0"
         self._observer.on_message(f"starting {names} (logs: {describe(log_dir)})")
         background.run(self._start_tasks(spec, log_dir), _START_SECONDS)
-
-    def _save_tokenizer(self, tokenizer: Any) -> str | None:
-        """A folder from which any process loads the same tokenizer without its model's code; None
-        where that would be another one."""
-        folder = self._stack.enter_context(ScratchFolder("tokenizer")).path
-        tokenizer.save_pretrained(folder)
-        copy = PreTrainedTokenizerFast.from_pretrained(folder)
-        is_same = _describe_tokenizer(copy) == _describe_tokenizer(tokenizer)
-        return str(folder) if is_same else None
 
     def attach(self, router: EngineRouter) -> None:
         """Has them call the servers of this router from now on."""
@@ -151,7 +143,6 @@ class RolloutWorkers:
         finally:
             for worker in self._started:
                 worker.end_at_once()
-            self._stack.close()
 
     # -- on the background loop ------------------------------------------------------------
 
@@ -353,6 +344,18 @@ class RemoteWorkflow(RolloutWorkflow):
                     "process, as it is. Allowed: text, numbers, true, false, null, lists, and "
                     "mappings with text as keys. Convert it, or type rollout.num_workers=0"
                 )
+
+
+def _read_tokenizer_files(tokenizer: Any) -> dict[str, str] | None:
+    """The files from which any process loads the same tokenizer without its model's code; None
+    where that would be another one."""
+    with ScratchFolder("tokenizer") as scratch:
+        folder = scratch.path / "tokenizer"
+        tokenizer.save_pretrained(folder)
+        copy = PreTrainedTokenizerFast.from_pretrained(folder)
+        if _describe_tokenizer(copy) != _describe_tokenizer(tokenizer):
+            return None
+        return {path.name: path.read_text("utf-8") for path in folder.iterdir()}
 
 
 def _describe_tokenizer(tokenizer: Any) -> tuple[Any, ...]:

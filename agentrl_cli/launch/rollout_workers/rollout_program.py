@@ -38,8 +38,10 @@ from agentrl_cli.process_channel import Message, MessageStream
 from agentrl_cli.rollout.background_loop import BackgroundLoop, frozen_heap
 from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.external.external_workflow import ExternalListener
+from agentrl_cli.rollout.workers.worker_pool import LOG_NAME
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
 from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
+from agentrl_cli.scratch_folders import ScratchFolder
 from agentrl_cli.secret_masking import find_secrets, hide_text
 from agentrl_cli.store.trajectory_record import format_record, parse_record
 from agentrl_cli.tracking.gateway import get_gateway
@@ -72,8 +74,7 @@ class RolloutProgram:
         config = ExperimentConfig.model_validate(spec["config"])
         for *_, secret in find_secrets(spec["config"]):
             hide_text(secret)
-        log_dir = Path(spec["log_dir"])
-        stack.enter_context(file_log(log_dir / f"{spec['name']}.log"))
+        log_dir = _open_log(spec, stack)
         tokenizer = _load_tokenizer(spec, config)
         self._engine = self._background.run(self._open_engine(spec, config), _OPEN_SECONDS)
         agents = stack.enter_context(open_workers(config))
@@ -185,8 +186,22 @@ class RolloutProgram:
             self._control.call_soon_threadsafe(self._stream.send, message, payload)
 
 
+def _open_log(spec: Message, stack: ExitStack) -> Path:
+    """The folder in which agents' processes have their logs."""
+    if spec["log_dir"] is not None:
+        log_dir = Path(spec["log_dir"])
+        stack.enter_context(file_log(log_dir / f"{spec['name']}.log"))
+        return log_dir
+    # The trainer is on another machine, and what is printed here gets there.
+    printed = Path("/dev/stderr")
+    stack.enter_context(file_log(printed))
+    scratch = stack.enter_context(ScratchFolder("logs"))
+    (scratch.path / LOG_NAME).symlink_to(printed.resolve())
+    return scratch.path
+
+
 def _load_tokenizer(spec: Message, config: ExperimentConfig) -> Any:
-    if spec["tokenizer_folder"] is None:
+    if spec["tokenizer_files"] is None:
         from agentrl_cli.models.pretrained import load_tokenizer_of
 
         return load_tokenizer_of(
@@ -195,14 +210,17 @@ def _load_tokenizer(spec: Message, config: ExperimentConfig) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     # Without torch, which has nothing to do here: 4 s of CPU time and 330 MB less.
-    return PreTrainedTokenizerFast.from_pretrained(spec["tokenizer_folder"])
+    with ScratchFolder("tokenizer") as folder:
+        for name, text in spec["tokenizer_files"].items():
+            (folder.path / name).write_text(text, "utf-8")
+        return PreTrainedTokenizerFast.from_pretrained(folder.path)
 
 
 async def _serve(end: socket.socket) -> None:
     stream = await MessageStream.open(end)
     with ExitStack() as stack:
         spec, _ = await stream.receive()
-        sys.path[:] = spec["import_path"]
+        sys.path[:] = spec["import_path"] or sys.path
         try:
             program = RolloutProgram(stream, stack)
             program.open(spec, stack)

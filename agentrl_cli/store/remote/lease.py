@@ -48,6 +48,9 @@ class Lease:
         self.id = lease_id
         self._files = files
         self._tag = tag
+        #: What this process has had as its id, and the one that is written.
+        self._ids, self._written_id = {lease_id}, lease_id
+        self._has_trainer = False
         self._seen = ""
         self._num_renewals = 0
         self._lost_to: str | None = None
@@ -100,6 +103,25 @@ class Lease:
         """The lease of the command that started this process, as long as the command renews it."""
         return cls(files, lease_id, None)
 
+    def admit_trainer(self) -> None:
+        """Returns when a trainer may join that is the only one to write under the lease.
+
+        An earlier one may live on a machine that does not answer. Under a new id it either learns
+        that it is replaced, or has not seen its own for too long to write.
+
+        Raises:
+            StoreError: another has taken the lease over.
+            UnreachableError: the place does not answer.
+        """
+        if self._has_trainer:
+            self._ids.add(new := uuid.uuid4().hex)
+            self.id = new
+            while self._written_id != new:
+                self.check()
+                time.sleep(_POLL_SECONDS)
+            time.sleep(TRUST_SECONDS)
+        self._has_trainer = True
+
     def check(self) -> None:
         """Returns if what is written now is written by the owner.
 
@@ -145,9 +167,12 @@ class Lease:
     def _renew(self) -> bool:
         self._num_renewals += 1
         assert self._tag is not None
-        content = _format(self.id, self._num_renewals)
+        new_id = self.id
+        content = _format(new_id, self._num_renewals)
         tag = self._files.replace(layout.LOCK, content, self._tag)
-        if tag is None:
+        if tag is not None:
+            self._written_id = new_id
+        else:
             # By another, or by an attempt of this process whose answer was lost.
             tag = self._find_own()
         self._tag = tag or self._tag
@@ -162,7 +187,7 @@ class Lease:
     def _find_own(self) -> str | None:
         """The tag of the lease; None: it is another's."""
         found = self._files.read(layout.LOCK)
-        if found is not None and _parse(found).get("id") == self.id:
+        if found is not None and _parse(found).get("id") in self._ids:
             return found.tag
         self._lost_to = "nobody" if found is None else _name_owner(found)
         return None

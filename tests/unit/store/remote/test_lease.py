@@ -148,3 +148,22 @@ def test_a_trainer_writes_under_the_lease_of_its_command_alone(
         orphan.append_metrics({"step": 2})
     orphan.close()
     assert [line["step"] for line in RunFolder.open(url).read_metrics()] == [1]
+
+
+def test_a_trainer_that_was_replaced_writes_nothing_any_more(
+    url: str, make_config: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its command goes on, and it may not have heard of it."""
+    monkeypatch.setattr(remote_files, "PATIENCE_SECONDS", 1.0)
+    with RunFolder.create_or_resume(make_config(output_dir=url.removesuffix("/exp/t0"))) as run:
+        first = RunFolder.join(run.admit_trainer()._replace(copy_dir=""))
+        first.append_metrics({"step": 1})
+        cut_off = RunFolder.join(run.admit_trainer()._replace(copy_dir=""))
+        monkeypatch.setattr(cut_off._place._lease, "_watch", lambda: False)
+        with RunFolder.join(run.admit_trainer()._replace(copy_dir="")) as second:
+            for replaced in (first, cut_off):
+                with pytest.raises(StoreError):
+                    replaced.append_metrics({"step": 2})
+                replaced.close()
+            second.append_metrics({"step": 2})
+    assert [line["step"] for line in RunFolder.open(url).read_metrics()] == [1, 2]
