@@ -412,7 +412,7 @@ def train_beside(spec: TrainerSpec, rendezvous: Rendezvous) -> None:
     source = EngineSource(config, run, SilentObserver())
     seed_generators(config.seed)
     with (
-        RunFolder.open(spec.owner.location) as folder,
+        RunFolder(open_location(spec.owner.location)) as folder,
         open_ranks(rendezvous, on_gpu=run.trains_on_gpu) as ranks,
     ):
         learner = load_learner(
