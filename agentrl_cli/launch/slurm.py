@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -130,7 +129,7 @@ def format_sbatch(
 
 
 def _list_directives(config: ExperimentConfig, job: SlurmJob) -> list[str]:
-    name = re.sub(r"[^\w.-]+", "-", f"{config.experiment_name}-{config.trial_name}")
+    name = f"{config.experiment_name}-{config.trial_name}"
     cores = f"--cpus-per-task={job.cpus_per_node}" if job.cpus_per_node else "--exclusive"
     found = [
         *(f"--job-name={name}", f"--nodes={job.num_nodes}", "--ntasks-per-node=1", cores),
