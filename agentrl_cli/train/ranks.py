@@ -43,6 +43,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    PrefixStore,
+    TCPStore,
+)
 
 from agentrl_cli.train.rendezvous import RankLostError, Rendezvous
 
@@ -193,7 +197,7 @@ def open_ranks(
         ) from error
 
 
-def _meet_in_store(rendezvous: Rendezvous, deadline: timedelta) -> dist.Store:
+def _meet_in_store(rendezvous: Rendezvous, deadline: timedelta) -> Any:
     """A part of the store that those ranks have to themselves that are alive together.
 
     The store remembers ranks that were killed. So each start of rank 0 gets a number, and the
@@ -201,19 +205,19 @@ def _meet_in_store(rendezvous: Rendezvous, deadline: timedelta) -> dist.Store:
     one.
     """
     url = urlsplit(rendezvous.address)
-    server = dist.TCPStore(url.hostname or "", url.port or 0, is_master=False, timeout=deadline)
-    store = dist.PrefixStore("agentrl", server)
+    server = TCPStore(url.hostname or "", url.port or 0, is_master=False, timeout=deadline)
+    store = PrefixStore("agentrl", server)
     if rendezvous.index == 0:
         start = store.add("starts", 1)
         answers = [store.get(f"{start}/{rank}").decode() for rank in range(1, rendezvous.count)]
         store.set(f"{start}/seen", json.dumps(answers))
-        return dist.PrefixStore(f"ranks-{start}", store)
+        return PrefixStore(f"ranks-{start}", store)
     own, give_up_at = secrets.token_hex(8), time.monotonic() + deadline.total_seconds()
     while time.monotonic() < give_up_at:
         start = store.add("starts", 0)
         store.set(f"{start}/{rendezvous.index}", own)
         if store.check([f"{start}/seen"]) and own in json.loads(store.get(f"{start}/seen")):
-            return dist.PrefixStore(f"ranks-{start}", store)
+            return PrefixStore(f"ranks-{start}", store)
         time.sleep(_POLL_SECONDS)
     raise dist.DistStoreError(f"rank 0 has not come in {deadline.total_seconds():g} s")
 
