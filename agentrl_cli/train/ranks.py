@@ -42,11 +42,8 @@ import psutil
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
-    PrefixStore,
-    TCPStore,
-)
 
 from agentrl_cli.train.rendezvous import RankLostError, Rendezvous
 
