@@ -25,14 +25,14 @@ head=$(hostname -I | cut -d ' ' -f 1)
 port=$((20000 + SLURM_JOB_ID % 10000))
 """
 
-_DRAIN = """# Ends the run: it finishes its step and saves. The command alone gets the signal; srun
-# would pass it on to all that runs on a node. USR1 comes before the time limit, and then the job
-# goes back into the queue; TERM comes with scancel.
+_DRAIN = """# Before the time limit the run finishes its step and saves, and the job goes back into
+# the queue. The command alone gets the signal; srun would pass it on to all that runs on a node.
 run=
 is_due=
 drain() { if [ -n "$run" ]; then kill -TERM "$run" 2>/dev/null; fi; }
 trap 'is_due=yes; drain' USR1
-trap drain TERM
+# With scancel Slurm itself signals every process.
+trap : TERM
 """
 
 _WAIT = """# A signal ends the wait, and not the run.
@@ -54,7 +54,7 @@ run=$!
 """
 
 _RAY = r"""ray start --head --node-ip-address="$head" --port="$port" --include-dashboard=false \
-    --disable-usage-stats
+    --disable-usage-stats --block &
 ON_OTHERS \
     ray start --address="$head:$port" --block &
 count_nodes() {
