@@ -13,6 +13,7 @@ from agentrl_cli.cli.eval_command import evaluate_command
 from agentrl_cli.cli.export_command import export_command
 from agentrl_cli.cli.export_trajectories_command import export_trajectories_command
 from agentrl_cli.cli.inspect_command import inspect_command
+from agentrl_cli.cli.launch_command import launch_app
 from agentrl_cli.cli.serve_command import serve_command
 from agentrl_cli.cli.sft_command import sft_command
 from agentrl_cli.cli.train_command import train_command
@@ -46,6 +47,7 @@ app.command("export-trajectories", short_help="Write trajectories to train on.")
     export_trajectories_command
 )
 app.command("serve", short_help="Serve the model, to try an agent by hand.")(serve_command)
+app.add_typer(launch_app, name="launch", short_help="Write a script for a cluster's scheduler.")
 app.command("sft", short_help="Train a model on conversations.")(sft_command)
 
 

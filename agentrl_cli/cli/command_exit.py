@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 from agentrl_cli.errors import AgentrlError
 from agentrl_cli.log import sanitize
@@ -126,10 +126,8 @@ def _say(text: str) -> None:
 #: SIGTERM is what a cluster's scheduler sends before it kills.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-_DRAINING = (
-    "stopping: a step in progress is finished and saved, then the run ends "
-    "(Ctrl-C again stops at once; what is saved stays)"
-)
+_DRAINING = "stopping: a step in progress is finished and saved, then the run ends"
+_AGAIN = " (Ctrl-C again stops at once; what is saved stays)"
 
 
 class StopRequest(threading.Event):
@@ -140,21 +138,27 @@ class StopRequest(threading.Event):
 
 
 @contextmanager
-def stop_on_signals(on_first: Callable[[str], None]) -> Iterator[StopRequest]:
-    """An event that the first SIGINT or SIGTERM sets; a second raises KeyboardInterrupt.
+def stop_on_signals(
+    on_first: Callable[[str], None], on_second: Literal["interrupt", "wait"] = "interrupt"
+) -> Iterator[StopRequest]:
+    """An event that the first SIGINT or SIGTERM sets; a second raises KeyboardInterrupt, or changes
+    nothing.
 
     ``on_first`` gets the text to show. Inside the block only; handlers are put back.
     """
     stop = StopRequest()
+    text = _DRAINING + (_AGAIN if on_second == "interrupt" else "")
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if stop.is_set():
+            if on_second == "wait":
+                return
             raise KeyboardInterrupt
         stop.exit_code = _EXIT_SIGNALLED + number
         stop.set()
         # From a thread of its own: the signal may have come while this one held the
         # display's lock, which would then never be free.
-        threading.Thread(target=on_first, args=(_DRAINING,), daemon=True).start()
+        threading.Thread(target=on_first, args=(text,), daemon=True).start()
 
     previous = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from agentrl_cli.errors import ConfigError
 
 if TYPE_CHECKING:
     from agentrl_cli.config.experiment import ExperimentConfig
@@ -50,15 +53,30 @@ def train_command(
 ) -> None:
     """Train an agent; typed again, it resumes where it stopped."""
     from agentrl_cli.config.config_file import load_config
-    from agentrl_cli.launch.local_run import place_run
+    from agentrl_cli.launch.torchrun import TorchrunRank, reported_once
+    from agentrl_cli.store.layout import run_dir_of
 
-    experiment = load_config(config, overrides or [])
-    experiment.check_trainable()
-    flags = [*(["--dry-run"] if dry_run else []), *(["--overwrite"] if overwrite else [])]
-    _exit_if_run_elsewhere(experiment, config, [*flags, *(overrides or [])])
-    with ExitStack() as stack:
-        run, placement = place_run(experiment, stack)
-        if dry_run:
+    rank = TorchrunRank.take(os.environ)
+    with reported_once(rank), ExitStack() as stack:
+        experiment = load_config(config, overrides or [])
+        experiment.check_trainable()
+        from agentrl_cli.launch.local_run import place_run
+        from agentrl_cli.launch.trainer import train_beside
+
+        if rank is None:
+            flags = [*(["--dry-run"] if dry_run else []), *(["--overwrite"] if overwrite else [])]
+            _exit_if_run_elsewhere(experiment, config, [*flags, *(overrides or [])])
+        run, placement = place_run(experiment, stack, rank)
+        if rank is not None and overwrite:
+            raise ConfigError(
+                "--overwrite: torchrun repeats the command when it starts the ranks again, and "
+                "would delete what they have learned. Delete the run folder yourself, or type "
+                "another trial_name=NAME"
+            )
+        if rank is not None and not rank.is_first:
+            if not dry_run:
+                train_beside(experiment, run, rank.rendezvous, run_dir_of(experiment))
+        elif dry_run:
             _print_plan(experiment, run, placement, overwrite=overwrite)
         else:
             _train(experiment, run, placement, config, overrides or [], overwrite=overwrite)
@@ -97,7 +115,10 @@ def _train(
     with (
         crashes_logged(lambda: RunFolder.open_log(run_dir_of(experiment), "command")),
         build_observer(total_steps=experiment.train.total_steps) as observer,
-        stop_on_signals(observer.on_message) as stop,
+        # torchrun has its own patience, and may repeat what the terminal or Slurm has sent already.
+        stop_on_signals(
+            observer.on_message, "interrupt" if placement.rendezvous is None else "wait"
+        ) as stop,
     ):
         is_done = run_training(
             *(experiment, run, placement), observer=observer, overwrite=overwrite, stop=stop

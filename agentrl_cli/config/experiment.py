@@ -376,9 +376,10 @@ class RolloutConfig(StrictConfig):
 class LauncherConfig(StrictConfig):
     """Where processes run."""
 
-    kind: Literal["local", "ray"] = "local"
+    kind: Literal["local", "ray", "torchrun"] = "local"
     """``local``: on this machine; ``ray``: on the nodes of a Ray cluster (extra
-    ``agentrl-cli[ray]``)."""
+    ``agentrl-cli[ray]``); ``torchrun``: the trainer's ranks are the processes that torchrun starts,
+    everything else is on the machine of rank 0 (see slurm.md)."""
     address: str | None = None
     """ray: ``HOST:PORT`` of the cluster's head, or ``http://HOST:8265`` of its dashboard for a
     machine that does not belong to the cluster (see clusters.md); null: RAY_ADDRESS, else the

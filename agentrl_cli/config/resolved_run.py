@@ -135,6 +135,8 @@ class ResolvedRun(StrictConfig):
     """True: it computes on a processor that only emulates ``model.dtype``."""
     on_cluster: bool = False
     """True: every process but the command's own may be on another machine."""
+    by_torchrun: bool = False
+    """True: the command itself is one of the ranks, all of which torchrun has started."""
     untied_head: bool = False
     """True: servers keep an output head of their own, which is published too."""
 

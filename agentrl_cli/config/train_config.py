@@ -152,7 +152,7 @@ class TrainConfig(StrictConfig):
     num_processes: ResumeSafe[int | None] = Field(None, ge=1)
     """Processes that train together, the model in shards over them (FSDP2), each on a GPU of its
     own where the trainer has any; null: one for each GPU that engine servers leave, 1 on the CPU
-    and with the embedded engine."""
+    and with the embedded engine; under torchrun, as many as it starts."""
     num_threads: ResumeSafe[int | None] = Field(None, ge=1)
     """CPU threads of the trainer; null: all cores."""
     eval_every_steps: ResumeSafe[int | None] = Field(None, ge=1)

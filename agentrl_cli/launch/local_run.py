@@ -20,6 +20,7 @@ from agentrl_cli.launch.plan import build_plan
 from agentrl_cli.launch.processes.trainer_group import TrainerGroup, TrainerSupervisor
 from agentrl_cli.launch.run_models import find_unseen_models
 from agentrl_cli.launch.run_resolution import check_supported, with_server_package
+from agentrl_cli.launch.torchrun import TorchrunRank, place_rank
 from agentrl_cli.launch.trainer import (
     PPOTrainer,
     build_workflows,
@@ -35,16 +36,24 @@ from agentrl_cli.scratch_folders import remove_leftovers
 from agentrl_cli.secret_masking import find_secrets
 from agentrl_cli.store.layout import parse_label
 from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.tracking.gateway_socket import raise_file_limit
 from agentrl_cli.train.loop import StopFlag
 from agentrl_cli.train.monitor.loggers import check_loggers
 
 
-def place_run(config: ExperimentConfig, stack: ExitStack) -> tuple[ResolvedRun, Placement]:
+def place_run(
+    config: ExperimentConfig, stack: ExitStack, rank: TorchrunRank | None = None
+) -> tuple[ResolvedRun, Placement]:
     """What a training run comes to where ``launcher.kind`` places it; nothing is started.
+
+    ``rank`` says which of torchrun's processes this one is.
 
     Raises:
         UserInputError: the machine, or the cluster, cannot be used for it.
     """
+    if rank is not None or config.launcher.kind == "torchrun":
+        run, rendezvous = place_rank(config, rank)
+        return run, LocalPlacement(rendezvous)
     if config.launcher.kind == "local":
         return resolve_run(config, Machine.detect(), purpose="train"), LocalPlacement()
     _check_ray()
@@ -105,6 +114,8 @@ def run_training(
         RunError: the run could not go on; what was done is stored.
     """
     check_supported(config, run)
+    raise_file_limit(config.rollout.count_parallel())
+    remove_leftovers()
     if run.dtype_advice is not None:
         observer.on_message(run.dtype_advice)
     trainer = PPOTrainer(
@@ -113,10 +124,11 @@ def run_training(
         observer=observer,
         stop=stop,
         overwrite=overwrite,
+        rendezvous=placement.rendezvous,
         placement=placement,
     )
     try:
-        if run.is_one_process:
+        if run.is_one_process or run.by_torchrun:
             return run_trainer(trainer)
         return _supervise(trainer, overwrite=overwrite, stop=stop)
     except StoppedError:

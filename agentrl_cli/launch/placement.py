@@ -21,6 +21,7 @@ from agentrl_cli.log import Observer
 from agentrl_cli.scratch_folders import ScratchFolder
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.working_copy import FolderOwner
+from agentrl_cli.train.rendezvous import Rendezvous
 
 
 class Servers(Protocol):
@@ -38,6 +39,8 @@ class Placement(Protocol):
 
     cluster: ClusterAddress | None
     """What a trainer needs to do the same; None: nothing."""
+    rendezvous: Rendezvous | None
+    """Of this process, where it is itself rank 0 of several; None: it starts the ranks."""
 
     def describe(self, config: ExperimentConfig, run: ResolvedRun) -> list[str]:
         """Where the processes would be, a line each, as far as that is not this machine."""
@@ -101,9 +104,14 @@ class LocalPlacement:
 
     cluster: ClusterAddress | None = None
 
+    def __init__(self, rendezvous: Rendezvous | None = None) -> None:
+        self.rendezvous = rendezvous
+
     def describe(self, config: ExperimentConfig, run: ResolvedRun) -> list[str]:
-        """Nothing: they are here."""
-        return []
+        """Nothing, but for the ranks that torchrun has started."""
+        if self.rendezvous is None:
+            return []
+        return [f"the trainer is rank 0 of {self.rendezvous.count}, started by torchrun"]
 
     def reserve(
         self, config: ExperimentConfig, run: ResolvedRun, observer: Observer, stack: ExitStack

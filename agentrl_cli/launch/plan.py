@@ -82,6 +82,9 @@ def build_plan(
         devices = _format_devices(run, run.trainers[0])
         return [PlannedProcess(name="trainer", role="command", devices=devices)]
     plan = [PlannedProcess(name="command", role="command")]
+    if run.by_torchrun:
+        devices = _format_devices(run, run.trainers[0])
+        plan = [PlannedProcess(name="trainer", role="command", devices=devices)]
     for server in run.servers:
         argv, env = _build_server_command(
             config, run, server, model_folder or config.model.path, private_dir
@@ -90,7 +93,7 @@ def build_plan(
         plan.append(
             PlannedProcess(name=server.name, role="engine", argv=argv, env=env, devices=devices)
         )
-    for rank, gpus in enumerate(run.trainers):
+    for rank, gpus in enumerate(() if run.by_torchrun else run.trainers):
         plan.append(
             PlannedProcess(
                 name="trainer" if rank == 0 else f"trainer-{rank}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -46,9 +47,14 @@ def load_learner(
     needs_reference = config.train.algorithm.uses_reference and config.model.lora is None
     sends_adapter = bool(run.servers) and run.weight_transfer == "lora"
 
+    fingerprint = ""
+
     def load() -> Learner:
+        nonlocal fingerprint
+        model = load_model(model_folder, "float32", device)
+        fingerprint = _compute_fingerprint(model)
         return Learner(
-            load_model(model_folder, "float32", device),
+            model,
             config,
             reference_model=(
                 load_model(model_folder, "float32", device) if needs_reference else None
@@ -61,6 +67,15 @@ def load_learner(
         )
 
     learner = ranks.in_turn(load)
+    # Each holds shards of what it has loaded itself.
+    first, *others = ranks.gather_objects(fingerprint)
+    strange = [rank for rank, found in enumerate(others, start=1) if found != first]
+    if strange:
+        raise ModelError(
+            f"model.path: what {config.model.path} is on the nodes differs: the weights of ranks "
+            f"{strange} are not those of rank 0. Name a folder that all nodes share, or a hub id "
+            "whose revision is the same in the cache of each"
+        )
     if folder is not None:
         latest = folder.latest_checkpoint() if ranks.index == 0 else None
         step = ranks.broadcast(latest and latest[0])
@@ -70,6 +85,14 @@ def load_learner(
             check_checksums(checkpoint)
             learner.load(str(checkpoint))
     return learner
+
+
+def _compute_fingerprint(model: PreTrainedModel) -> str:
+    """Of the first values of every parameter."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().flatten()[:64].cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def find_unseen_models(config: ExperimentConfig) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import socket
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,7 +13,7 @@ from typing import Any, Self
 from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.protocol import InferenceEngine
-from agentrl_cli.errors import ConfigError, DatasetError, StoppedError
+from agentrl_cli.errors import ConfigError, DatasetError, RunFolderError, StoppedError
 from agentrl_cli.evaluate.eval_report import EvalReport
 from agentrl_cli.evaluate.eval_run import evaluate
 from agentrl_cli.launch.completion_sources import CompletionSource, EngineSource
@@ -36,7 +38,7 @@ from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.step_planner import StepPlanner
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
-from agentrl_cli.store.layout import WANDB_RUN_ID, describe, eval_name
+from agentrl_cli.store.layout import WANDB_RUN_ID, describe, eval_name, is_url
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.working_copy import FolderOwner, open_location
 from agentrl_cli.tracking.formats.format_choice import collect_template_text
@@ -280,7 +282,8 @@ class PPOTrainer:
 
     def _check_alone(self) -> None:
         num_processes = self.config.train.num_processes or 1
-        if self.config.launcher.kind != "local" and self.placement.cluster is None:
+        is_placed = self.placement.cluster is not None or self._rendezvous is not None
+        if self.config.launcher.kind != "local" and not is_placed:
             raise ConfigError(
                 f"launcher.kind: {self.config.launcher.kind} is for the command agentrl train; a "
                 "PPOTrainer in a program of your own trains on its machine. Type launcher.kind="
@@ -401,20 +404,32 @@ def evaluate_rows(
     )
 
 
-def train_beside(spec: TrainerSpec, rendezvous: Rendezvous) -> None:
-    """Trains as a rank beside rank 0, whose :class:`PPOTrainer` has the rollouts.
+def train_beside(
+    config: ExperimentConfig, run: ResolvedRun, rendezvous: Rendezvous, location: str
+) -> None:
+    """Trains as a rank beside rank 0, whose :class:`PPOTrainer` has the rollouts; from the
+    checkpoints of the run folder at ``location``.
 
     Raises:
         NotFiniteError: on every rank, as from :meth:`PPOTrainer.train`.
         RankLostError: another rank has ended, or has not come to an exchange in time.
+        RunFolderError: the checkpoints that rank 0 writes cannot be read here.
     """
-    config, run = load_trainer_config(spec), spec.servers.run
     source = EngineSource(config, run, SilentObserver())
     seed_generators(config.seed)
-    with (
-        RunFolder(open_location(spec.owner.location)) as folder,
-        open_ranks(rendezvous, on_gpu=run.trains_on_gpu) as ranks,
-    ):
+    with ExitStack() as stack:
+        ranks = stack.enter_context(open_ranks(rendezvous, on_gpu=run.trains_on_gpu))
+        # Rank 0 decides when they end; who loses it ends too.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        if not (is_url(location) or Path(location).is_dir()):
+            raise RunFolderError(
+                f"output_dir: rank 0 has made the run folder {Path(location).absolute()}, and "
+                f"{socket.gethostname()} does not see it. Every rank reads checkpoints there: set "
+                "output_dir to a folder on a file system that all nodes share, or to the URL of "
+                "object storage"
+            )
+        folder = stack.enter_context(RunFolder(open_location(location)))
         learner = load_learner(
             *(config, run, source.model_folder, source.tokenizer), ranks=ranks, folder=folder
         )

@@ -27,8 +27,10 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +42,7 @@ import psutil
 import torch
 from torch import Tensor
 from torch import distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from agentrl_cli.train.rendezvous import RankLostError, Rendezvous
@@ -47,6 +50,7 @@ from agentrl_cli.train.rendezvous import RankLostError, Rendezvous
 #: The longest exchange is that with a rank 0 that writes a checkpoint to a slow disk, or with
 #: another rank that loads its model.
 _EXCHANGE_SECONDS = 3600.0
+_POLL_SECONDS = 0.1
 #: How long the others wait until rank 0 has something to broadcast. Far beyond any batch: gloo
 #: needs a number.
 _BROADCAST_SECONDS = 30 * 24 * 3600.0
@@ -153,18 +157,18 @@ def open_ranks(
     Raises:
         RankLostError: another rank died, or did not come to an exchange in time.
     """
-    if rendezvous is None:
+    if rendezvous is None or rendezvous.count == 1:
         yield SINGLE
         return
-    interface = _find_interface(rendezvous.address)
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+    _choose_interface(rendezvous.address)
     if on_gpu:
         torch.cuda.set_device(0)
     deadline = timedelta(seconds=exchange_seconds)
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            init_method=rendezvous.address,
+            init_method=None if rendezvous.has_store else rendezvous.address,
+            store=_meet_in_store(rendezvous, deadline) if rendezvous.has_store else None,
             rank=rendezvous.index,
             world_size=rendezvous.count,
             timeout=deadline,
@@ -190,20 +194,50 @@ def open_ranks(
         ) from error
 
 
-def _find_interface(address: str) -> str:
-    """The network interface through which this process meets the others."""
+def _meet_in_store(rendezvous: Rendezvous, deadline: timedelta) -> Any:
+    """A part of the store that those ranks have to themselves that are alive together.
+
+    The store remembers ranks that were killed. So each start of rank 0 gets a number, and the
+    others answer to the latest until rank 0 has seen the answer of this process, not of an earlier
+    one.
+    """
+    url = urlsplit(rendezvous.address)
+    server = TCPStore(url.hostname or "", url.port or 0, is_master=False, timeout=deadline)
+    store = PrefixStore("agentrl", server)
+    if rendezvous.index == 0:
+        start = store.add("starts", 1)
+        answers = [store.get(f"{start}/{rank}").decode() for rank in range(1, rendezvous.count)]
+        store.set(f"{start}/seen", json.dumps(answers))
+        return PrefixStore(f"ranks-{start}", store)
+    own, give_up_at = secrets.token_hex(8), time.monotonic() + deadline.total_seconds()
+    while time.monotonic() < give_up_at:
+        start = store.add("starts", 0)
+        store.set(f"{start}/{rendezvous.index}", own)
+        if store.check([f"{start}/seen"]) and own in json.loads(store.get(f"{start}/seen")):
+            return PrefixStore(f"ranks-{start}", store)
+        time.sleep(_POLL_SECONDS)
+    raise dist.DistStoreError(f"rank 0 has not come in {deadline.total_seconds():g} s")
+
+
+def _choose_interface(address: str) -> None:
+    """Makes gloo and NCCL meet the others through the network interface that leads to them."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     url = urlsplit(address)
-    # On one machine a file is the better place: torch's own store listens on every interface.
     if url.scheme == "file":
-        return _LOOPBACK
+        # On one machine a file is the better place: torch's own store listens on every interface.
+        os.environ |= dict.fromkeys(names, _LOOPBACK)
+        return
+    interface = _LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Sends nothing: the system chooses the way.
         probe.connect((url.hostname or "", _DISCARD_PORT))
         own = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if own in {found.address for found in addresses}:
-            return name
-    return _LOOPBACK
+            interface = name
+    for name in names:
+        # A cluster may have a faster network than the one that its names lead to.
+        os.environ.setdefault(name, interface)
 
 
 def _to_tensor(content: bytes) -> Tensor:

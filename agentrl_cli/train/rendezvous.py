@@ -21,3 +21,5 @@ class Rendezvous:
     address: str
     """``file:///PATH`` of a file that does not exist yet, in a folder that only this user can open;
     or ``tcp://HOST:PORT``, a free port of rank 0's node, where they are on several."""
+    has_store: bool = False
+    """True: somebody else, who outlives the ranks, keeps a store of torch's at that port."""

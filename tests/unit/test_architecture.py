@@ -42,10 +42,11 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_LOOP_LINES = 100
 MAX_ROOM_FILES = 13
-#: A cluster, and run folders on object storage, took 2,600 lines of them.
-MAX_PACKAGE_LINES = 46_000
-MAX_PACKAGE_FILES = 226
-MAX_TEST_LINES = 44_000
+#: A cluster, and run folders on object storage, took 2,600 lines of them; ranks of torchrun and the
+#: scripts of Slurm 550.
+MAX_PACKAGE_LINES = 46_600
+MAX_PACKAGE_FILES = 229
+MAX_TEST_LINES = 44_500
 
 
 @dataclass(frozen=True)

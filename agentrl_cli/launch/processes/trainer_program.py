@@ -54,7 +54,8 @@ def main(argv: list[str]) -> int:
         if rendezvous is None or rendezvous.index == 0:
             return _train_first(int(argv[0]), spec, rendezvous)
         _find_placement(spec)
-        train_beside(spec, rendezvous)
+        config = load_trainer_config(spec)
+        train_beside(config, spec.servers.run, rendezvous, spec.owner.location)
     except NotFiniteError as error:
         # Raised on every rank: rank 0 reports it.
         print(error, file=sys.stderr)

@@ -38,6 +38,7 @@ from agentrl_cli.log import Observer, get_logger
 from agentrl_cli.store.layout import is_url
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.working_copy import BACKENDS, FolderOwner
+from agentrl_cli.train.rendezvous import Rendezvous
 
 _log = get_logger(__name__)
 
@@ -54,6 +55,8 @@ class RayPlacement:
         start_seconds: how long to wait for room on the cluster.
         num_ranks: trainer processes.
     """
+
+    rendezvous: Rendezvous | None = None
 
     def __init__(self, address: ClusterAddress, start_seconds: float, num_ranks: int) -> None:
         self.cluster: ClusterAddress | None = address

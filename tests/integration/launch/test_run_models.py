@@ -13,6 +13,7 @@ from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.errors import ModelError
 from agentrl_cli.launch.run_models import load_learner
 from agentrl_cli.models import builtin_models
+from agentrl_cli.train.ranks import SINGLE, Ranks
 
 
 @pytest.fixture
@@ -21,7 +22,7 @@ def load(tmp_path: Path, chat_tokenizer: Any, build_qwen2: Callable[..., Any]):
     policy = tmp_path / "policy"
     build_qwen2(chat_tokenizer).save_pretrained(policy)
 
-    def load_with(path: str) -> Any:
+    def load_with(path: str, ranks: Ranks = SINGLE) -> Any:
         config = ExperimentConfig.model_validate(
             {
                 "experiment_name": "exp",
@@ -33,7 +34,7 @@ def load(tmp_path: Path, chat_tokenizer: Any, build_qwen2: Callable[..., Any]):
             }
         )
         run = resolve_run(config, Machine(), purpose="train")
-        return load_learner(config, run, str(policy), chat_tokenizer)
+        return load_learner(config, run, str(policy), chat_tokenizer, ranks=ranks)
 
     return load_with
 
@@ -66,3 +67,12 @@ def test_what_a_critic_cannot_start_from_is_named_by_its_own_key(
         with pytest.raises(ModelError, match=f"^train.critic.path: .*{message}") as caught:
             load(path)
         assert "model.path" not in str(caught.value)
+
+
+def test_ranks_with_other_weights_are_named(load, tmp_path: Path) -> None:
+    class ThreeRanks(Ranks):
+        def gather_objects(self, value: Any) -> list[Any]:
+            return [value, value, "another"]
+
+    with pytest.raises(ModelError, match=r"^model.path: .* ranks \[2\] are not those of rank 0"):
+        load(str(tmp_path / "policy"), ThreeRanks())
