@@ -67,15 +67,7 @@ def load_learner(
         )
 
     learner = ranks.in_turn(load)
-    # Each holds shards of what it has loaded itself.
-    first, *others = ranks.gather_objects(fingerprint)
-    strange = [rank for rank, found in enumerate(others, start=1) if found != first]
-    if strange:
-        raise ModelError(
-            f"model.path: what {config.model.path} is on the nodes differs: the weights of ranks "
-            f"{strange} are not those of rank 0. Name a folder that all nodes share, or a hub id "
-            "whose revision is the same in the cache of each"
-        )
+    _check_equal(fingerprint, ranks, config.model.path)
     if folder is not None:
         latest = folder.latest_checkpoint() if ranks.index == 0 else None
         step = ranks.broadcast(latest and latest[0])
@@ -85,6 +77,22 @@ def load_learner(
             check_checksums(checkpoint)
             learner.load(str(checkpoint))
     return learner
+
+
+def _check_equal(fingerprint: str, ranks: Ranks, path: str) -> None:
+    """Refuses ranks whose models differ, since each holds shards of what it has loaded itself.
+
+    Raises:
+        ModelError: naming them.
+    """
+    first, *others = ranks.gather_objects(fingerprint)
+    strange = [rank for rank, found in enumerate(others, start=1) if found != first]
+    if strange:
+        raise ModelError(
+            f"model.path: what {path} is on the nodes differs: the weights of ranks {strange} are "
+            "not those of rank 0. Name a folder that all nodes share, or a hub id whose revision "
+            "is the same in the cache of each"
+        )
 
 
 def _compute_fingerprint(model: PreTrainedModel) -> str:

@@ -508,11 +508,7 @@ class RunFolder:
         return found[-1] if found else None
 
     def fetch_checkpoint(self, step: int) -> Path:
-        """The folder of the checkpoint of ``step``, complete, to be read.
-
-        Raises:
-            StoreError: it cannot be read.
-        """
+        """The folder of the checkpoint of ``step``, to be read; see :meth:`fetch`."""
         return self.fetch(Path(layout.CHECKPOINTS, layout.step_name(step)))
 
     def prune_checkpoints(self, keep_last: int, keep: Collection[int] = ()) -> None:

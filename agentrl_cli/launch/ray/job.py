@@ -77,41 +77,51 @@ def run_as_job(
     silence()
     logging.getLogger("ray.dashboard.modules.dashboard_sdk").setLevel(logging.ERROR)
     check_output_dir(config)
-    check_reachable(urlsplit(url).netloc)
     path = os.path.relpath(config_path)
     if path.startswith(".."):
         raise UserInputError(
             f"--config: {config_path} is not below the current folder, which is what the cluster "
             "gets a copy of. Type the command in a folder that holds it, and the agent's code"
         )
-    command = shlex.join(["train", "--config", path, *words, "launcher.address=null"])
-    run = run_dir_of(config)
+    check_reachable(urlsplit(url).netloc)
     try:
         client = _Client(url)
-        job_id = _find_running(client, run)
-        if job_id is None:
-            job_id = client.submit_job(
-                entrypoint=f"exec python -m agentrl_cli {command}",
-                metadata={_RUN: run},
-                runtime_env={
-                    **describe_current_folder(config),
-                    "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_SECONDS)},
-                },
-            )
-            show(f"job {job_id} on {url}; it goes on if this command is killed\n")
-        elif "--overwrite" in words:
-            raise UserInputError(
-                f"--overwrite: {run} is in use by job {job_id} on {url}. Type the command without "
-                f"--overwrite to watch it, or ray job stop --address {url} {job_id}"
-            )
-        else:
-            show(f"job {job_id} on {url} is in progress; this is what it has printed\n")
+        job_id = _find_or_submit(client, config, ["train", "--config", path, *words], show)
     except (RuntimeError, ValueError, OSError) as error:
         raise UserInputError(
             f"launcher.address: {url} does not take the job: {error}. Allowed: the address of the "
             "cluster's dashboard, which ray start --head prints (the head needs ray[default])"
         ) from error
     return _watch(client, job_id, config.launcher.placement_timeout_seconds, show, stop)
+
+
+def _find_or_submit(
+    client: JobSubmissionClient,
+    config: ExperimentConfig,
+    words: Sequence[str],
+    show: Callable[[str], None],
+) -> str:
+    run = run_dir_of(config)
+    job_id = _find_running(client, run)
+    if job_id is not None:
+        if "--overwrite" in words:
+            raise UserInputError(
+                f"--overwrite: {run} is in use by job {job_id}. Type the command without "
+                "--overwrite to watch it, and Ctrl-C then to stop it"
+            )
+        show(f"job {job_id} is in progress; this is what it has printed\n")
+        return job_id
+    command = shlex.join([*words, "launcher.address=null"])
+    job_id = client.submit_job(
+        entrypoint=f"exec python -m agentrl_cli {command}",
+        metadata={_RUN: run},
+        runtime_env={
+            **describe_current_folder(config),
+            "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_SECONDS)},
+        },
+    )
+    show(f"job {job_id}; it goes on if this command is killed\n")
+    return job_id
 
 
 def _find_running(client: JobSubmissionClient, run: str) -> str | None:
