@@ -38,12 +38,12 @@ test: $(VENV)/.installed-test  ## The tests of every part, in a few minutes.
 	$(BIN)/python -m pytest -m "not vllm and not slow" $(PARALLEL) $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed-test  ## Every test that needs no GPU and no vLLM.
-	$(BIN)/python -m pytest -m "not vllm" $(PARALLEL) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not vllm and not ray" $(PARALLEL) $(PYTEST_ARGS)
 
 test-vllm: $(VENV)/.installed-test-vllm  ## The tests on real vLLM servers.
 	$(BIN)/python -m pytest -m "vllm and not ray" $(PYTEST_ARGS)
 
-test-ray: $(VENV)/.installed-test-vllm  ## vLLM servers on a Ray cluster of several nodes.
+test-ray: $(VENV)/.installed-test-vllm  ## Losses on Ray clusters of several nodes, with real vLLM servers.
 	$(BIN)/python -m pytest -m ray $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test  ## Style and types.

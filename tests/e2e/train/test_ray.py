@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -17,6 +18,7 @@ import pytest
 
 from agentrl_cli.store.remote.object_store import ObjectStore
 from agentrl_cli.store.run_folder import RunFolder
+from tests.e2e.ray_nodes import RayNodes
 
 NUM_STEPS = 6
 ARGUMENTS = (
@@ -24,59 +26,24 @@ ARGUMENTS = (
     *("train.save_every_steps=2", "rollout.max_staleness=0", "train.num_processes=2"),
 )
 METRICS = ("loss", "grad_norm", "reward_mean", "completion_tokens_mean")
-ON_RAY = ("launcher.kind=ray", "launcher.resources={trainer: {trains: 1}}")
+ON_RAY = ("launcher.kind=ray", "launcher.resources={trainer: {trains: 1.5}}")
 PROGRAM = "agentrl_cli.launch.processes.trainer_program"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-class NodesForTests:
-    """A head, and so many nodes on which trainers may be."""
-
-    def __init__(self, num_nodes: int = 2, dashboard_port: int | None = None) -> None:
-        from ray.cluster_utils import Cluster
-
-        # On two cores that do something else besides.
-        os.environ |= {
-            "RAY_raylet_start_wait_time_s": "240",
-            "RAY_num_prestart_python_workers": "0",
-            "RAY_USAGE_STATS_ENABLED": "0",
-        }
-        common = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
-        head = {"num_cpus": 2, **common}
-        if dashboard_port is not None:
-            head |= {"include_dashboard": True, "dashboard_port": dashboard_port}
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
-        self.address: str = self._cluster.address
-        self._nodes = [
-            self._cluster.add_node(num_cpus=2, resources={"trains": 2}, **common)
-            for _ in range(num_nodes)
-        ]
-
-    def lose_node_of(self, process: psutil.Process) -> None:
-        """Kills the node that a process is on, and all that is on it, at once."""
-        above = {parent.pid for parent in process.parents()}
-        [node] = [one for one in self._nodes if one.all_processes["raylet"][0].process.pid in above]
-        self._nodes.remove(node)
-        self._cluster.remove_node(node, allow_graceful=False)
-
-    def lose_head(self) -> None:
-        """Kills the head; the other nodes find out by themselves."""
-        self._cluster.remove_node(self._cluster.head_node, allow_graceful=False)
-
-    def close(self) -> None:
-        self._cluster.shutdown()
-
-
 @pytest.fixture
-def start_nodes() -> Iterator[Callable[..., NodesForTests]]:
-    """Starts clusters, which end with the test."""
+def start_nodes(model_folder: Path) -> Iterator[Callable[..., RayNodes]]:
+    """Starts clusters, which end with the test: a head, and so many nodes with room for ranks."""
     pytest.importorskip("ray", reason="needs Ray (extra ray)")
     with ExitStack() as stack:
 
-        def start(*given: int) -> NodesForTests:
-            nodes = NodesForTests(*given)
+        def start(num_nodes: int = 2, **head: Any) -> RayNodes:
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            nodes = RayNodes({"num_cpus": 2, **head}, folder, [model_folder])
             stack.callback(nodes.close)
+            for _ in range(num_nodes):
+                nodes.add(num_cpus=2, resources={"trains": 2})
             return nodes
 
         yield start
@@ -109,7 +76,7 @@ def find_rank(index: int) -> psutil.Process | None:
 
 
 def test_a_lost_node_changes_nothing_of_what_is_learned(
-    start_nodes: Callable[..., NodesForTests],
+    start_nodes: Callable[..., RayNodes],
     project: Path,
     agentrl: Callable[..., subprocess.Popen[str]],
     finish: Callable[..., str],
@@ -124,6 +91,7 @@ def test_a_lost_node_changes_nothing_of_what_is_learned(
     wait_until(command, lambda: count_steps(run_dir) >= 3)
     struck = wait_until(command, lambda: find_rank(0))
     cluster.lose_node_of(struck)
+    cluster.add(num_cpus=2, resources={"trains": 2})
     output = finish(command)
     assert "the trainer was lost: its node" in output
     assert "it is started again (restart 1 of 3)" in output
@@ -134,8 +102,9 @@ def test_a_lost_node_changes_nothing_of_what_is_learned(
     assert read_losses(run_dir) == read_losses(run_dir.parent / "here")
 
 
+@pytest.mark.ray
 def test_the_head_and_the_command_are_lost_and_the_same_command_resumes_on_another_cluster(
-    start_nodes: Callable[..., NodesForTests],
+    start_nodes: Callable[..., RayNodes],
     s3_bucket: str,
     project: Path,
     agentrl: Callable[..., subprocess.Popen[str]],
@@ -168,8 +137,9 @@ def test_the_head_and_the_command_are_lost_and_the_same_command_resumes_on_anoth
     assert read_losses(url) == read_losses(project / "runs" / "small" / "here")
 
 
+@pytest.mark.ray
 def test_from_a_machine_outside_the_cluster_it_is_a_job_that_outlives_the_command(
-    start_nodes: Callable[..., NodesForTests],
+    start_nodes: Callable[..., RayNodes],
     monkeypatch: pytest.MonkeyPatch,
     project: Path,
     agentrl: Callable[..., subprocess.Popen[str]],
@@ -182,7 +152,7 @@ def test_from_a_machine_outside_the_cluster_it_is_a_job_that_outlives_the_comman
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    start_nodes(0, port)
+    start_nodes(0, include_dashboard=True, dashboard_port=port)
     run_dir = project / "runs" / "small" / "t0"
     arguments = (
         *("train", "--config", "experiment.yaml", "launcher.kind=ray", "train.save_every_steps=2"),
@@ -214,7 +184,7 @@ def test_from_a_machine_outside_the_cluster_it_is_a_job_that_outlives_the_comman
 
 
 def test_a_cluster_that_is_too_small_is_told_in_time(
-    start_nodes: Callable[..., NodesForTests],
+    start_nodes: Callable[..., RayNodes],
     project: Path,
     agentrl: Callable[..., subprocess.Popen[str]],
     finish: Callable[..., str],
