@@ -34,6 +34,7 @@ from agentrl_cli.launch.ray import cluster
 from agentrl_cli.launch.ray.hosted_folder import ACTOR, SCHEME, FolderHost, HostedFiles
 from agentrl_cli.launch.ray.remote_process import RemoteProcess, find_own_host
 from agentrl_cli.launch.ray.remote_servers import RemoteServers
+from agentrl_cli.launch.ray.traffic import describe_traffic
 from agentrl_cli.log import Observer, get_logger
 from agentrl_cli.store.layout import is_url
 from agentrl_cli.store.run_folder import RunFolder
@@ -68,9 +69,13 @@ class RayPlacement:
         self._host: Any = None
 
     def describe(self, config: ExperimentConfig, run: ResolvedRun) -> list[str]:
-        """What is needed of the cluster, and what each node has."""
+        """What is needed of the cluster, what each node has, and what goes between them."""
         demands = cluster.compute_demands(config.launcher, run)
-        return [*(f"needs {demand}" for demand in demands), *cluster.describe_nodes()]
+        return [
+            *(f"needs {demand}" for demand in demands),
+            *cluster.describe_nodes(),
+            *describe_traffic(config, run),
+        ]
 
     def reserve(
         self, config: ExperimentConfig, run: ResolvedRun, observer: Observer, stack: ExitStack

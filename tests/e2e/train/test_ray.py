@@ -128,7 +128,7 @@ def test_the_head_and_the_command_are_lost_and_the_same_command_resumes_on_anoth
     cluster = start_nodes()
     output = finish(agentrl(*arguments, f"launcher.address={cluster.address}"))
     assert "resuming after step" in output
-    copy = project / "copy"
+    copy = project / "runs" / "small" / "downloaded"
     files = ObjectStore(url)
     for name in files.list_names():
         files.get(name, copy / name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from agentrl_cli.store.run_folder import RunFolder
+from tests.e2e.ray_nodes import RayNodes
 
 ROOT = Path(__file__).parents[3]
 BATCH_SIZE, NUM_SAMPLES = 4, 4
@@ -24,24 +26,20 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture
-def cluster() -> Iterator[Any]:
+def cluster(tmp_path: Path) -> Iterator[RayNodes]:
     pytest.importorskip("ray", reason="needs Ray (extra ray)")
-    from ray.cluster_utils import Cluster
-
-    os.environ |= {
-        "RAY_raylet_start_wait_time_s": "240",
-        "RAY_num_prestart_python_workers": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
-    common = {"object_store_memory": 80 * 2**20, "include_dashboard": False}
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, **common})
+    # Its built-in model would be made anew on each node.
+    cache = Path(os.environ.get("AGENTRL_CACHE") or Path.home() / ".cache" / "agentrl")
+    cache.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "nodes").mkdir()
+    nodes = RayNodes({"num_cpus": 4}, tmp_path / "nodes", [cache])
     for _ in range(2):
-        nodes.add_node(num_cpus=4, resources={"serves": 2}, **common)
+        nodes.add(num_cpus=4, resources={"serves": 2, "samples": 2})
     yield nodes
-    nodes.shutdown()
+    nodes.close()
 
 
-def start(project: Path, cluster: Any, *settings: str) -> subprocess.Popen[bytes]:
+def start(project: Path, cluster: RayNodes, *settings: str) -> subprocess.Popen[bytes]:
     config = ROOT / "configs" / "quickstart-vllm.yaml"
     with (project / "output.txt").open("a") as output:
         return subprocess.Popen(
@@ -49,11 +47,11 @@ def start(project: Path, cluster: Any, *settings: str) -> subprocess.Popen[bytes
         )
 
 
-def list_words(config: Path, cluster: Any, *settings: str) -> list[str]:
+def list_words(config: Path, cluster: RayNodes, *settings: str) -> list[str]:
     return [
         *(sys.executable, "-m", "agentrl_cli", "train", "--config", str(config)),
         *("launcher.kind=ray", f"launcher.address={cluster.address}"),
-        "launcher.resources={engine: {serves: 1}}",
+        "launcher.resources={engine: {serves: 1}, rollout: {samples: 1}}",
         *(f"train_dataset.batch_size={BATCH_SIZE}", f"gconfig.n_samples={NUM_SAMPLES}"),
         *("valid_dataset=null", "rollout.max_staleness=0", "train.save_every_steps=5"),
         *("rollout.num_workers=2", "train.num_processes=2", "engine.num_threads=1"),
@@ -66,15 +64,7 @@ def find(word: str) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[2:3] == [word]]
 
 
-def lose_node_of(cluster: Any, process: psutil.Process) -> None:
-    above = {parent.pid for parent in process.parents()}
-    [node] = [
-        one for one in cluster.worker_nodes if one.all_processes["raylet"][0].process.pid in above
-    ]
-    cluster.remove_node(node, allow_graceful=False)
-
-
-def test_a_server_of_a_lost_node_serves_on_another(cluster: Any, tmp_path: Path) -> None:
+def test_a_server_of_a_lost_node_serves_on_another(cluster: RayNodes, tmp_path: Path) -> None:
     run_dir, output = tmp_path / "runs" / "quickstart-vllm" / "t0", tmp_path / "output.txt"
     where = f"output_dir={tmp_path / 'runs'}"
     command = start(tmp_path, cluster, where, "train.total_steps=400")
@@ -91,13 +81,15 @@ def test_a_server_of_a_lost_node_serves_on_another(cluster: Any, tmp_path: Path)
 
     try:
         wait_for(lambda: len(read_metrics()) >= 3)
-        lose_node_of(cluster, find(SERVER)[0])
+        # With its server, and its rollout worker.
+        cluster.lose_node_of(find(SERVER)[0])
         wait_for(lambda: output.read_text().count("is ready after") == 3)
         wait_for(lambda: sum(line["server_recoveries"] for line in read_metrics()))
         command.send_signal(signal.SIGINT)
         assert command.wait(300) == 130
         text = output.read_text()
-        assert "is started again, on" in text
+        assert re.search(r"vllm-\d is started again, on", text)
+        assert re.search(r"rollout-\d is started again: ", text)
         num_steps = len(read_metrics())
 
         command = start(tmp_path, cluster, where, f"train.total_steps={num_steps + 2}")
