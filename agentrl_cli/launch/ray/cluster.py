@@ -8,14 +8,15 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import ray
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+from ray.exceptions import RuntimeEnvSetupError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from agentrl_cli.config.experiment import ExperimentConfig, LauncherConfig
@@ -75,7 +76,8 @@ def connect(config: ExperimentConfig, stack: ExitStack) -> ClusterAddress:
         _init(address, namespace, runtime_env={"env_vars": env})
     else:
         folder = describe_current_folder(config)
-        _init(address, namespace, runtime_env={**folder, "env_vars": env})
+        with explained_copy():
+            _init(address, namespace, runtime_env={**folder, "env_vars": env})
     stack.callback(ray.shutdown)
     return ClusterAddress(
         address=ray.get_runtime_context().gcs_address,
@@ -90,6 +92,25 @@ def describe_current_folder(config: ExperimentConfig) -> dict[str, Any]:
     os.environ.setdefault("RAY_RUNTIME_ENV_IGNORE_GITIGNORE", "1")
     excluded = [_HIDDEN, os.path.relpath(config.output_dir), *_list_special_files()]
     return {"working_dir": str(Path.cwd()), "excludes": excluded}
+
+
+@contextmanager
+def explained_copy() -> Iterator[None]:
+    """Says what to do where the nodes cannot have a copy of the current folder.
+
+    Raises:
+        UserInputError: they cannot.
+    """
+    try:
+        yield
+    except RuntimeEnvSetupError as error:
+        reason = str(error).partition(" To exclude")[0].splitlines()[-1]
+        raise UserInputError(
+            f"the nodes cannot have a copy of the current folder, {Path.cwd()}: {reason} Type the "
+            "command in a folder that holds what agents and rewards need and little else, or name "
+            "the rest in a file .rayignore, as in a .gitignore (run folders, and folders that "
+            "begin with a dot, are left out)"
+        ) from error
 
 
 def check_output_dir(config: ExperimentConfig) -> None:

@@ -25,6 +25,7 @@ from agentrl_cli.launch.ray.cluster import (
     check_output_dir,
     check_reachable,
     describe_current_folder,
+    explained_copy,
     silence,
 )
 from agentrl_cli.store.layout import run_dir_of
@@ -101,8 +102,9 @@ def _find_or_submit(
     words: Sequence[str],
     show: Callable[[str], None],
 ) -> str:
+    is_run = "--dry-run" not in words
     run = run_dir_of(config)
-    job_id = _find_running(client, run)
+    job_id = _find_running(client, run) if is_run else None
     if job_id is not None:
         if "--overwrite" in words:
             raise UserInputError(
@@ -112,14 +114,15 @@ def _find_or_submit(
         show(f"job {job_id} is in progress; this is what it has printed\n")
         return job_id
     command = shlex.join([*words, "launcher.address=null"])
-    job_id = client.submit_job(
-        entrypoint=f"exec python -m agentrl_cli {command}",
-        metadata={_RUN: run},
-        runtime_env={
-            **describe_current_folder(config),
-            "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_SECONDS)},
-        },
-    )
+    with explained_copy():
+        job_id = client.submit_job(
+            entrypoint=f"exec python -m agentrl_cli {command}",
+            metadata={_RUN: run} if is_run else {},
+            runtime_env={
+                **describe_current_folder(config),
+                "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(_STOP_SECONDS)},
+            },
+        )
     show(f"job {job_id}; it goes on if this command is killed\n")
     return job_id
 
