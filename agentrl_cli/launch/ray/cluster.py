@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import ray
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
-from ray.exceptions import RuntimeEnvSetupError
+from ray.exceptions import AuthenticationError, RuntimeEnvSetupError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from agentrl_cli.config.experiment import ExperimentConfig, LauncherConfig
@@ -35,6 +35,12 @@ _REMINDER_SECONDS = 10.0
 _STRATEGIES = {"engine": "SPREAD", "trainer": "PACK", "rollout": "SPREAD"}
 #: Folders of tools, not copied with the current folder.
 _HIDDEN = ".*/"
+
+#: Where its head has a token, a cluster of Ray 2.60 takes nobody without it.
+TOKEN_ADVICE = (
+    "If the cluster asks for a token, have its head's ~/.ray/auth_token on this machine too, and "
+    "type RAY_AUTH_MODE=token before the command"
+)
 
 Role = Literal["engine", "trainer", "rollout"]
 Bundle = dict[str, float]
@@ -151,11 +157,11 @@ def _init(address: str | None, namespace: str, **options: Any) -> None:
             include_dashboard=None if address else False,
             **options,
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
         raise UserInputError(
             f"launcher.address: no Ray cluster can be joined at {address or 'this machine'}: "
             f"{error}. Allowed: HOST:PORT of a head (ray start --head prints it); null for one on "
-            "this machine"
+            f"this machine. {TOKEN_ADVICE}"
         ) from error
 
 

@@ -17,11 +17,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import requests
+from ray.exceptions import AuthenticationError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunError, UserInputError
 from agentrl_cli.launch.ray.cluster import (
+    TOKEN_ADVICE,
     check_output_dir,
     check_reachable,
     describe_current_folder,
@@ -88,6 +90,10 @@ def run_as_job(
     try:
         client = _Client(url)
         job_id = _find_or_submit(client, config, ["train", "--config", path, *words], show)
+    except AuthenticationError as error:
+        raise UserInputError(
+            f"launcher.address: {url} takes no job without a token. {TOKEN_ADVICE}"
+        ) from error
     except (RuntimeError, ValueError, OSError) as error:
         raise UserInputError(
             f"launcher.address: {url} does not take the job: {error}. Allowed: the address of the "
