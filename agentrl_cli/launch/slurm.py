@@ -53,7 +53,10 @@ _ALONE = """agentrl ARGUMENTS &
 run=$!
 """
 
-_RAY = r"""ray start --head --node-ip-address="$head" --port="$port" --include-dashboard=false \
+_RAY = r"""# Other users of the cluster reach Ray's ports, and the token keeps them out.
+RAY_AUTH_TOKEN=$(python -c 'import secrets; print(secrets.token_hex(32))')
+export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
+ray start --head --node-ip-address="$head" --port="$port" --include-dashboard=false \
     --disable-usage-stats --block &
 ON_OTHERS \
     ray start --address="$head:$port" --block &
