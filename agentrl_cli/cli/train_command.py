@@ -60,12 +60,12 @@ def train_command(
     with reported_once(rank), ExitStack() as stack:
         experiment = load_config(config, overrides or [])
         experiment.check_trainable()
-        from agentrl_cli.launch.local_run import place_run
+        from agentrl_cli.launch.local_run import find_dashboard, place_run
         from agentrl_cli.launch.trainer import train_beside
 
-        if rank is None:
+        if rank is None and (url := find_dashboard(experiment)) is not None:
             flags = [*(["--dry-run"] if dry_run else []), *(["--overwrite"] if overwrite else [])]
-            _exit_if_run_elsewhere(experiment, config, [*flags, *(overrides or [])])
+            raise typer.Exit(_run_as_job(experiment, url, config, [*flags, *(overrides or [])]))
         run, placement = place_run(experiment, stack, rank)
         if rank is not None and overwrite:
             raise ConfigError(
@@ -82,18 +82,17 @@ def train_command(
             _train(experiment, run, placement, config, overrides or [], overwrite=overwrite)
 
 
-def _exit_if_run_elsewhere(experiment: ExperimentConfig, config: Path, words: list[str]) -> None:
-    """Where the configuration names a cluster that has to be asked to run it: asks, and exits."""
+def _run_as_job(experiment: ExperimentConfig, url: str, config: Path, words: list[str]) -> int:
+    """The exit code of the command, which a cluster runs."""
     from agentrl_cli.cli.command_exit import stop_on_signals
-    from agentrl_cli.launch.local_run import run_elsewhere
+    from agentrl_cli.launch.ray.job import run_as_job
 
     def show(text: str) -> None:
         typer.echo(text, nl=False)
 
     with stop_on_signals(lambda _: show(_LEAVING)) as stop:
-        code = run_elsewhere(experiment, config, words, show=show, stop=stop)
-    if code is not None:
-        raise typer.Exit((code and stop.exit_code) or code)
+        code = run_as_job(experiment, url, config, words, show=show, stop=stop)
+    return (code and stop.exit_code) or code
 
 
 def _train(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -63,26 +62,18 @@ def place_run(
     return resolve_run(config, machine, purpose="train"), placement
 
 
-def run_elsewhere(
-    config: ExperimentConfig,
-    config_path: Path,
-    words: Sequence[str],
-    *,
-    show: Callable[[str], None],
-    stop: StopFlag,
-) -> int | None:
-    """Runs the command on the head of a cluster that this machine does not belong to.
+def find_dashboard(config: ExperimentConfig) -> str | None:
+    """The URL at which a cluster is asked to run the command, which this machine does not belong
+    to; None: the configuration names none. See :func:`~agentrl_cli.launch.ray.job.run_as_job`.
 
-    Returns:
-        Its exit code; None: the configuration names no such cluster. See :func:`run_as_job`.
+    Raises:
+        MissingExtraError: Ray is not installed.
     """
     address = config.launcher.address or os.environ.get("RAY_ADDRESS", "")
     if config.launcher.kind != "ray" or not address.startswith(("http://", "https://")):
         return None
     _check_ray()
-    from agentrl_cli.launch.ray.job import run_as_job
-
-    return run_as_job(config, address, config_path, words, show=show, stop=stop)
+    return address
 
 
 def _check_ray() -> None:

@@ -42,6 +42,7 @@ _POLL_SECONDS = 1.0
 _NOT_FOUND = 127
 #: Each look fetches the whole log: a long one is fetched less often.
 _SECONDS_PER_BYTE = 5e-6
+_MAX_POLL_SECONDS = 10.0
 
 
 class _Client(JobSubmissionClient):
@@ -170,7 +171,7 @@ def _watch(
         num_shown = len(log)
         if job.status.is_terminal():
             return _find_exit_code(job, log, show)
-        time.sleep(max(_POLL_SECONDS, len(log) * _SECONDS_PER_BYTE))
+        time.sleep(min(max(_POLL_SECONDS, len(log) * _SECONDS_PER_BYTE), _MAX_POLL_SECONDS))
 
 
 def _find_exit_code(job: JobDetails, log: str, show: Callable[[str], None]) -> int:

@@ -60,12 +60,18 @@ def project(tmp_path: Path, model_folder: Path) -> Path:
 
 
 @pytest.fixture
-def agentrl(project: Path) -> Callable[..., subprocess.Popen[str]]:
+def agentrl(start_module: Callable[..., subprocess.Popen[str]]) -> Callable[..., Any]:
     """Starts ``agentrl ARGS`` in the user's folder, as a process of its own."""
+    return partial(start_module, "agentrl_cli")
 
-    def start(*arguments: str) -> subprocess.Popen[str]:
+
+@pytest.fixture
+def start_module(project: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts ``python -m MODULE ARGS`` there."""
+
+    def start(*words: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "agentrl_cli", *arguments],
+            [sys.executable, "-m", *words],
             cwd=project,
             env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
             stdout=subprocess.PIPE,

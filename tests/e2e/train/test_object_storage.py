@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl_cli.store.remote.object_store import ObjectStore
 from agentrl_cli.store.run_folder import RunFolder
+from tests.e2e.train.run_progress import count_stored_steps, download, find_rank, read_losses
 
 NUM_STEPS = 8
 ARGUMENTS = (
@@ -37,7 +37,6 @@ remote_files.PATIENCE_SECONDS = float(sys.argv.pop(1))
 from agentrl_cli.__main__ import main
 sys.exit(main())
 """
-METRICS = ("loss", "grad_norm", "reward_mean", "completion_tokens_mean")
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -71,22 +70,6 @@ def start(project: Path, s3_bucket: str) -> Iterator[Callable[..., subprocess.Po
             process.stdout.close()
 
 
-def count_steps(url: str) -> int:
-    found = ObjectStore(url).read("metrics.jsonl")
-    return 0 if found is None else len(found.content.splitlines())
-
-
-def download(url: str, folder: Path) -> Path:
-    files = ObjectStore(url)
-    for name in files.list_names():
-        files.get(name, folder / name)
-    return folder
-
-
-def read_losses(location: Path | str) -> list[list[float]]:
-    return [[line[name] for name in METRICS] for line in RunFolder.open(location).read_metrics()]
-
-
 def test_killed_and_cut_off_it_is_the_run_that_nobody_disturbed(
     project: Path,
     s3_bucket: str,
@@ -99,14 +82,14 @@ def test_killed_and_cut_off_it_is_the_run_that_nobody_disturbed(
     arguments = (*ARGUMENTS, *IN_ORDER, f"output_dir={s3_bucket}/runs")
     url = f"{s3_bucket}/runs/small/t0"
     killed = start(*arguments)
-    wait_until(killed, lambda: count_steps(url) >= 1)
+    wait_until(killed, lambda: count_stored_steps(url) >= 1)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    assert 1 <= count_steps(url) < NUM_STEPS
+    assert 1 <= count_stored_steps(url) < NUM_STEPS
 
     cut_off = start(*arguments, patience=3.0)
-    seen = count_steps(url)
-    wait_until(cut_off, lambda: count_steps(url) > seen)
+    seen = count_stored_steps(url)
+    wait_until(cut_off, lambda: count_stored_steps(url) > seen)
     s3_server.stop()
     try:
         output = finish(cut_off, 1)
@@ -152,11 +135,9 @@ def test_trainer_processes_write_there_for_their_command(
 ) -> None:
     url = f"{s3_bucket}/runs/small/t0"
     command = start(*ARGUMENTS, f"output_dir={s3_bucket}/runs", "train.num_processes=2")
-    wait_until(command, lambda: count_steps(url) >= 1)
-    for process in psutil.Process(command.pid).children(recursive=True):
-        if process.cmdline()[2:3] == ["agentrl_cli.launch.processes.trainer_program"]:
-            process.kill()
-            break
+    wait_until(command, lambda: count_stored_steps(url) >= 1)
+    below = psutil.Process(command.pid).children
+    wait_until(command, lambda: find_rank(below(recursive=True), 0)).kill()
     assert "it is started again (restart 1" in finish(command)
     copy = download(url, project / "runs" / "small" / "downloaded")
     read_every_task_once(copy, NUM_STEPS)

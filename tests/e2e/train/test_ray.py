@@ -16,18 +16,21 @@ from typing import Any
 import psutil
 import pytest
 
-from agentrl_cli.store.remote.object_store import ObjectStore
-from agentrl_cli.store.run_folder import RunFolder
 from tests.e2e.ray_nodes import RayNodes
+from tests.e2e.train.run_progress import (
+    count_steps,
+    count_stored_steps,
+    download,
+    find_rank,
+    read_losses,
+)
 
 NUM_STEPS = 6
 ARGUMENTS = (
     *("train", "--config", "experiment.yaml", f"train.total_steps={NUM_STEPS}"),
     *("train.save_every_steps=2", "rollout.max_staleness=0", "train.num_processes=2"),
 )
-METRICS = ("loss", "grad_norm", "reward_mean", "completion_tokens_mean")
 ON_RAY = ("launcher.kind=ray", "launcher.resources={trainer: {trains: 1.5}}")
-PROGRAM = "agentrl_cli.launch.processes.trainer_program"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -49,32 +52,6 @@ def start_nodes(model_folder: Path) -> Iterator[Callable[..., RayNodes]]:
         yield start
 
 
-def count_steps(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.is_file() else 0
-
-
-def count_stored_steps(url: str) -> int:
-    found = ObjectStore(url).read("metrics.jsonl")
-    return 0 if found is None else len(found.content.splitlines())
-
-
-def read_losses(location: Path | str) -> list[list[float]]:
-    return [[line[name] for name in METRICS] for line in RunFolder.open(location).read_metrics()]
-
-
-def find_rank(index: int) -> psutil.Process | None:
-    """The process of a rank, not the process reaper before it."""
-    for process in psutil.process_iter():
-        try:
-            is_rank = process.cmdline()[2:3] == [PROGRAM]
-            if is_rank and process.environ()["RANK"] == str(index):
-                return process
-        except psutil.Error:
-            continue
-    return None
-
-
 def test_a_lost_node_changes_nothing_of_what_is_learned(
     start_nodes: Callable[..., RayNodes],
     project: Path,
@@ -89,7 +66,7 @@ def test_a_lost_node_changes_nothing_of_what_is_learned(
         *ARGUMENTS, *ON_RAY, f"launcher.address={cluster.address}", "trial_name=spread"
     )
     wait_until(command, lambda: count_steps(run_dir) >= 3)
-    struck = wait_until(command, lambda: find_rank(0))
+    struck = wait_until(command, lambda: find_rank(psutil.process_iter(), 0))
     cluster.lose_node_of(struck)
     cluster.add(num_cpus=2, resources={"trains": 2})
     output = finish(command)
@@ -128,11 +105,7 @@ def test_the_head_and_the_command_are_lost_and_the_same_command_resumes_on_anoth
     cluster = start_nodes()
     output = finish(agentrl(*arguments, f"launcher.address={cluster.address}"))
     assert "resuming after step" in output
-    copy = project / "runs" / "small" / "downloaded"
-    files = ObjectStore(url)
-    for name in files.list_names():
-        files.get(name, copy / name)
-    read_every_task_once(copy, num_steps)
+    read_every_task_once(download(url, project / "runs" / "small" / "downloaded"), num_steps)
     finish(agentrl(*ARGUMENTS, *steps, "trial_name=here"))
     assert read_losses(url) == read_losses(project / "runs" / "small" / "here")
 

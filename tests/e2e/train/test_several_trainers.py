@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from agentrl_cli.store.run_folder import RunFolder
+from tests.e2e.train.run_progress import count_steps, find_rank
 
 NUM_STEPS = 6
 ARGUMENTS = (
@@ -23,24 +24,6 @@ ARGUMENTS = (
     "train.save_every_steps=2",
     "rollout.max_staleness=0",
 )
-PROGRAM = "agentrl_cli.launch.processes.trainer_program"
-
-
-def count_steps(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    return len(path.read_text().splitlines()) if path.is_file() else 0
-
-
-def find_rank(command: subprocess.Popen[str], index: int) -> psutil.Process | None:
-    """The process of a rank, not the process reaper before it."""
-    for process in psutil.Process(command.pid).children(recursive=True):
-        try:
-            is_rank = process.cmdline()[2:3] == [PROGRAM]
-            if is_rank and process.environ()["RANK"] == str(index):
-                return process
-        except psutil.NoSuchProcess:
-            continue
-    return None
 
 
 @pytest.mark.slow
@@ -54,9 +37,10 @@ def test_each_rank_is_killed_and_the_run_is_that_of_one_process(
 ) -> None:
     run_dir = project / "runs" / "small" / "two"
     command = agentrl(*ARGUMENTS, "trial_name=two", "train.num_processes=2")
+    below = psutil.Process(command.pid).children
     for index, num_steps in ((1, 1), (0, 3)):
         wait_until(command, lambda n=num_steps: count_steps(run_dir) >= n)
-        struck = wait_until(command, lambda i=index: find_rank(command, i))
+        struck = wait_until(command, lambda i=index: find_rank(below(recursive=True), i))
         os.kill(struck.pid, signal.SIGKILL)
         wait_until(command, lambda p=struck: not p.is_running())
     output = finish(command)

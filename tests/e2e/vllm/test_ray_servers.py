@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from agentrl_cli.models.builtin_models import resolve_cache_folder
 from agentrl_cli.store.run_folder import RunFolder
 from tests.e2e.ray_nodes import RayNodes
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
 def cluster(tmp_path: Path) -> Iterator[RayNodes]:
     pytest.importorskip("ray", reason="needs Ray (extra ray)")
     # Its built-in model would be made anew on each node.
-    cache = Path(os.environ.get("AGENTRL_CACHE") or Path.home() / ".cache" / "agentrl")
+    cache = resolve_cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     (tmp_path / "nodes").mkdir()
     nodes = RayNodes({"num_cpus": 4}, tmp_path / "nodes", [cache])
