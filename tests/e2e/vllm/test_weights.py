@@ -297,7 +297,11 @@ class Meddling:
                     self.meddle(folder)
                 await server.load_weights(folder)
 
-            served = SimpleNamespace(load_weights=load_weights, load_adapter=server.load_adapter)
+            served = SimpleNamespace(
+                endpoint=server.endpoint,
+                load_weights=load_weights,
+                load_adapter=server.load_adapter,
+            )
             await update.apply(served)  # type: ignore[arg-type]
 
         return WeightUpdate(version, apply)
