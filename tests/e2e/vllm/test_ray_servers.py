@@ -1,4 +1,5 @@
-"""Real vLLM servers, ranks and rollout workers on the nodes of a Ray cluster; one node is lost."""
+"""Real vLLM servers, ranks and rollout workers on the nodes of a Ray cluster; a server is killed,
+and a node lost."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def find(word: str) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[2:3] == [word]]
 
 
-def test_a_server_of_a_lost_node_serves_on_another(cluster: RayNodes, tmp_path: Path) -> None:
+def test_a_killed_server_and_one_of_a_lost_node_serve_again(cluster: RayNodes, tmp_path: Path) -> None:
     run_dir, output = tmp_path / "runs" / "quickstart-vllm" / "t0", tmp_path / "output.txt"
     where = f"output_dir={tmp_path / 'runs'}"
     command = start(tmp_path, cluster, where, "train.total_steps=400")
@@ -79,12 +80,18 @@ def test_a_server_of_a_lost_node_serves_on_another(cluster: RayNodes, tmp_path: 
     def read_metrics() -> list[dict[str, float]]:
         return RunFolder.open(run_dir).read_metrics() if run_dir.is_dir() else []
 
+    def count_recoveries() -> float:
+        return sum(line["server_recoveries"] for line in read_metrics())
+
     try:
         wait_for(lambda: len(read_metrics()) >= 3)
+        find(SERVER)[0].kill()
+        wait_for(lambda: output.read_text().count("is ready after") == 3)
+        wait_for(lambda: count_recoveries() >= 1)
         # With its server, and its rollout worker.
         cluster.lose_node_of(find(SERVER)[0])
-        wait_for(lambda: output.read_text().count("is ready after") == 3)
-        wait_for(lambda: sum(line["server_recoveries"] for line in read_metrics()))
+        wait_for(lambda: output.read_text().count("is ready after") == 4)
+        wait_for(lambda: count_recoveries() >= 2)
         command.send_signal(signal.SIGINT)
         assert command.wait(300) == 130
         text = output.read_text()
