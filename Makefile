@@ -17,7 +17,7 @@ VLLM_EXTRA := $(if $(wildcard /dev/nvidia0),vllm,cpu)
 NO_MEDIA := $(if $(filter cpu,$(VLLM_EXTRA)),printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-vllm vllm test test-all test-vllm test-ray lint bench bench-vllm gpu-kit clean
+.PHONY: help quickstart quickstart-vllm vllm test test-all test-vllm test-ray lint docs bench bench-vllm gpu-kit clean
 
 help:  ## This list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -50,6 +50,9 @@ lint: $(VENV)/.installed-test  ## Style and types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed-test  ## The documentation as a site, in site/.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 bench: $(VENV)/.installed-test  ## Every benchmark, one after the other.
 	$(BIN)/python -m benchmarks.gateway

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from agentrl_cli.config.key_names import AREAL, VERL
+from agentrl_cli.config.key_names import AREAL, TRL, VERL
 
 PAGE = Path(__file__).with_name("coming-from.md")
 
-_HEAD = """# Coming from AReaL or verl
+_HEAD = """# Coming from AReaL, verl or TRL
 
 Made by `python docs/make_coming_from.py` from `agentrl_cli/config/key_names.py`.
 
@@ -56,6 +56,12 @@ train:
 
 """
 
+_TRL = """A script that builds a `GRPOTrainer` becomes a YAML file. The model is no longer generated from in the
+training process, `tools` and `environment_factory` are what the agent has anyway, and a reward function
+scores one trajectory: `completions` is its final answer, not a list.
+
+"""
+
 
 def format_page() -> str:
     """The whole page."""
@@ -66,7 +72,8 @@ def format_page() -> str:
     )
     return (
         f"{_HEAD}## AReaL\n\n{same}{_format_table(AREAL, 'AReaL')}\n"
-        f"## verl\n\n{_format_table(VERL, 'verl')}"
+        f"## verl\n\n{_format_table(VERL, 'verl')}\n"
+        f"## TRL\n\n{_TRL}{_format_table(TRL, 'TRL')}"
     )
 
 

@@ -29,7 +29,7 @@ A file is YAML; `KEY=VALUE` arguments after the options override any key (`gconf
 `loggers[0].kind=wandb` as `loggers.0.kind=wandb`, also where the list is empty), and their values
 are YAML too. Unknown keys and values of the wrong type are refused with the file and line.
 `agentrl train --config C --dry-run` prints the resolved configuration and tries all that it
-names; keys of AReaL and verl are in [coming-from.md](coming-from.md).
+names; keys of AReaL, verl and TRL are in [coming-from.md](coming-from.md).
 
 Keys marked ↻ may differ when a run is resumed ([checkpoints](checkpoints.md)); a marked section
 stands for all its keys.

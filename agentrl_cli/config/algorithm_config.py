@@ -218,7 +218,7 @@ class AlgorithmConfig(StrictConfig):
     kind: Literal[
         "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "maxrl", "gspo", "cispo", "sapo", "ppo"
     ] = "grpo"
-    """The recipe; it gives every key below that is left out (docs/how-it-works.md)."""
+    """The recipe; it gives every key below that is left out (docs/algorithms.md)."""
     advantage: Annotated[AdvantageConfig, Field(discriminator="kind")] = GrpoAdvantageConfig()
     """How much better than expected an interaction was."""
     loss: Annotated[LossConfig, Field(discriminator="kind")] = DecoupledPpoLossConfig()

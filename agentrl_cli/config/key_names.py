@@ -1,4 +1,4 @@
-"""What the keys of AReaL and verl are called here, for who brings a configuration along.
+"""What the keys of AReaL, verl and TRL are called here, for who brings a configuration along.
 
 docs/coming-from.md is made from it.
 """
@@ -217,10 +217,86 @@ VERL = {
     "trainer.resume_mode": "nothing to set: the same command resumes a run",
 }
 
+#: The GRPOTrainer of TRL 1.16 and its GRPOConfig, likewise.
+TRL = {
+    "model": "model.path",
+    "model_init_kwargs": "model.dtype",
+    "chat_template_kwargs": "model.chat_template",
+    "reward_funcs": "reward_fn_path (one function, which may return named parts)",
+    "reward_weights": "nothing to set: weigh the parts in the reward function",
+    "tools": "agent_builder_path (an agent has its tools)",
+    "rollout_func": "agent_builder_path, workflow_path",
+    "environment_factory": "agent_builder_path (an agent has its environment)",
+    "max_tool_calling_iterations": "rollout.max_turns",
+    "eval_dataset": "valid_dataset",
+    "peft_config": "model.lora",
+    "num_generations": "gconfig.n_samples",
+    "num_generations_eval": "eval_gconfig.n_samples",
+    "max_completion_length": "gconfig.max_tokens (a call), rollout.max_tokens_per_trajectory",
+    "temperature": "gconfig.temperature",
+    "top_p": "gconfig.top_p",
+    "shuffle_dataset": "train_dataset.shuffle",
+    "generation_batch_size": (
+        "train_dataset.batch_size (in tasks: generation_batch_size / num_generations)"
+    ),
+    "steps_per_generation": "train.num_minibatches",
+    "num_iterations": "train.num_epochs",
+    "max_steps": (
+        "train.total_steps (max_steps counts updates: steps_per_generation x num_iterations a step)"
+    ),
+    "num_train_epochs": "train.total_steps (steps: epochs x rows / train_dataset.batch_size)",
+    "per_device_train_batch_size": "train.micro_batch_tokens (in tokens)",
+    "gradient_accumulation_steps": "nothing to set: micro-batches are cut by tokens",
+    "gradient_checkpointing": "train.gradient_checkpointing",
+    "learning_rate": "train.learning_rate",
+    "lr_scheduler_type": "train.learning_rate_schedule",
+    "warmup_steps": "train.warmup_steps",
+    "weight_decay": "train.weight_decay",
+    "adam_beta1": "train.adam_beta1",
+    "adam_beta2": "train.adam_beta2",
+    "adam_epsilon": "train.adam_epsilon",
+    "max_grad_norm": "train.max_grad_norm",
+    "beta": "train.algorithm.kl.coef (train.algorithm.kl.place: loss; 0 in both by default)",
+    "epsilon": "train.algorithm.loss.clip_low, train.algorithm.loss.clip_high",
+    "epsilon_high": "train.algorithm.loss.clip_high",
+    "delta": "train.algorithm.loss.dual_clip (for negative advantages)",
+    "loss_type": (
+        "train.algorithm.aggregation (dapo: token_mean; grpo: sequence_mean; dr_grpo: constant), "
+        "train.algorithm.kind (cispo, sapo)"
+    ),
+    "scale_rewards": "train.algorithm.advantage.kind (group: grpo; none: dr_grpo)",
+    "importance_sampling_level": "train.algorithm.kind (sequence: gspo)",
+    "sapo_temperature_pos": "train.algorithm.loss.positive_temperature",
+    "sapo_temperature_neg": "train.algorithm.loss.negative_temperature",
+    "entropy_coef": "train.algorithm.entropy_coef",
+    "vllm_importance_sampling_correction": "train.algorithm.rollout_correction",
+    "vllm_importance_sampling_mode": (
+        "train.algorithm.rollout_correction.mode, train.algorithm.rollout_correction.level"
+    ),
+    "vllm_importance_sampling_clip_max": "train.algorithm.rollout_correction.cap",
+    "vllm_importance_sampling_clip_min": "train.algorithm.rollout_correction.floor",
+    "use_vllm": "engine.kind (vllm)",
+    "vllm_mode": "nothing to set: servers are started, on GPUs of their own or beside the trainer",
+    "vllm_server_base_url": "nothing to set: servers are started by the command",
+    "vllm_tensor_parallel_size": "engine.tensor_parallel_size",
+    "vllm_gpu_memory_utilization": "engine.gpu_memory_utilization",
+    "vllm_max_model_length": "engine.max_model_len",
+    "log_completions": "nothing to set: every trajectory is stored",
+    "report_to": "loggers",
+    "save_steps": "train.save_every_steps",
+    "save_total_limit": "train.keep_last_checkpoints",
+    "eval_steps": "train.eval_every_steps",
+    "output_dir": "output_dir",
+    "run_name": "trial_name",
+    "resume_from_checkpoint": "nothing to set: the same command resumes a run",
+}
+
+_ALL = (*AREAL.items(), *VERL.items(), *TRL.items())
+
 
 def describe_foreign_key(key: str, value: Any) -> str | None:
     """What stands here for an unknown key, and for those in it where it is a section; None: it is
-    neither AReaL's nor verl's."""
+    none of these trainers'."""
     found = [
         f"{path} -> {' or '.join(meanings)}"
         for path in _list_paths(key, value)
@@ -228,7 +304,7 @@ def describe_foreign_key(key: str, value: Any) -> str | None:
     ]
     if not found:
         return None
-    return f"known from AReaL or verl (docs/coming-from.md): {'; '.join(found)}"
+    return f"known from AReaL, verl or TRL (docs/coming-from.md): {'; '.join(found)}"
 
 
 def _list_paths(key: str, value: Any) -> Iterator[str]:
@@ -244,7 +320,7 @@ def _find_meanings(path: str) -> list[str]:
     names = path.split(".")
     for length in range(len(names), 0, -1):
         ending = "." + ".".join(names[-length:])
-        meanings = {m: None for k, m in (*AREAL.items(), *VERL.items()) if f".{k}".endswith(ending)}
+        meanings = {m: None for k, m in _ALL if f".{k}".endswith(ending)}
         if meanings:
             # A name such as ``path`` is that of many things.
             return list(meanings) if len(meanings) <= 2 else []

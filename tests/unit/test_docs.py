@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import shutil
 import tomllib
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 from agentrl_cli.agents import plain_python
+from agentrl_cli.cli.app import app
 from agentrl_cli.config.config_file import load_config, load_config_as
-from agentrl_cli.config.key_names import AREAL, VERL
+from agentrl_cli.config.key_names import AREAL, TRL, VERL
 from agentrl_cli.config.sft_config import SftConfig
 from agentrl_cli.rollout import rewards, workflow_building
 from agentrl_cli.tracking.formats.format_table import (
@@ -79,7 +82,7 @@ def test_the_arithmetic_of_scaling_is_what_the_recorded_costs_give() -> None:
         assert f"\n{made}\n" in text, f"{page} differs: run python -m benchmarks.cluster_simulation"
 
 
-@pytest.mark.parametrize("names", [AREAL, VERL])
+@pytest.mark.parametrize("names", [AREAL, VERL, TRL])
 def test_other_trainers_keys_lead_to_keys_that_exist(names: dict[str, str]) -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     keys = [
@@ -198,3 +201,36 @@ def test_links_of_the_pages_lead_somewhere() -> None:
         if not link.startswith("http") and not (page.parent / link).exists()
     ]
     assert links == []
+
+
+def list_commands() -> list[tuple[str, str]]:
+    """Every command line of agentrl in the code of the pages, with its page."""
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+    found = []
+    for page in pages:
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        spans = re.findall(r"^(?: {4,}|\$ )(agentrl .*)$|`(agentrl [^`\n]*)`", text, re.MULTILINE)
+        found += [(page.name, block or span) for block, span in spans]
+    return found
+
+
+def test_commands_of_the_pages_are_ones_that_the_command_line_takes() -> None:
+    commands = list_commands()
+    assert len(commands) > 50
+    group = get_command(app)
+    wrong = []
+    for page, text in commands:
+        line = re.sub(r"\$\(.*?\)|\.\.\.", "", re.split(r" [#|>] ", text)[0])
+        name, *words = shlex.split(line)[1:]
+        if name.startswith("-"):
+            continue
+        if name not in group.commands:
+            wrong.append((page, text, "no such command"))
+            continue
+        try:
+            group.commands[name].make_context(name, words)
+        except Exception as error:
+            # A sentence may name a command without all that it needs.
+            if not str(error).startswith("Missing parameter"):
+                wrong.append((page, text, str(error)))
+    assert wrong == []
