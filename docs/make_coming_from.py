@@ -56,9 +56,9 @@ train:
 
 """
 
-_TRL = """A script that builds a `GRPOTrainer` becomes a YAML file. The model is no longer generated from in the
-training process, `tools` and `environment_factory` are what the agent has anyway, and a reward function
-scores one trajectory: `completions` is its final answer, not a list.
+_TRL = """A script that builds a `GRPOTrainer` becomes a YAML file. The training process no longer
+generates from the model itself, `tools` and `environment_factory` are what the agent has anyway, and a reward
+function scores one trajectory: `completions` is its final answer, not a list.
 
 """
 

@@ -65,7 +65,9 @@ def find(word: str) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[2:3] == [word]]
 
 
-def test_a_killed_server_and_one_of_a_lost_node_serve_again(cluster: RayNodes, tmp_path: Path) -> None:
+def test_a_killed_server_and_one_of_a_lost_node_serve_again(
+    cluster: RayNodes, tmp_path: Path
+) -> None:
     run_dir, output = tmp_path / "runs" / "quickstart-vllm" / "t0", tmp_path / "output.txt"
     where = f"output_dir={tmp_path / 'runs'}"
     command = start(tmp_path, cluster, where, "train.total_steps=400")
