@@ -57,8 +57,8 @@ train:
 """
 
 _TRL = """A script that builds a `GRPOTrainer` becomes a YAML file. The training process no longer
-generates from the model itself, `tools` and `environment_factory` are what the agent has anyway, and a reward
-function scores one trajectory: `completions` is its final answer, not a list.
+generates from the model itself, `tools` and `environment_factory` are what the agent has anyway,
+and a reward function scores one trajectory: `completions` is its final answer, not a list.
 
 """
 
