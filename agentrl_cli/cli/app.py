@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from agentrl_cli.cli.command_exit import outlive_readers, run_reporting_failures
+from agentrl_cli.cli.env_command import env_command
 from agentrl_cli.cli.eval_command import evaluate_command
 from agentrl_cli.cli.export_command import export_command
 from agentrl_cli.cli.export_trajectories_command import export_trajectories_command
@@ -50,6 +51,7 @@ app.command("export-trajectories", short_help="Write trajectories to train on.")
 )
 app.command("serve", short_help="Serve the model, to try an agent by hand.")(serve_command)
 app.add_typer(launch_app, name="launch", short_help="Write a script for a cluster's scheduler.")
+app.command("env", short_help="Print what a bug report needs.")(env_command)
 app.command("sft", short_help="Train a model on conversations.")(sft_command)
 
 
