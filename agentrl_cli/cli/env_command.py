@@ -29,8 +29,9 @@ _PACKAGES = (
 _VARIABLES = (
     "AGENTRL_", "ANTHROPIC_", "CUDA_", "GLOO_", "HF_", "HIP_", "LD_LIBRARY_PATH", "MASTER_", "MKL_",
     "NCCL_", "NO_COLOR", "NVIDIA_", "OMP_", "OPENAI_", "PYTHON", "PYTORCH_", "RANK", "RAY_",
-    "ROCR_", "SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "TERM", "TMPDIR", "TOKENIZERS_", "TORCH",
-    "TRANSFORMERS_", "TRITON_", "VIRTUAL_ENV", "VLLM_", "WANDB_", "WORLD_SIZE", "XDG_CACHE_HOME",
+    "ROCR_", "SLURM_JOB_ID", "SLURM_NNODES", "SLURM_NTASKS", "TERM", "TMPDIR", "TOKENIZERS_",
+    "TORCH", "TRANSFORMERS_", "TRITON_", "VIRTUAL_ENV", "VLLM_", "WANDB_", "WORLD_SIZE",
+    "XDG_CACHE_HOME",
     "AWS_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY",
 )  # fmt: skip
 #: A disk of a server that is away, or a driver that hangs, must not hold up the rest.
