@@ -322,7 +322,11 @@ def run_config(tmp_path: Path) -> Callable[..., ExperimentConfig]:
 def check_trace(path: Path) -> list[dict[str, Any]]:
     """The events of a trace, which keeps the rules of Chrome's "Trace Event Format" as Perfetto
     reads it: an array of events, named lanes, and in each lane slices that nest."""
-    events: list[dict[str, Any]] = json.loads(path.read_bytes())
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    events: list[dict[str, Any]] = json.loads(path.read_bytes(), parse_constant=refuse)
     named = {(e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     slices: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for event in events:

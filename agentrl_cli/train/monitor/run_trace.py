@@ -7,6 +7,7 @@ after every step: a run that is killed leaves one that can be opened.
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -62,7 +63,7 @@ class RunTrace:
 
     def add_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Trajectories that a step is made of, with their model calls, tools and rewards."""
-        for trajectory in trajectories:
+        for trajectory in trajectories if self._is_open else ():
             start = trajectory.started_at or min(
                 (i.started_at for i in trajectory.interactions if i.started_at), default=0.0
             )
@@ -71,11 +72,12 @@ class RunTrace:
 
     def _add_trajectory(self, step: int, trajectory: Trajectory, start: int, end: int) -> None:
         lane = self._take_lane(start, end)
-        failure = trajectory.failure
+        failure, reward = trajectory.failure, trajectory.reward
         about = {
             "step": step,
             "task": trajectory.task_id,
-            "reward": trajectory.reward,
+            # JSON has no NaN.
+            "reward": reward if reward is not None and math.isfinite(reward) else None,
             "turns": trajectory.num_turns,
             "completion tokens": trajectory.num_completion_tokens,
             "failure": None if failure is None else f"{failure.boundary}: {failure.kind}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -98,7 +99,10 @@ def test_what_models_and_tools_say_cannot_break_it(show, path: Path):
     broken = Interaction(
         id="d", reply={"tool_calls": [None, {"function": 3}]}, started_at=NOW + 1.5
     )
-    shown = show(attempt("a/0", 0.0, 3.0, hostile, broken, failure=failure))
+    shown = show(
+        attempt("a/0", 0.0, 3.0, hostile, broken, failure=failure),
+        attempt("b/0", 0.0, 3.0, reward=math.nan),
+    )
     [tools] = {name for _, name, *_ in shown if name.startswith("tools: ")}
     assert len(tools) < 80
     assert "\x1b" not in path.read_text(encoding="ascii")
