@@ -286,8 +286,12 @@ class Trajectory:
     stop_reason: StopReason | None = None
     """The budget that it ran into; None: the agent ended by itself, or failed otherwise."""
     failure: Failure | None = None
+    started_at: float = 0.0
+    """Unix time, seconds; 0: not known."""
     seconds: float = 0.0
+    """Duration, from the start of the agent until the reward is known."""
     reward_seconds: float = 0.0
+    """Duration of the reward's part."""
 
     @property
     def is_policy_failure(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import subprocess
@@ -316,6 +317,44 @@ def run_config(tmp_path: Path) -> Callable[..., ExperimentConfig]:
         return ExperimentConfig.model_validate(data | sections)
 
     return build
+
+
+def check_trace(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace, which keeps the rules of Chrome's "Trace Event Format" as Perfetto
+    reads it: an array of events, named lanes, and in each lane slices that nest."""
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    events: list[dict[str, Any]] = json.loads(path.read_bytes(), parse_constant=refuse)
+    named = {(e["pid"], e["tid"]) for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    slices: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in events:
+        assert isinstance(event["name"], str)
+        assert event["ph"] in ("X", "M", "i")
+        assert all(isinstance(event[key], int) for key in ("pid", "tid", "ts"))
+        if event["ph"] == "i":
+            assert event["s"] == "g"
+        if event["ph"] == "X":
+            assert isinstance(event["dur"], int)
+            assert event["dur"] >= 0
+            lane = slices.setdefault((event["pid"], event["tid"]), [])
+            lane.append((event["ts"], event["ts"] + event["dur"]))
+    assert slices.keys() <= named
+    for lane in slices.values():
+        open_ends: list[int] = []
+        for start, end in sorted(lane, key=lambda span: (span[0], -span[1])):
+            while open_ends and open_ends[-1] <= start:
+                open_ends.pop()
+            assert not open_ends or end <= open_ends[-1], "two slices of a lane overlap"
+            open_ends.append(end)
+    return events
+
+
+@pytest.fixture(scope="session")
+def read_trace() -> Callable[[Path], list[dict[str, Any]]]:
+    """Reads a trace and checks it."""
+    return check_trace
 
 
 class S3Server:

@@ -9,11 +9,13 @@ import typer
 from typer.core import TyperGroup
 
 from agentrl_cli.cli.command_exit import outlive_readers, run_reporting_failures
+from agentrl_cli.cli.env_command import env_command
 from agentrl_cli.cli.eval_command import evaluate_command
 from agentrl_cli.cli.export_command import export_command
 from agentrl_cli.cli.export_trajectories_command import export_trajectories_command
 from agentrl_cli.cli.inspect_command import inspect_command
 from agentrl_cli.cli.launch_command import launch_app
+from agentrl_cli.cli.new_project.init_command import init_command
 from agentrl_cli.cli.serve_command import serve_command
 from agentrl_cli.cli.sft_command import sft_command
 from agentrl_cli.cli.train_command import train_command
@@ -39,6 +41,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("init", short_help="Write a project to begin with.")(init_command)
 app.command("train", short_help="Train an agent.")(train_command)
 app.command("eval", short_help="Measure an agent.")(evaluate_command)
 app.command("inspect-trajectories", short_help="Look at what agents did.")(inspect_command)
@@ -48,6 +51,7 @@ app.command("export-trajectories", short_help="Write trajectories to train on.")
 )
 app.command("serve", short_help="Serve the model, to try an agent by hand.")(serve_command)
 app.add_typer(launch_app, name="launch", short_help="Write a script for a cluster's scheduler.")
+app.command("env", short_help="Print what a bug report needs.")(env_command)
 app.command("sft", short_help="Train a model on conversations.")(sft_command)
 
 

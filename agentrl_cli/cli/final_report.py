@@ -97,6 +97,7 @@ def print_summary(
     _print_rewards(folder, console)
     _print_alarms(folder, console)
     _print_evals(folder, console)
+    _print_time(folder, console)
     console.print()
     for line in _list_next_commands(folder, config_path, overrides):
         console.print(line, markup=False, soft_wrap=True)
@@ -159,6 +160,16 @@ def _print_evals(folder: RunFolder, console: Console) -> None:
     ):
         console.print()
         console.print(build_tree(trajectory, title))
+
+
+def _print_time(folder: RunFolder, console: Console) -> None:
+    from agentrl_cli.train.monitor.step_clock import describe_time
+
+    lines = describe_time(folder.read_metrics())
+    if lines:
+        console.print()
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def format_comparison(comparison: Comparison) -> str:

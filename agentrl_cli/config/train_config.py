@@ -166,6 +166,9 @@ class TrainConfig(StrictConfig):
     ] = "mean_reward"
     """Metric of the evaluations (``mean_reward``, ``pass_at_1``, ...) by which the best checkpoint
     is saved after its evaluation, and kept until another is better; null: none is."""
+    trace: ResumeSafe[bool] = False
+    """Write ``trace.json`` into the run folder: what trainer and trajectories do when, for Perfetto
+    (ui.perfetto.dev). It ends at 64 MB; a start replaces that of an earlier one."""
     alarms: ResumeSafe[AlarmsConfig] = AlarmsConfig()
     probe_tolerance: ResumeSafe[float | None] = Field(None, gt=0.0)
     """Maximum |engine - trainer| logprob after a weight publication, in nats: the mean over likely

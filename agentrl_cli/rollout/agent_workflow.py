@@ -172,7 +172,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
     async def _make_trajectory(
         self, engine: InferenceEngine, attempt: Attempt, worker: Any
     ) -> Trajectory:
-        row, started = attempt.task.row, time.perf_counter()
+        row, started, started_at = attempt.task.row, time.perf_counter(), time.time()
         client = self._open(engine, None if self._seed is None else f"{self._seed}/{attempt.id}")
         client.session.resume_from(self.find_finished_turns(attempt))
         score, answer, failure, boundary = Score(reward=None), None, None, None
@@ -202,6 +202,7 @@ class AgentRolloutWorkflow(RolloutWorkflow):
             final_answer=answer,
             stop_reason=StopReason.MAX_SECONDS if is_late else client.session.stop_reason,
             failure=failure,
+            started_at=started_at,
             seconds=time.perf_counter() - started,
             reward_seconds=score.seconds,
         )

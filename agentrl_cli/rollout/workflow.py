@@ -123,7 +123,7 @@ class RolloutWorkflow(ABC):
         Raises:
             UserInputError: a mistake that would repeat itself in every trajectory.
         """
-        started = time.perf_counter()
+        started, started_at = time.perf_counter(), time.time()
         earlier = self.find_finished_turns(attempt)
         with collect_sessions(self._sampling, self._budget, earlier) as sessions:
             failure = style = boundary = None
@@ -159,6 +159,7 @@ class RolloutWorkflow(ABC):
             export_style=style,
             final_answer=find_last_answer(interactions) if failure is None else None,
             failure=failure,
+            started_at=started_at,
             seconds=time.perf_counter() - started,
         )
 

@@ -14,6 +14,8 @@ from agentrl_cli.errors import RunFolderError
 CONFIG = "config.yaml"
 MANIFEST = "manifest.json"
 METRICS = "metrics.jsonl"
+#: Written with ``train.trace``.
+TRACE = "trace.json"
 TRAJECTORIES = "trajectories"
 #: Finished trajectories of steps that are not complete yet.
 PENDING = "pending"
@@ -37,11 +39,11 @@ OVERWRITING = ".overwriting"
 #: What belongs to agentrl in a run folder, and nothing else may be deleted from it.
 OWNED = (
     METRICS, TRAJECTORIES, PENDING, CHECKPOINTS, LOGS, DATA_CURSOR, MANIFEST, CONFIG,
-    TENSORBOARD, WANDB, WANDB_RUN_ID,
+    TENSORBOARD, WANDB, WANDB_RUN_ID, TRACE,
 )  # fmt: skip
 
-#: What grows beside the run, whoever writes it: logs and the folders of loggers.
-GROWING = (LOGS, TENSORBOARD, WANDB, WANDB_RUN_ID)
+#: What grows beside the run, whoever writes it: logs, the folders of loggers, the trace.
+GROWING = (LOGS, TENSORBOARD, WANDB, WANDB_RUN_ID, TRACE)
 
 #: Names with these endings are incomplete or being deleted: never read, removed at the next start.
 TEMPORARY = (".tmp", ".deleted")

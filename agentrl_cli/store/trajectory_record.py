@@ -55,8 +55,8 @@ COLUMNS: Mapping[str, Kind] = {
     "replaced_by": "text", "agent_name": "text", "reward": "float", "reward_parts_json": "json",
     "export_style": "text", "final_answer": "text", "stop_reason": "text",
     "failure_boundary": "text", "failure_cause": "text", "failure_kind": "text",
-    "failure_message": "text", "failure_traceback": "text", "seconds": "float",
-    "reward_seconds": "float", "task_json": "json", "messages_json": "texts",
+    "failure_message": "text", "failure_traceback": "text", "started_at": "float",
+    "seconds": "float", "reward_seconds": "float", "task_json": "json", "messages_json": "texts",
     "tools_json": "texts", "interactions": "calls",
 }  # fmt: skip
 
@@ -138,6 +138,8 @@ def parse_row(row: Mapping[str, Any]) -> Trajectory:
     Raises:
         KeyError, TypeError, ValueError: it is no such row.
     """
+    # Earlier versions did not record it.
+    row = {"started_at": 0.0, **row}
     values = {
         name.removesuffix(JSON_ENDING): json.loads(row[name]) if kind == "json" else row[name]
         for name, kind in COLUMNS.items()

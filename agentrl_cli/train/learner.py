@@ -121,9 +121,10 @@ class Learner:
             ``effective_sample_size``, ``overlong_penalty_mean`` and
             ``kl_penalty_mean`` where they are set, ``num_samples``, ``num_micro_batches``,
             ``num_updates``, ``num_skipped_updates``, ``train_tokens`` (tokens passed forward and
-            back), ``train_seconds``; with a critic also ``value_loss``, ``value_clipfrac``,
-            ``explained_variance`` (missing where returns are equal), ``value_mean``,
-            ``return_mean``, ``critic_grad_norm``, ``critic_learning_rate``.
+            back), ``train_seconds``, of which ``logprob_seconds`` until the first update (making
+            samples, and the logprobs and values that it needs); with a critic also ``value_loss``,
+            ``value_clipfrac``, ``explained_variance`` (missing where returns are equal),
+            ``value_mean``, ``return_mean``, ``critic_grad_norm``, ``critic_learning_rate``.
 
         Raises:
             NotFiniteError: a loss or gradient is not, and the update may not be left out; the
@@ -134,7 +135,7 @@ class Learner:
         self.step += 1
         batch = build_step_batch(trajectories, self._config, self._policy, self._critic)
         metrics = UpdateMetrics(batch.samples, policy_version)
-        StepUpdates(
+        updates = StepUpdates(
             policy=self._policy,
             critic=self._critic,
             config=self._config,
@@ -142,7 +143,10 @@ class Learner:
             step=self.step,
             policy_version=policy_version,
             metrics=metrics,
-        ).make(batch)
+        )
+        order = updates.prepare(batch)
+        logprob_seconds = time.perf_counter() - started
+        updates.make(batch, order)
         if self._policy.device.type == "cuda":
             # What is only cached here is missing to an engine on the same GPU.
             torch.cuda.empty_cache()
@@ -151,6 +155,7 @@ class Learner:
             **metrics.summarize(),
             **batch.metrics,
             "learning_rate": compute_learning_rate(self._train, self.step),
+            "logprob_seconds": logprob_seconds,
             "train_seconds": time.perf_counter() - started,
         }
 

@@ -19,12 +19,15 @@ from agentrl_cli.log import Observer
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.scheduler import RolloutScheduler
+from agentrl_cli.store import layout
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.trajectory_record import format_record, parse_record
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.monitor.alarms import Alarms
 from agentrl_cli.train.monitor.batch_metrics import describe_hardness, summarize_trajectories
 from agentrl_cli.train.monitor.loggers import MetricsLogger
+from agentrl_cli.train.monitor.run_trace import RunTrace
+from agentrl_cli.train.monitor.step_clock import StepClock
 from agentrl_cli.train.publish import publish_and_verify
 from agentrl_cli.train.ranks import Ranks
 from agentrl_cli.train.resume import CheckpointSaver
@@ -121,8 +124,9 @@ class RunCoordinator:
     observer: Observer
     loggers: Sequence[MetricsLogger]
     stop: StopFlag
-    _step_started: float = field(default=0.0, init=False)
-    _rollout_seconds: float = field(default=0.0, init=False)
+    _clock: StepClock = field(default_factory=StepClock, init=False)
+    _trace: RunTrace | None = field(default=None, init=False)
+    _train_started_at: float = field(default=0.0, init=False)
     _is_saved: bool = field(default=True, init=False)
     _alarms: Alarms = field(init=False)
 
@@ -131,6 +135,9 @@ class RunCoordinator:
         self.folder.truncate_metrics(first_step - 1)
         lines = self.folder.read_metrics()
         self._alarms = Alarms(self.config, self.folder.location, self.observer, lines)
+        if self.config.train.trace:
+            self._trace = RunTrace(self.folder.path / layout.TRACE)
+            self._clock = StepClock(self._trace.add_phase)
 
     def collect(self, step: int) -> list[Trajectory] | None:
         """The trajectories of a step, on disk: made now, or before an interruption; None when the
@@ -138,19 +145,23 @@ class RunCoordinator:
         # A stop that comes after it was decided not to save the last step waits for the next.
         if self.stop.is_set() and self._is_saved:
             return None
-        self._step_started = time.perf_counter()
+        self._clock.begin_step()
         if step < self.first_rolled_step:
             self.observer.on_message(f"step {step}: its stored trajectories are used again")
-            return self.folder.read_trajectories(step)
+            with self._clock.phase("store"):
+                return self.folder.read_trajectories(step)
         num_trajectories = self.config.train_dataset.batch_size * self.config.gconfig.n_samples
         self.observer.on_stage("rollout", num_trajectories)
         try:
-            batch = self.background.run(self.scheduler.next_batch(step), self.compute_deadline())
+            with self._clock.phase("rollout"):
+                batch = self.background.run(
+                    self.scheduler.next_batch(step), self.compute_deadline()
+                )
         except RolloutFailedError as error:
             self.folder.write_trajectories(step, error.trajectories)
             raise
-        self.folder.write_trajectories(step, batch, self.scheduler.planner.open_rounds)
-        self._rollout_seconds = time.perf_counter() - self._step_started
+        with self._clock.phase("store"):
+            self.folder.write_trajectories(step, batch, self.scheduler.planner.open_rounds)
         return batch
 
     def compute_deadline(self) -> float:
@@ -169,14 +180,19 @@ class RunCoordinator:
         """A block in which an engine on the trainer's GPU leaves it its memory."""
         self.observer.on_stage("train")
         deadline = self.config.engine.compute_release_deadline()
-        self.background.run(self.engine.release_memory(), deadline)
-        yield
-        self.background.run(self.engine.reclaim_memory(), deadline)
+        with self._clock.phase("engine_memory"):
+            self.background.run(self.engine.release_memory(), deadline)
+        self._train_started_at = time.time()
+        with self._clock.phase("train"):
+            yield
+        with self._clock.phase("engine_memory"):
+            self.background.run(self.engine.reclaim_memory(), deadline)
 
     def publish(self, version: int) -> dict[str, float]:
         """Gives the engine the learner's weights, verified, and lets rollouts use them."""
         self.observer.on_stage("publish")
-        return self.background.run(
+        started_at = time.time()
+        metrics = self.background.run(
             publish_and_verify(
                 self.engine,
                 self.learner,
@@ -187,6 +203,12 @@ class RunCoordinator:
             ),
             self.config.engine.compute_publish_deadline(),
         )
+        if self._trace is not None:
+            served_at = started_at + metrics["publish_seconds"]
+            self._trace.add_phase("publish", started_at, metrics["publish_seconds"])
+            self._trace.add_publication(version, served_at)
+            self._trace.add_phase("probe", served_at, metrics["probe_seconds"])
+        return metrics
 
     def finish_step(
         self, step: int, batch: Sequence[Trajectory], metrics: Mapping[str, float]
@@ -201,7 +223,7 @@ class RunCoordinator:
 
     def record(self, step: int, batch: Sequence[Trajectory], metrics: Mapping[str, float]) -> None:
         """Writes the step's line of metrics and shows it."""
-        seconds, engine = time.perf_counter() - self._step_started, self.engine
+        times, engine = self._clock.end_step(), self.engine
         num_tokens = sum(t.num_completion_tokens for t in batch)
         line = {
             "step": float(step),
@@ -211,22 +233,34 @@ class RunCoordinator:
             "num_tasks_set_aside": float(self.scheduler.planner.num_set_aside),
             "num_tasks_in_cooldown": float(self.scheduler.planner.count_cooling(step)),
             **metrics,
-            "rollout_seconds": self._rollout_seconds,
+            **times,
             **(engine.take_fault_metrics() if isinstance(engine, EngineRouter) else {}),
-            "reward_seconds": sum(t.reward_seconds for t in batch),
-            "tokens_per_second": num_tokens / seconds,
+            "tokens_per_second": num_tokens / times["step_seconds"],
             "train_tokens_per_second": metrics["train_tokens"] / metrics["train_seconds"],
-            "step_seconds": seconds,
             "memory_mb": psutil.Process().memory_info().rss / 1e6,
             "policy_version": float(step),
         }
         line |= self._alarms.check(line)
-        self.folder.append_metrics(line)
+        with self._clock.phase("store"):
+            self.folder.append_metrics(line)
         self._log(step, line)
+        self._trace_step(step, batch, metrics)
         self.observer.on_step(line)
         if step == 1 and (advice := describe_hardness(line)) is not None:
             self.observer.on_message(advice)
         self._alarms.report()
+
+    def _trace_step(
+        self, step: int, batch: Sequence[Trajectory], metrics: Mapping[str, float]
+    ) -> None:
+        if self._trace is None:
+            return
+        started_at, num_seconds = self._train_started_at, metrics["logprob_seconds"]
+        self._trace.add_part("logprobs", started_at, num_seconds)
+        num_left = metrics["train_seconds"] - num_seconds
+        self._trace.add_part("updates", started_at + num_seconds, num_left)
+        self._trace.add_trajectories(step, batch)
+        self._trace.flush()
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         for logger in self.loggers:
@@ -247,12 +281,19 @@ class RunCoordinator:
         every, last_step = self.config.train.eval_every_steps, self.config.train.total_steps
         due = step in (0, last_step) or (every is not None and step % every == 0)
         if due and self.config.valid_dataset is not None and step not in self.folder.eval_steps():
-            self._log(step, self.evaluate(step))
+            with self._clock.phase("evaluation"):
+                metrics = self.evaluate(step)
+            self._log(step, metrics)
+            if self._trace is not None:
+                self._trace.flush()
 
     def save(self, step: int) -> None:
         """Writes a checkpoint, and deletes those that are not kept."""
         self.observer.on_stage("save")
-        self.saver.save(step)
+        with self._clock.phase("save"):
+            self.saver.save(step)
+        if self._trace is not None:
+            self._trace.flush()
         self._is_saved = True
 
 

@@ -52,6 +52,10 @@ class PolicyInputs:
     reference: _Logprobs
 
 
+#: None: there is nothing to learn from.
+PreparedMinibatch: TypeAlias = tuple[Minibatch, PolicyInputs | None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepUpdates:
     """Makes the updates of one step."""
@@ -66,8 +70,15 @@ class StepUpdates:
     """Of the weights before the step's first update."""
     metrics: UpdateMetrics
 
-    def make(self, batch: StepBatch) -> None:
-        """Makes them from ``batch``.
+    def prepare(self, batch: StepBatch) -> list[PreparedMinibatch]:
+        """The minibatches of ``batch``, with what is computed before the first update."""
+        minibatches = build_minibatches(
+            batch.trajectories, batch.samples, self.config, str(self.step)
+        )
+        return [(minibatch, self._prepare(minibatch)) for minibatch in minibatches]
+
+    def make(self, batch: StepBatch, order: list[PreparedMinibatch]) -> None:
+        """Makes them from ``batch``, and ``order`` as :meth:`prepare` gives it.
 
         Before the only update of a step the new policy is the proximal one by definition,
         however stale the tokens: another forward pass would compute the same numbers. Before
@@ -79,11 +90,6 @@ class StepUpdates:
                 weights are those from before that update.
         """
         train = self.config.train
-        minibatches = build_minibatches(
-            batch.trajectories, batch.samples, self.config, str(self.step)
-        )
-        prepared = [self._prepare(minibatch) for minibatch in minibatches]
-        order = list(zip(minibatches, prepared, strict=True))
         for epoch in range(train.num_epochs):
             random.Random(f"{self.config.seed}/{self.step}/{epoch}").shuffle(order)
             for minibatch, policy_inputs in order:

@@ -36,6 +36,9 @@ TORCH_AT_MODULE_LEVEL = ("train/", "models/", "engine/embedded/")
 SERVERS = ("vllm", "sglang")
 RAY_ALONE_IN = "launch/ray/"
 
+#: What ``agentrl init`` writes is the user's code.
+TEMPLATES = PACKAGE / "cli" / "new_project" / "templates"
+
 FORBIDDEN_NAMES = ("utils", "util", "common", "helpers", "helper", "misc")
 LOOP = "train/loop.py"
 MAX_FILE_LINES = 600
@@ -105,6 +108,7 @@ def load(package: Path) -> list[Module]:
     return [
         Module(path.relative_to(package).as_posix(), path.read_text(encoding="utf-8"))
         for path in sorted(package.rglob("*.py"))
+        if TEMPLATES not in path.parents
     ]
 
 

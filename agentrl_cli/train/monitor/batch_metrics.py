@@ -26,8 +26,10 @@ def summarize_trajectories(trajectories: Sequence[Trajectory]) -> dict[str, floa
     ``truncated_fraction`` is the share of trajectories with a reply cut by its length limit.
     Lengths, turns, tool calls and seconds are per trajectory; ``trained_seconds_ratio`` is the mean
     duration of those that are trained on / that of all, so below 1 where slow ones lose their
-    share, and missing where none is trained on. What counts as a prefix mismatch, and what it
-    costs, is defined in :mod:`agentrl_cli.prefix_mismatches`.
+    share, and missing where none is trained on.
+    ``model_seconds``, ``agent_seconds`` (tools and the agent's code) and ``reward_seconds`` are
+    summed over the trajectories, and add up to their seconds. What counts as a prefix mismatch, and
+    what it costs, is defined in :mod:`agentrl_cli.prefix_mismatches`.
     """
     return {
         **_summarize_rewards(trajectories),
@@ -110,13 +112,29 @@ def _summarize_seconds(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     trained = [
         t.seconds for t in trajectories if t.replaced_by is None and compute_score(t) is not None
     ]
+    reward_seconds = [t.reward_seconds for t in trajectories]
+    model_seconds = [_count_model_seconds(t) for t in trajectories]
     summary = {
         "trajectory_seconds_mean": _mean(seconds),
         "trajectory_seconds_max": max(seconds, default=0.0),
+        "model_seconds": sum(model_seconds),
+        "reward_seconds": sum(reward_seconds),
+        "agent_seconds": max(0.0, sum(seconds) - sum(model_seconds) - sum(reward_seconds)),
     }
     if trained and any(seconds):
         summary["trained_seconds_ratio"] = _mean(trained) / _mean(seconds)
     return summary
+
+
+def _count_model_seconds(trajectory: Trajectory) -> float:
+    """How long at least one of its model calls was in progress."""
+    total, until = 0.0, 0.0
+    for call in sorted(trajectory.interactions, key=lambda i: i.started_at):
+        ended_at = call.started_at + call.seconds
+        total += max(0.0, ended_at - max(call.started_at, until))
+        until = max(until, ended_at)
+    # What another clock measured can be longer by a trifle.
+    return min(total, max(0.0, trajectory.seconds - trajectory.reward_seconds))
 
 
 def _count_ends(trajectories: Sequence[Trajectory]) -> dict[str, float]:

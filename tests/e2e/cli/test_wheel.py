@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,63 @@ def test_the_users_own_agent_of_the_readme(installed: Path, tiny: Path, tmp_path
     assert "agent_builder_path: my_agent.build_agent" in printed[0]
     assert "step 1/1" in printed[1]
     assert (tmp_path / "lexicon-model" / "config.json").is_file()
+
+
+def make_project(installed: Path, folder: Path, framework: str) -> Callable[..., str]:
+    """Writes a project with the installed wheel; gives what runs programs in it, to their end."""
+    # Folders of PYTHONPATH have no .pth files read: nothing leads to the clone.
+    env = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(program: str, *words: str, at: Path = folder / "demo") -> str:
+        done = subprocess.run(
+            [str(installed / program), *words],
+            cwd=at,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    printed = run("agentrl", "init", "demo", "--framework", framework, at=folder)
+    assert "agentrl train --config train.yaml" in printed
+    assert "pip install" not in printed
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_new_project_is_tested_and_trained(
+    installed: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    run = make_project(installed, tmp_path, "plain")
+    assert " passed" in run("python", "-m", "pytest", "-q")
+    small = [word.replace("tiny", str(model_folder)) for word in SMALL.split()]
+    few = ("train.total_steps=2", "gconfig.n_samples=2", "valid_dataset.limit=2")
+    printed = run("agentrl", "train", "--config", "train.yaml", *small, *few)
+    assert "step 2/2" in printed
+    assert "time of its trajectories" in printed
+    assert (tmp_path / "demo" / "runs" / "demo" / "t0" / "metrics.jsonl").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "framework",
+    [
+        pytest.param("openai-agents", marks=pytest.mark.openai_agents),
+        pytest.param("langgraph", marks=pytest.mark.langgraph),
+        pytest.param("camel", marks=pytest.mark.camel),
+        pytest.param("anthropic", marks=pytest.mark.anthropic),
+    ],
+)
+def test_a_new_project_of_each_framework_is_tested_and_tried(
+    installed: Path, model_folder: Path, framework: str, tmp_path: Path
+) -> None:
+    run = make_project(installed, tmp_path, framework)
+    assert " passed" in run("python", "-m", "pytest", "-q")
+    model = f"model.path={model_folder}"
+    printed = run("agentrl", "train", "--config", "train.yaml", "--dry-run", model)
+    assert "nothing was started" in printed

@@ -44,13 +44,15 @@ def test_summary_of_a_run_that_learned(folder: RunFolder) -> None:
     folder.write_eval(0, before, build_report(before).to_dict())
     folder.write_eval(5, after, build_report(after).to_dict())
     for step in range(1, 6):
-        folder.append_metrics({"step": step, "reward_mean": 0.2 * step})
+        seconds = {"store_seconds": 1.0, "step_seconds": 2.0}
+        folder.append_metrics({"step": step, "reward_mean": 0.2 * step, **seconds})
     folder.write_trajectories(5, after)
     with folder.new_checkpoint(5):
         pass
     text = summarize(folder)
     assert "reward of 5 steps  0.200 ▂▄▅▇█ 1.000" in text
     assert "mean reward 0.333 -> 0.667: +0.333" in text
+    assert "time to the end of the last step, 10 s:  store 50 %, other 50 %" in text
     assert "1 improved, 0 got worse" in text
     # The pair is of the task that gained.
     assert "wrong zero" in text

@@ -96,6 +96,7 @@ FULL = Trajectory(
         traceback="Trace\n  x",
         cause=FailureCause.POLICY,
     ),
+    started_at=1700000000.25,
     seconds=3.5,
     reward_seconds=0.001,
 )
@@ -114,6 +115,15 @@ def test_every_field_survives(path) -> None:
     assert second == Trajectory(id="a/0", group_id="a", task_id="0")
     assert str(first.interactions[1].reward) == "-0.0"
     assert parse_record(format_record(FULL)) == FULL
+
+
+def test_what_was_written_before_starts_were_recorded_is_read(path) -> None:
+    write_trajectory_file(path, [FULL])
+    table = pq.read_table(path).drop_columns(["started_at"])
+    with pq.ParquetFile(path) as file:
+        facts = {k: v for k, v in file.metadata.metadata.items() if k != b"ARROW:schema"}
+    pq.write_table(table.replace_schema_metadata(facts), path)
+    assert read_trajectory_file(path) == [dataclasses.replace(FULL, started_at=0.0)]
 
 
 def test_the_full_record_sets_every_field_away_from_its_default() -> None:

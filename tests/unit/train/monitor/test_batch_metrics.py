@@ -154,3 +154,23 @@ def test_a_base_that_solves_nearly_nothing_or_all_is_told_what_to_do() -> None:
     assert describe(0.05) is describe(0.5) is describe(0.95) is describe_hardness({}) is None
     assert describe(0.0, low=-1.0) is None, "its scale is not that of solved tasks"
     assert describe(0.02, num_alike=5) is None, "small rewards that differ teach"
+
+
+def test_the_seconds_of_trajectories_are_model_calls_tools_and_rewards():
+    timed = [
+        attempt(
+            "a", "x", 1.0,
+            call("a0", 1, started_at=100.0, seconds=2.0),
+            # At the same time as the one before it, and a second longer.
+            call("a1", 1, started_at=101.0, seconds=2.0),
+            call("a2", 1, started_at=105.0, seconds=1.0),
+            seconds=9.0, reward_seconds=0.5,
+        ),
+        # Another clock has measured more than there was.
+        attempt("b", "x", 0.0, call("b0", 1, started_at=7.0, seconds=1.01), seconds=1.0),
+        attempt("c", "y", None),
+    ]  # fmt: skip
+    metrics = summarize_trajectories(timed)
+    assert metrics["model_seconds"] == pytest.approx(4.0 + 1.0)
+    assert metrics["reward_seconds"] == 0.5
+    assert metrics["agent_seconds"] == pytest.approx(4.5)

@@ -1,0 +1,1 @@
+"""``agentrl init``: a project to begin with."""
