@@ -74,6 +74,9 @@ class Score:
     """None: unscored."""
     parts: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    """Until it was there, waiting for a process included."""
+    run_seconds: float = 0.0
+    """Of the function alone."""
     returned: str = ""
     """What it returned: ``float``, ``bool``, ``None``, ``NaN``, ``numpy.float64``, ``dict``..."""
 
@@ -190,7 +193,7 @@ class AsyncRewardWrapper:
             try:
                 async with asyncio.timeout(self._timeout_seconds) as deadline:
                     with reward_environment():
-                        score = build_score(await self._fn(**arguments))
+                        score = build_score(await self._fn(**arguments), started)
             except SystemExit as error:
                 raise _contain_exit(error) from error
             except TimeoutError:
@@ -344,9 +347,10 @@ class RewardWorkers:
             )
 
         def work() -> Score:
+            started = time.perf_counter()
             try:
                 with reward_environment():
-                    return build_score(self._fn(**arguments))
+                    return build_score(self._fn(**arguments), started)
             except SystemExit as error:
                 raise _contain_exit(error) from error
 
@@ -405,7 +409,8 @@ def _call_imported(import_path: str, arguments: dict[str, Any]) -> tuple[Score, 
         with reward_environment():
             fn = import_object(import_path, "reward_fn_path")
             # Parsed here, so that no array or tensor has to cross between processes.
-            return build_score(fn(**arguments)), None
+            started = time.perf_counter()
+            return build_score(fn(**arguments), started), None
     except RewardError as error:
         # Of the result: there is no line of the function's to show.
         return Score(reward=None), error
@@ -427,21 +432,22 @@ def _contain_exit(error: Exception | SystemExit) -> Exception:
     return error
 
 
-def build_score(result: Any) -> Score:
-    """What a reward function said by returning ``result``.
+def build_score(result: Any, started: float) -> Score:
+    """What a reward function said that was called at ``started`` and has just returned ``result``.
 
     Raises:
         RewardError: the result is no reward.
     """
+    run_seconds = time.perf_counter() - started
     reward, parts = parse_reward_result(result)
     named = result["reward"] if isinstance(result, Mapping) else result
     kind = type(named)
-    returned = (
-        kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
-    )
+    returned = kind.__qualname__
+    if kind.__module__ != "builtins":
+        returned = f"{kind.__module__}.{returned}"
     if reward is None:
         returned = "None" if named is None else "NaN"
-    return Score(reward=reward, parts=parts, returned=returned)
+    return Score(reward=reward, parts=parts, run_seconds=run_seconds, returned=returned)
 
 
 def parse_reward_result(result: Any) -> tuple[float | None, dict[str, float]]:

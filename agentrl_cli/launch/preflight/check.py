@@ -12,17 +12,7 @@ from typing import Any
 from agentrl_cli.config.config_file import load_config
 from agentrl_cli.config.experiment import ExperimentConfig, count_usable_cores
 from agentrl_cli.config.resolved_run import Machine, ResolvedRun, resolve_run
-from agentrl_cli.errors import (
-    AgentrlError,
-    BuilderError,
-    ConfigError,
-    DatasetError,
-    ImportPathError,
-    MissingExtraError,
-    ModelError,
-    RewardSignatureError,
-    RunFolderError,
-)
+from agentrl_cli.errors import AgentrlError, ModelError
 from agentrl_cli.launch.local_run import try_input
 from agentrl_cli.launch.preflight.findings import Finding, Severity, describe_error
 from agentrl_cli.launch.preflight.memory_findings import Changed, find_in_memory
@@ -49,21 +39,10 @@ from agentrl_cli.tracking.template import (
 )
 from agentrl_cli.train.model.model_shape import ModelShape, load_shape
 
-#: What errors are called among findings.
-_CODES: tuple[tuple[type[AgentrlError], str], ...] = (
-    (BuilderError, "builder"),
-    (ImportPathError, "import_path"),
-    (RewardSignatureError, "reward_signature"),
-    (DatasetError, "dataset"),
-    (TemplateError, "template"),
-    (ModelError, "model"),
-    (RunFolderError, "run_folder"),
-    (MissingExtraError, "missing_package"),
-    (ConfigError, "config"),
-)
-_KEY = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)*): ")
 #: Overrides, as remedies name them.
 _TYPED = re.compile(r"^Type ((?:[a-z_.]+=\S+ ?)+)")
+#: What stands for something of the user's own, as in FILE.py:FUNCTION.
+_PLACEHOLDER = re.compile(r"[A-Z]{3}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +95,7 @@ class CheckReport:
         """The overrides that the errors' remedies name."""
         matches = (_TYPED.match(finding.remedy) for finding in self.errors)
         words = [word for match in matches if match for word in match[1].rstrip(". ;,").split()]
-        return list(dict.fromkeys(words))
+        return [word for word in dict.fromkeys(words) if not _PLACEHOLDER.search(word)]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -205,12 +184,12 @@ def _check_input(config: ExperimentConfig, gpus: NamedGpus | None) -> Iterator[F
     try:
         config.check_trainable()
     except AgentrlError as error:
-        yield _name_error(error)
+        yield describe_error(error)
     try:
         run = resolve_run(config, _name_machine(gpus, config), purpose="train")
         check_supported(config, run)
     except AgentrlError as error:
-        yield _name_error(error)
+        yield describe_error(error)
     else:
         yield from _check_package(config, run, gpus)
         if run.dtype_advice is not None:
@@ -232,7 +211,7 @@ def _check_input(config: ExperimentConfig, gpus: NamedGpus | None) -> Iterator[F
                 code="not_looked_at", severity=Severity.NOTE, found=line, where=line.split(":")[0]
             )
     except AgentrlError as error:
-        yield _name_error(error)
+        yield describe_error(error)
 
 
 def _check_package(
@@ -242,18 +221,12 @@ def _check_package(
     try:
         with_server_package(run, config)
     except AgentrlError as error:
-        finding = _name_error(error, "missing_package")
+        finding = describe_error(error, "missing_package")
         if gpus is None:
             yield finding
         else:
             found = f"on this machine: {finding.found} The machine with the {gpus.name} needs it"
             yield replace(finding, severity=Severity.NOTE, where="engine.kind", found=found)
-
-
-def _name_error(error: AgentrlError, code: str | None = None) -> Finding:
-    names = (name for kind, name in _CODES if isinstance(error, kind))
-    key = _KEY.match(str(error))
-    return describe_error(error, code or next(names, "input"), key[1] if key else "")
 
 
 def _find_local_folder(path: str) -> str | None:
@@ -277,17 +250,18 @@ def _find_local_folder(path: str) -> str | None:
 def _estimate_memory(request: CheckRequest, report: CheckReport) -> ModelShape | None:
     """Adds what is found of memory; the shape of the model, if its config.json can be had."""
     config = report.config
-    path = _find_local_folder(config.model.path) or config.model.path
-    if path == STAND_IN:
+    if config.model.path.startswith("builtin:"):
         return None
+    path = _find_local_folder(config.model.path) or config.model.path
     try:
         shape = load_shape(path, config.model.frozen)
     except ModelError as error:
-        finding = describe_error(error, "memory_unknown", "model.path")
+        finding = describe_error(error, "memory_unknown")
         remedy = "Type the command where the hub can be reached, or model.path= with a folder"
         finding = replace(
             finding,
             severity=Severity.WARNING,
+            where="model.path",
             found=f"memory cannot be estimated: {finding.found}",
             remedy=finding.remedy or remedy,
         )
@@ -322,7 +296,7 @@ def _try_agent(
     try:
         trial = report.trial = run_trial(config, plan, observer)
     except AgentrlError as error:
-        report.findings.append(_name_error(error))
+        report.findings.append(describe_error(error))
         return
     if trial.is_stand_in:
         report.findings.append(
@@ -339,7 +313,7 @@ def _try_agent(
     report.findings += find_in_trial(config, trial)
     observer.on_stage("chat template")
     report.findings += _check_template(config, trial)
-    report.step = measure_step_cost(config, trial.trajectories)
+    report.step = measure_step_cost(config, trial.trajectories, trial.scores)
     if report.step is not None:
         described = report.step.describe(config, trial.model, is_stand_in=trial.is_stand_in)
         report.findings.append(
@@ -355,7 +329,7 @@ def _check_template(config: ExperimentConfig, trial: Trial) -> Iterator[Finding]
         folder = resolve_model_folder(config.model.path, SilentObserver())
         tokenizer = load_tokenizer_of(folder, config.tokenizer_path, config.model.chat_template)
     except AgentrlError as error:
-        reason = describe_error(error, "").found
+        reason = describe_error(error).found
         yield Finding(
             code="not_looked_at", severity=Severity.NOTE, where="tokenizer_path",
             found=f"whether the chat template shows what the agent sends: {reason}",
@@ -369,7 +343,7 @@ def _check_template(config: ExperimentConfig, trial: Trial) -> Iterator[Finding]
                 template.check_shown(list(call.messages), make_template_inputs(call.tools, {}))
     except TemplateError as error:
         if not isinstance(trial.error, TemplateError):
-            yield describe_error(error, "template", "model.chat_template")
+            yield describe_error(error)
     has_tools = any(i.tools for t in trial.trajectories for i in t.interactions)
     fallback = describe_fallback(tokenizer, config.engine.tool_call_parser)
     if has_tools and fallback is not None:

@@ -7,11 +7,37 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from agentrl_cli.errors import AgentrlError
+from agentrl_cli.errors import (
+    AgentrlError,
+    BuilderError,
+    ConfigError,
+    DatasetError,
+    ImportPathError,
+    MissingExtraError,
+    ModelError,
+    RewardSignatureError,
+    RunFolderError,
+)
+from agentrl_cli.tracking.template import TemplateError
+
+#: What errors are called among findings.
+_CODES: tuple[tuple[type[AgentrlError], str], ...] = (
+    (BuilderError, "builder"),
+    (ImportPathError, "import_path"),
+    (RewardSignatureError, "reward_signature"),
+    (DatasetError, "dataset"),
+    (TemplateError, "template"),
+    (ModelError, "model"),
+    (RunFolderError, "run_folder"),
+    (MissingExtraError, "missing_package"),
+    (ConfigError, "config"),
+)
+#: The config key that a message begins with.
+_KEY = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)*): ")
 
 #: Where the advice of an error's message begins.
 _ADVICE = re.compile(
-    r"(?:(?<=[.;:)] )|(?<=\n))(?=(?:Type|Allowed|A builder may|Write|Name|Set|Give|Make it|Add|"
+    r"(?:(?<=[.;:)] )|(?<=\n))(?=(?:Type|Allowed|A builder may|[Ww]rite|Name|Set|Give|Make it|Add|"
     r"Rename|Remove|Let|Put|Does the agent|Leave|Return)\b)"
 )
 
@@ -45,10 +71,20 @@ class Finding:
         return asdict(self)
 
 
-def describe_error(error: AgentrlError, code: str, where: str = "") -> Finding:
-    """The finding that an error's message is, parted into what was found and what to do."""
+def describe_error(error: AgentrlError, code: str | None = None) -> Finding:
+    """The finding that an error's message is, parted into what was found and what to do.
+
+    ``code``: None: as the error's class is called among findings.
+    """
     found, remedy = split_advice(str(error))
-    return Finding(code=code, severity=Severity.ERROR, found=found, where=where, remedy=remedy)
+    key = _KEY.match(found)
+    return Finding(
+        code=code or next((name for kind, name in _CODES if isinstance(error, kind)), "input"),
+        severity=Severity.ERROR,
+        found=found,
+        where=key[1] if key else "",
+        remedy=remedy,
+    )
 
 
 def split_advice(message: str) -> tuple[str, str]:

@@ -23,6 +23,8 @@ _MIN_MODEL_LEN = 1024
 _SMALL_MICRO_BATCH = 4096
 _LORA_RANK = 32
 _FEW_CALLS = 8
+#: Smaller models fit anywhere.
+_MIN_PARAMETERS = 100_000_000
 
 
 class Changed(NamedTuple):
@@ -44,7 +46,8 @@ def find_in_memory(
     estimate = estimate_memory(config, run, shape, gpus)
     found: list[Finding] = []
     if gpus is None:
-        found.append(_describe_needs(estimate, shape))
+        if shape.num_parameters >= _MIN_PARAMETERS:
+            found.append(_describe_needs(estimate, shape))
         return estimate, found
     missing = [need for need in estimate.needs if not need.fits]
     if missing:
@@ -148,14 +151,13 @@ def _describe_missing(
     else:
         remedy = (
             f"Type --gpu with GPUs of more memory than {gpus.name}'s, or more of them, or "
-            f"model.path= with a model of fewer than {shape.num_parameters / 1e9:.1f} billion "
-            "weights: none of the usual changes (gradient checkpointing, smaller micro-batches, "
-            "an adapter, a shorter context, more GPUs a server) is enough"
+            "model.path= with a smaller model: none of the usual changes (gradient checkpointing, "
+            "smaller micro-batches, an adapter, a shorter context, more GPUs a server) is enough"
         )
     return Finding(
         code="memory_engine" if need.device.startswith("server") else "memory_trainer",
         severity=Severity.ERROR,
-        found=f"{config.model.path} ({shape.num_parameters / 1e9:.2f} billion weights) does not "
+        found=f"{config.model.path} ({format_weights(shape)}) does not "
         f"fit: on each GPU of the {need.device}, {_format_parts(need)}, and of a "
         f"{gpus.name} it can use {available / GIB:.1f} GiB",
         where=f"--gpu {gpus.name}:{gpus.count}",
@@ -177,7 +179,7 @@ def _describe_fit(
     return Finding(
         code="memory_fits",
         severity=Severity.NOTE,
-        found=f"{shape.num_parameters / 1e9:.2f} billion weights fit into {gpus.count} x "
+        found=f"{format_weights(shape)} fit into {gpus.count} x "
         f"{gpus.name} ({ranks}, {len(run.servers)} servers): {fitting}{cache}. Assumed: "
         + ", ".join(estimate.assumptions),
         where=f"--gpu {gpus.name}:{gpus.count}",
@@ -189,9 +191,19 @@ def _describe_needs(estimate: MemoryEstimate, shape: ModelShape) -> Finding:
     return Finding(
         code="memory_needed",
         severity=Severity.NOTE,
-        found=f"{shape.num_parameters / 1e9:.2f} billion weights on one GPU need, in the {needs}. "
+        found=f"{format_weights(shape)} on one GPU need, in the {needs}. "
         "Whether that fits is said with --gpu, such as --gpu H100:8",
         where="model.path",
+    )
+
+
+def format_weights(shape: ModelShape) -> str:
+    """``7.62 billion weights``."""
+    millions = shape.num_parameters / 1e6
+    return (
+        f"{millions / 1e3:.2f} billion weights"
+        if millions >= 1e3
+        else f"{millions:.1f} million weights"
     )
 
 

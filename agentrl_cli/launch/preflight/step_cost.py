@@ -10,6 +10,7 @@ from typing import Any
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.records import InteractionStatus, Trajectory
+from agentrl_cli.rollout.rewards import Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,7 @@ class StepCost:
 
 
 def measure_step_cost(
-    config: ExperimentConfig, trajectories: Sequence[Trajectory]
+    config: ExperimentConfig, trajectories: Sequence[Trajectory], scores: Sequence[Score]
 ) -> StepCost | None:
     """What a step will cost; None: no trajectory called the model."""
     measured = [t for t in trajectories if t.num_turns]
@@ -103,6 +104,7 @@ def measure_step_cost(
             max(0.0, t.seconds - t.reward_seconds - seconds)
             for t, seconds in zip(measured, in_calls, strict=True)
         ),
-        reward_seconds=statistics.fmean(t.reward_seconds for t in measured),
+        # The first calls wait for processes that start once in a run.
+        reward_seconds=statistics.fmean(s.run_seconds for s in scores) if scores else 0.0,
         model_seconds=statistics.fmean(in_calls),
     )

@@ -57,7 +57,7 @@ def find_in_trial(config: ExperimentConfig, trial: Trial) -> list[Finding]:
 
 def _find_end(trial: Trial) -> Iterator[Finding]:
     if trial.error is not None and not isinstance(trial.error, RolloutFailedError):
-        yield describe_error(trial.error, "refused")
+        yield describe_error(trial.error)
     if trial.is_late:
         num_left = trial.num_planned - len(trial.trajectories)
         yield Finding(
@@ -238,7 +238,7 @@ def _find_reward_problems(config: ExperimentConfig, trial: Trial) -> Iterator[Fi
             "(True is 1.0, False 0.0)",
             where=where,
         )
-    slowest = max((score.seconds for score in trial.scores), default=0.0)
+    slowest = max((score.run_seconds for score in trial.scores), default=0.0)
     limit = config.rollout.reward_timeout_seconds
     if slowest > _SLOW_REWARD_SHARE * limit:
         yield Finding(
