@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import re
 import threading
@@ -197,7 +196,7 @@ def _run(
             background.run(running, max(1.0, deadline - time.monotonic()))
         except AgentrlError as error:
             trial.error = error
-        except (TimeoutError, concurrent.futures.TimeoutError):
+        except TimeoutError:
             trial.is_late = True
         finally:
             trial.seconds = time.monotonic() - started

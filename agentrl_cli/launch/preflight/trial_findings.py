@@ -95,6 +95,10 @@ def _find_failures(config: ExperimentConfig, trial: Trial) -> Iterator[Finding]:
         if failure is not None:
             kind = (failure.boundary, failure.kind, failure.cause)
             kinds.setdefault(kind, []).append(trajectory)
+    places = {
+        Boundary.AGENT: config.agent_builder_path or config.workflow_path,
+        Boundary.REWARD: config.reward_fn_path,
+    }
     for (boundary, kind, cause), failed in kinds.items():
         first = failed[0].failure
         assert first is not None
@@ -114,7 +118,7 @@ def _find_failures(config: ExperimentConfig, trial: Trial) -> Iterator[Finding]:
                 if is_policy
                 else ""
             ),
-            where=_find_line(first.traceback) or f"the {boundary.value}",
+            where=_find_line(first.traceback) or places.get(boundary) or f"the {boundary.value}",
             remedy="" if is_policy else advice or ADVICE[boundary],
         )
 
@@ -141,7 +145,7 @@ def _find_stalls(trial: Trial) -> Iterator[Finding]:
         yield Finding(
             code="event_loop_blocked",
             severity=Severity.ERROR if is_long else Severity.WARNING,
-            found=f"the agent blocked the event loop for {seconds:.1f} seconds in {num} "
+            found=f"this line blocked the event loop for {seconds:.1f} seconds in {num} "
             "trajectories: meanwhile no other trajectory can do anything",
             where=place,
             remedy="Write await asyncio.sleep(...) for time.sleep, an async client for a blocking "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import signal
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -261,3 +263,37 @@ def test_wrong_input_is_refused(
     _write(folder, "", {})
     assert run_reporting_failures(lambda: app(["check", "--config", "c.yaml", *words])) == 2
     assert text in capsys.readouterr().err
+
+
+class _Endpoint(http.server.BaseHTTPRequestHandler):
+    """Answers every chat request with the same text."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        message = {"role": "assistant", "content": "42"}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 9, "completion_tokens": 1, "total_tokens": 10}
+        reply = {"object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        body = json.dumps({**reply, "id": "x", "usage": usage}).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+
+def test_an_endpoint_can_answer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write(folder, "async def reward(completions):\n    return completions == '42'\n", {})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Endpoint) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        code, report = _check(capsys, "--base-url", url, "--model", "m")
+        server.shutdown()
+    assert code == 0
+    assert report["trial"]["model"] == "m"
+    assert "nothing left to learn" in _find(report, "base_pass_rate")["found"]
+    assert "bool" in _find(report, "reward_type")["found"]
+    assert report["step"]["completion_tokens"] == 1.0
