@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from agentrl_cli.cli.check_command import check_command
 from agentrl_cli.cli.command_exit import outlive_readers, run_reporting_failures
 from agentrl_cli.cli.env_command import env_command
 from agentrl_cli.cli.eval_command import evaluate_command
@@ -43,6 +44,7 @@ app = typer.Typer(
 )
 app.command("init", short_help="Write a project to begin with.")(init_command)
 app.command("train", short_help="Train an agent.")(train_command)
+app.command("check", short_help="Look before training: will it work?")(check_command)
 app.command("eval", short_help="Measure an agent.")(evaluate_command)
 app.command("inspect-trajectories", short_help="Look at what agents did.")(inspect_command)
 app.command("export", short_help="Export a trained model from a run.")(export_command)

@@ -59,7 +59,7 @@ def evaluate_command(
 ) -> None:
     """Measure an agent on the validation dataset (the training one where there is none): mean
     reward, pass@k, lengths, failures."""
-    _check_endpoint(checkpoint, base_url, model)
+    check_endpoint(checkpoint, base_url, model)
     _check_name(name)
     _check_task_file(save_tasks)
     check_checkpoint(checkpoint)
@@ -144,7 +144,12 @@ def _check_name(name: str | None) -> None:
         )
 
 
-def _check_endpoint(checkpoint: str | None, base_url: str | None, model: str | None) -> None:
+def check_endpoint(checkpoint: str | None, base_url: str | None, model: str | None) -> None:
+    """Refuses an endpoint without its model's name, and what contradicts it.
+
+    Raises:
+        UserInputError: saying what to add or to leave out.
+    """
     if base_url is not None and model is None:
         raise UserInputError("--base-url needs the model's name there. Add --model NAME")
     if model is not None and base_url is None:

@@ -11,7 +11,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,6 @@ from agentrl_cli.rollout.background_loop import LoopSemaphore
 from agentrl_cli.rollout.rollout_failures import format_user_traceback
 from agentrl_cli.scratch_folders import name_semaphores
 from agentrl_cli.tracking.credit import parse_reward
-
-Parsed = tuple[float | None, dict[str, float]]
 
 _log = get_logger(__name__)
 
@@ -76,6 +74,11 @@ class Score:
     """None: unscored."""
     parts: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    """Until it was there, waiting for a process included."""
+    run_seconds: float = 0.0
+    """Of the function alone."""
+    returned: str = ""
+    """What it returned: ``float``, ``bool``, ``None``, ``NaN``, ``numpy.float64``, ``dict``..."""
 
 
 class AsyncRewardWrapper:
@@ -185,19 +188,19 @@ class AsyncRewardWrapper:
         }
         started = time.perf_counter()
         if self._workers is not None:
-            reward, parts = await self._workers.call(arguments)
+            score = await self._workers.call(arguments)
         else:
             try:
                 async with asyncio.timeout(self._timeout_seconds) as deadline:
                     with reward_environment():
-                        reward, parts = parse_reward_result(await self._fn(**arguments))
+                        score = build_score(await self._fn(**arguments), started)
             except SystemExit as error:
                 raise _contain_exit(error) from error
             except TimeoutError:
                 if not deadline.expired():
                     raise
                 raise _build_late(self._timeout_seconds) from None
-        return Score(reward=reward, parts=parts, seconds=time.perf_counter() - started)
+        return replace(score, seconds=time.perf_counter() - started)
 
     def close(self) -> None:
         """Ends the worker processes; they also end with this object or the interpreter."""
@@ -278,8 +281,8 @@ class RewardWorkers:
         self._finalizer: weakref.finalize[..., RewardWorkers] | None = None
         self._num_stuck = 0
 
-    async def call(self, arguments: Mapping[str, Any]) -> Parsed:
-        """The function's parsed result.
+    async def call(self, arguments: Mapping[str, Any]) -> Score:
+        """The function's score, without its seconds.
 
         Raises:
             RewardError: the deadline passed, the worker died, or the result is no reward.
@@ -292,7 +295,7 @@ class RewardWorkers:
 
     async def _call_in_process(
         self, import_path: str, arguments: dict[str, Any], *, is_retried: bool = False
-    ) -> Parsed:
+    ) -> Score:
         pool = self._pool
         if pool is None or not pool.active:
             name_semaphores()
@@ -313,7 +316,7 @@ class RewardWorkers:
             )
             # The pool's own deadline counts from the call's start in a worker. This one
             # only ends the wait for workers that cannot start at all.
-            parsed, error = await asyncio.wait_for(calling, self._timeout_seconds + STARTUP_SECONDS)
+            score, error = await asyncio.wait_for(calling, self._timeout_seconds + STARTUP_SECONDS)
         except TimeoutError:
             # The pool's clock goes on while this process is stopped.
             if loop.time() - started < self._timeout_seconds and not is_retried:
@@ -333,9 +336,9 @@ class RewardWorkers:
             return await self._call_in_process(import_path, arguments, is_retried=True)
         if error is not None:
             raise error
-        return parsed
+        return score
 
-    async def _call_in_thread(self, arguments: Mapping[str, Any]) -> Parsed:
+    async def _call_in_thread(self, arguments: Mapping[str, Any]) -> Score:
         if self._num_stuck >= MAX_STUCK_THREADS:
             raise RewardError(
                 f"{self._num_stuck} calls of the reward function passed their deadline and still "
@@ -343,10 +346,11 @@ class RewardWorkers:
                 "of its own (reward_fn_path: path/to/file.py:name), so that it runs in a process"
             )
 
-        def work() -> Parsed:
+        def work() -> Score:
+            started = time.perf_counter()
             try:
                 with reward_environment():
-                    return parse_reward_result(self._fn(**arguments))
+                    return build_score(self._fn(**arguments), started)
             except SystemExit as error:
                 raise _contain_exit(error) from error
 
@@ -358,7 +362,7 @@ class RewardWorkers:
         calling.add_done_callback(self._unstick)
         raise _build_late(self._timeout_seconds)
 
-    def _unstick(self, call: asyncio.Future[Parsed]) -> None:
+    def _unstick(self, call: asyncio.Future[Score]) -> None:
         self._num_stuck -= 1
         if not call.cancelled() and call.exception() is not None:
             _log.debug("a reward function raised after its deadline", exc_info=call.exception())
@@ -399,16 +403,17 @@ def _begin_worker(import_path: str, parent: int) -> None:
         _log.debug("reward worker: %s", error)
 
 
-def _call_imported(import_path: str, arguments: dict[str, Any]) -> tuple[Parsed, Exception | None]:
+def _call_imported(import_path: str, arguments: dict[str, Any]) -> tuple[Score, Exception | None]:
     """Runs in a worker: what the function returned, or raised, in a form that can travel."""
     try:
         with reward_environment():
             fn = import_object(import_path, "reward_fn_path")
             # Parsed here, so that no array or tensor has to cross between processes.
-            return parse_reward_result(fn(**arguments)), None
+            started = time.perf_counter()
+            return build_score(fn(**arguments), started), None
     except RewardError as error:
         # Of the result: there is no line of the function's to show.
-        return (None, {}), error
+        return Score(reward=None), error
     except (Exception, SystemExit) as error:
         text = format_user_traceback(error)
         raised = _contain_exit(error)
@@ -417,7 +422,7 @@ def _call_imported(import_path: str, arguments: dict[str, Any]) -> tuple[Parsed,
         except Exception:
             raised = RewardError(f"{type(error).__name__}: {error}")
         raised.add_note(f"In the reward process:\n{text}")
-        return (None, {}), raised
+        return Score(reward=None), raised
 
 
 def _contain_exit(error: Exception | SystemExit) -> Exception:
@@ -425,6 +430,24 @@ def _contain_exit(error: Exception | SystemExit) -> Exception:
     if isinstance(error, SystemExit):
         return RewardError(f"the reward function called exit({error.code!r})")
     return error
+
+
+def build_score(result: Any, started: float) -> Score:
+    """What a reward function said that was called at ``started`` and has just returned ``result``.
+
+    Raises:
+        RewardError: the result is no reward.
+    """
+    run_seconds = time.perf_counter() - started
+    reward, parts = parse_reward_result(result)
+    named = result["reward"] if isinstance(result, Mapping) else result
+    kind = type(named)
+    returned = kind.__qualname__
+    if kind.__module__ != "builtins":
+        returned = f"{kind.__module__}.{returned}"
+    if reward is None:
+        returned = "None" if named is None else "NaN"
+    return Score(reward=reward, parts=parts, run_seconds=run_seconds, returned=returned)
 
 
 def parse_reward_result(result: Any) -> tuple[float | None, dict[str, float]]:

@@ -34,7 +34,8 @@ _MAX_TRACEBACK_CHARS = 8_000
 _OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
 _SHOWN_LINES, _FIRST_LINES = 12, 5
 
-_ADVICE = {
+#: What to do about failures, by the boundary that they crossed.
+ADVICE = {
     Boundary.AGENT: "Run the agent on one task of your own to see it fail, fix it, start again. "
     "For a reply that it cannot use, let it return a reward (return 0.0)",
     Boundary.TOOL: "Let the tool return its errors as text, so that the model can react to them",
@@ -225,7 +226,7 @@ def check_batch_worked(trajectories: Sequence[Trajectory], what: str) -> None:
         f"{what}: all {len(trajectories)} trajectories failed in the same way, at the boundary "
         f"'{first.boundary}' with {first.kind}: {first.message}\n"
         + "\n".join(f"  | {line}" for line in lines)
-        + f"\n{_ADVICE[first.boundary]}. {kept}",
+        + f"\n{ADVICE[first.boundary]}. {kept}",
         trajectories,
     )
 

@@ -224,12 +224,15 @@ class BaseGateway(GatewaySocket, ABC):
             return self._respond_besides(method, path, headers, session)
         if session is None:
             return refuse(protocol, unknown_key_problem())
+        is_retry = _is_retry(headers)
+        session.num_requests += 1
+        session.num_retries += is_retry
         try:
             data = await read_body(body, headers, self.limits)
             if session.is_closed:
                 return refuse(protocol, unknown_key_problem())
             key = (session.id, path, hashlib.sha256(data).digest())
-            repeated = self._replies.find(key) if _is_retry(headers) else None
+            repeated = self._replies.find(key) if is_retry else None
             if repeated is not None:
                 return repeated
             parsed = parse_json(data)

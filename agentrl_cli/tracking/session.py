@@ -159,6 +159,10 @@ class Session:
         """Which limit refused a call, in words; None: none did."""
         self.stop_reason: StopReason | None = None
         """The same as a name; also the model's context, which a shorter call may still fit."""
+        self.num_requests = 0
+        """Requests with its key, those that were refused or repeated too."""
+        self.num_retries = 0
+        """Of these, those that an SDK says it has sent before."""
         self.is_closed = False
         """True: its key is no longer valid."""
         self.engine_error: EngineError | None = None

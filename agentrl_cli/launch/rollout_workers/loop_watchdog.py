@@ -39,10 +39,14 @@ class Stall:
 
 
 class LoopWatchdog:
-    """Watches a background loop from another thread."""
+    """Watches a background loop from another thread.
 
-    def __init__(self, background: BackgroundLoop) -> None:
+    ``stall_seconds``: how long the loop may take to answer.
+    """
+
+    def __init__(self, background: BackgroundLoop, stall_seconds: float = STALL_SECONDS) -> None:
         self._background = background
+        self._stall_seconds = stall_seconds
         self._asked_at: float | None = None
         self._owners: WeakKeyDictionary[asyncio.Task[Any], str] = WeakKeyDictionary()
         background.loop.set_task_factory(self._make_task)
@@ -55,14 +59,14 @@ class LoopWatchdog:
         self._owners[task] = trajectory_id
 
     def look(self) -> Stall | None:
-        """How the loop is blocked, if it has been for some seconds. To be asked every second."""
+        """How the loop is blocked, if it has been for long. To be asked again and again."""
         now = self._background.loop.time()
         if self._asked_at is None:
             self._asked_at = now
             self._background.post(self._answer)
             return None
         seconds = now - self._asked_at
-        if seconds < STALL_SECONDS:
+        if seconds < self._stall_seconds:
             return None
         task = asyncio.current_task(self._background.loop)
         trajectory = self._owners.get(task) if task is not None else None

@@ -1,0 +1,1 @@
+"""Before a run: whether the training that a configuration describes will work."""
