@@ -24,7 +24,7 @@ from agentrl_cli.store.trajectory_record import format_record, parse_record
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.monitor.alarms import Alarms
 from agentrl_cli.train.monitor.batch_metrics import describe_hardness, summarize_trajectories
-from agentrl_cli.train.monitor.loggers import MetricsLogger
+from agentrl_cli.train.monitor.loggers.logger_building import MetricsLogger
 from agentrl_cli.train.publish import publish_and_verify
 from agentrl_cli.train.ranks import Ranks
 from agentrl_cli.train.resume import CheckpointSaver
@@ -223,6 +223,8 @@ class RunCoordinator:
         line |= self._alarms.check(line)
         self.folder.append_metrics(line)
         self._log(step, line)
+        for logger in self.loggers:
+            logger.log_trajectories(step, batch)
         self.observer.on_step(line)
         if step == 1 and (advice := describe_hardness(line)) is not None:
             self.observer.on_message(advice)
