@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from agentrl_cli.cli.inspect_command import EvalsOption
 from agentrl_cli.errors import UserInputError
+
+if TYPE_CHECKING:
+    from agentrl_cli.inspector.exports.export_selection import ExportSelection
 
 _FORMATS = (
     "sft: conversations that agentrl sft reads; jsonl: everything, for programs of your own; "
@@ -55,32 +58,38 @@ def export_trajectories_command(
         steps=step, evals=evals, min_reward=min_reward, max_per_task=max_per_task
     )
     if format_ == "sft":
-        from agentrl_cli.inspector.exports.conversation_export import export_conversations
+        _export_sft(run, to, selection)
+        return
+    num_written = _export(run, to, format_, selection, tokens=tokens)
+    typer.echo(f"{to}: {num_written} trajectories")
+    if format_ == "inspect":
+        typer.echo(f"to look at them, type: inspect view --log-dir {shlex.quote(str(to))}")
 
-        done = export_conversations(run, to, selection)
-        typer.echo(
-            f"{to}: {done.num_rows} conversations of {done.num_tasks} tasks, from "
-            f"{done.num_trajectories} trajectories"
-        )
-        typer.echo(
-            f"to train on them, name it in a configuration of agentrl sft: dataset.path={to}"
-        )
-    elif format_ == "jsonl":
+
+def _export_sft(run: str, to: Path, selection: ExportSelection) -> None:
+    from agentrl_cli.inspector.exports.conversation_export import export_conversations
+
+    done = export_conversations(run, to, selection)
+    typer.echo(
+        f"{to}: {done.num_rows} conversations of {done.num_tasks} tasks, from "
+        f"{done.num_trajectories} trajectories"
+    )
+    typer.echo(f"to train on them, name it in a configuration of agentrl sft: dataset.path={to}")
+
+
+def _export(run: str, to: Path, format_: str, selection: ExportSelection, *, tokens: bool) -> int:
+    """Writes the trajectories, and gives their number."""
+    if format_ == "jsonl":
         from agentrl_cli.inspector.exports.jsonl_export import export_jsonl
 
-        num_written = export_jsonl(run, to, selection, tokens=tokens)
-        typer.echo(f"{to}: {num_written} trajectories, one a line")
-    elif format_ == "inspect":
+        return export_jsonl(run, to, selection, tokens=tokens)
+    if format_ == "inspect":
         from agentrl_cli.inspector.exports.inspect_logs import export_inspect
 
-        num_written = export_inspect(run, to, selection)
-        typer.echo(f"{to}: {num_written} trajectories")
-        typer.echo(f"to look at them, type: inspect view --log-dir {shlex.quote(str(to))}")
-    else:
-        from agentrl_cli.inspector.exports.atif_export import export_atif
+        return export_inspect(run, to, selection)
+    from agentrl_cli.inspector.exports.atif_export import export_atif
 
-        num_written = export_atif(run, to, selection, tokens=tokens)
-        typer.echo(f"{to}: {num_written} trajectories, one a file")
+    return export_atif(run, to, selection, tokens=tokens)
 
 
 def _check_options(to: Path, format_: str, *, tokens: bool) -> None:

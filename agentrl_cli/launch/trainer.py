@@ -38,7 +38,7 @@ from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.step_planner import StepPlanner
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
-from agentrl_cli.store.layout import LOGGER_RUN_ID, describe, eval_name, is_url
+from agentrl_cli.store.layout import describe, eval_name, is_url
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.working_copy import FolderOwner, open_location
 from agentrl_cli.tracking.formats.format_choice import collect_template_text
@@ -250,10 +250,7 @@ class PPOTrainer:
             version=None,
             tied_names=find_tied_names(learner.model),
         )
-        loggers = build_loggers(
-            self.config, folder.path, folder.location, stack, self.observer.on_message
-        )
-        folder.push(LOGGER_RUN_ID)
+        loggers = build_loggers(self.config, folder, stack, self.observer.on_message)
         first_step = find_first_rolled_step(folder, learner.step + 1)
         scheduler = self._build_scheduler(folder, workflow, engine, first_step)
         scheduler.set_policy_version(learner.step)

@@ -92,7 +92,19 @@ def build_spans(trajectory: Trajectory, model: str, *, with_content: bool) -> li
         chats.append(chat)
     for (call_id, _), tool in tools.items():
         tool.parent = owners.get(call_id, root)
-    return [*_sort_by_parent([root, *chats, *tools.values(), *_build_reward(trajectory, root)])]
+    spans = [*_sort_by_parent([root, *chats, *tools.values(), *_build_reward(trajectory, root)])]
+    for span in spans:
+        span.name, span.error = _fix(span.name), span.error and _fix(span.error)
+        span.attributes = {
+            _fix(name): _fix(value) if isinstance(value, str) else value
+            for name, value in span.attributes.items()
+        }
+    return spans
+
+
+def _fix(text: str) -> str:
+    """The text without lone surrogates, which no protocol can send."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _sort_by_parent(spans: Sequence[TrajectorySpan]) -> Iterator[TrajectorySpan]:
@@ -136,18 +148,19 @@ def _build_root(
         "agentrl.task_id": trajectory.task_id,
         "agentrl.sample_index": trajectory.sample_index,
         "agentrl.stop_reason": trajectory.stop_reason and str(trajectory.stop_reason),
-        "error.type": failure and failure.kind,
-        "agentrl.failure.boundary": failure and str(failure.boundary),
-        "agentrl.failure.cause": failure and str(failure.cause),
         **list_rewards(trajectory),
     }
+    if failure is not None:
+        attributes["error.type"] = failure.kind
+        attributes["agentrl.failure.boundary"] = str(failure.boundary)
+        attributes["agentrl.failure.cause"] = str(failure.cause)
     return TrajectorySpan(
         kind="invoke_agent",
         name=f"invoke_agent {agent}",
         start_ns=_to_ns(start),
         end_ns=_to_ns(end + trajectory.reward_seconds),
         attributes=_leave_out_none(attributes),
-        error=failure and f"{failure.kind}: {failure.message}",
+        error=None if failure is None else f"{failure.kind}: {failure.message}",
         inputs={"task": dict(trajectory.task)} if with_content else None,
         outputs=trajectory.final_answer if with_content else None,
     )
@@ -271,7 +284,7 @@ def list_content(span: TrajectorySpan) -> dict[str, Attribute]:
     if span.kind == "invoke_agent":
         names = ("agentrl.task", "agentrl.final_answer")
     values = zip(names, (span.inputs, span.outputs), strict=True)
-    return {n: v if isinstance(v, str) else _to_json(v) for n, v in values if v is not None}
+    return {n: _fix(v) if isinstance(v, str) else _to_json(v) for n, v in values if v is not None}
 
 
 def _convert_message(message: Message) -> dict[str, Any]:

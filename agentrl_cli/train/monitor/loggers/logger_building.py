@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Protocol
 
 from agentrl_cli.config.experiment import ExperimentConfig, LoggerConfig
@@ -18,6 +17,7 @@ from agentrl_cli.log import sanitize
 from agentrl_cli.records import Trajectory
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import write_text
+from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.train.monitor.loggers.background_logger import (
     BackgroundLogger,
     LoggerSink,
@@ -120,14 +120,13 @@ def _find_remedy(number: int, logger: LoggerConfig) -> str:
 
 
 def build_loggers(
-    config: ExperimentConfig, run_dir: Path, location: str, stack: ExitStack, warn: Warn
+    config: ExperimentConfig, folder: RunFolder, stack: ExitStack, warn: Warn
 ) -> list[MetricsLogger]:
     """The loggers of ``config.loggers``, in its order; the end of ``stack`` closes them.
 
     Args:
         config: the experiment.
-        run_dir: where files are written.
-        location: what a user calls the run folder.
+        folder: the run's.
         stack: holds the loggers.
         warn: shows a line where one does not work.
 
@@ -136,12 +135,12 @@ def build_loggers(
     """
     check_packages(config)
     loggers: list[MetricsLogger] = []
-    run_id = _read_run_id(run_dir / layout.LOGGER_RUN_ID, config) if config.loggers else ""
+    run_id = _read_run_id(folder, config) if config.loggers else ""
     for number, logger in enumerate(config.loggers):
         traces = logger.kind in ("mlflow", "otlp")
         background = BackgroundLogger(
             logger.kind,
-            _choose_sink(logger, config, run_dir, location, run_id),
+            _choose_sink(logger, config, folder, run_id),
             warn,
             remedy=_find_remedy(number, logger),
             max_trajectories=logger.max_trajectories if traces else 0,
@@ -156,22 +155,24 @@ def _close(logger: BackgroundLogger, *exc_info: object) -> None:
 
 
 def _choose_sink(
-    logger: LoggerConfig, config: ExperimentConfig, run_dir: Path, location: str, run_id: str
+    logger: LoggerConfig, config: ExperimentConfig, folder: RunFolder, run_id: str
 ) -> Callable[[], LoggerSink]:
     if logger.kind == "tensorboard":
-        return partial(TensorboardSink, run_dir)
+        return partial(TensorboardSink, folder.path)
     if logger.kind == "wandb":
-        return partial(WandbSink, logger, config, run_dir, run_id)
+        return partial(WandbSink, logger, config, folder.path, run_id)
     if logger.kind == "mlflow":
-        return partial(MlflowSink, logger, config, run_id, location)
+        return partial(MlflowSink, logger, config, run_id, folder.location)
     if logger.kind == "trackio":
         return partial(TrackioSink, logger, config, run_id)
     return partial(OtlpSink, logger, config, run_id)
 
 
-def _read_run_id(path: Path, config: ExperimentConfig) -> str:
+def _read_run_id(folder: RunFolder, config: ExperimentConfig) -> str:
     """The id of this run folder's run, chosen at its first start."""
+    path = folder.path / layout.LOGGER_RUN_ID
     if not path.is_file():
         unique = uuid.uuid4().hex[:8]
         write_text(path, f"{config.experiment_name}-{config.trial_name}-{unique}\n")
+        folder.push(layout.LOGGER_RUN_ID)
     return path.read_text(encoding="utf-8").strip()

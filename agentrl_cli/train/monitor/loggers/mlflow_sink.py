@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import threading
@@ -45,9 +46,11 @@ class MlflowSink:
     def __init__(
         self, logger: LoggerConfig, config: ExperimentConfig, run_id: str, location: str
     ) -> None:
+        # In threads of its own, the library would wait for a dead server when the process ends.
+        os.environ.setdefault("MLFLOW_ENABLE_ASYNC_TRACE_LOGGING", "false")
         import mlflow
 
-        uri = find_tracking_uri(logger)
+        uri = find_tracking_uri(logger) or mlflow.get_tracking_uri()
         # The library sends traces to the one server that it is told of.
         mlflow.set_tracking_uri(uri)
         self._client: Any = mlflow.MlflowClient(uri)
@@ -118,7 +121,7 @@ class MlflowSink:
             given = {
                 "name": span.name,
                 "span_type": _SPAN_TYPES[span.kind],
-                "inputs": _show(span, span.inputs, "messages"),
+                "inputs": _to_utf8(_show(span, span.inputs, "messages")),
                 "attributes": dict(span.attributes),
                 "start_time_ns": span.start_ns,
             }
@@ -145,7 +148,7 @@ class MlflowSink:
         import mlflow
         from mlflow.entities import AssessmentSource
 
-        # They are sent in threads of the library's own, and must be there to be assessed.
+        # Only what is there can be assessed.
         mlflow.flush_trace_async_logging()
         source = AssessmentSource("CODE", "agentrl")
         for trace_id, rewards in traces:
@@ -166,7 +169,7 @@ def _batch(items: Sequence[Any], size: int) -> Iterator[list[Any]]:
 
 def _end(span: TrajectorySpan) -> dict[str, Any]:
     return {
-        "outputs": _show(span, span.outputs, "choices"),
+        "outputs": _to_utf8(_show(span, span.outputs, "choices")),
         "status": "OK" if span.error is None else "ERROR",
         "end_time_ns": span.end_ns,
     }
@@ -179,6 +182,12 @@ def _show(span: TrajectorySpan, content: Any, name: str) -> Any:
     if name == "messages":
         return {"messages": content}
     return {"choices": [{"index": n, "message": one} for n, one in enumerate(content)]}
+
+
+def _to_utf8(content: Any) -> Any:
+    """Plain data without lone surrogates, which no request can hold."""
+    text = json.dumps(content, ensure_ascii=False, default=repr)
+    return json.loads(text.encode("utf-8", "replace"))
 
 
 def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -40,9 +40,14 @@ class OtlpSink:
         from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
         self._errors = _LastError()
-        self._exporter = OTLPSpanExporter(endpoint=find_endpoint(logger), timeout=_SEND_SECONDS)
+        self._exporter: Any = OTLPSpanExporter(
+            endpoint=find_endpoint(logger), timeout=_SEND_SECONDS
+        )
         self._model, self._with_content = config.model.path, logger.capture_content
         self._run_id, self._ids, self._finished = run_id, _Ids(), _Finished()
+        # They are of the library's classes in all but their base, which only it could load.
+        ids: Any = self._ids
+        finished: Any = self._finished
         names = {
             "service.name": os.environ.get("OTEL_SERVICE_NAME", "agentrl"),
             "service.version": __version__,
@@ -55,9 +60,9 @@ class OtlpSink:
             resource=Resource.create(names),
             shutdown_on_exit=False,
             span_limits=SpanLimits(),
-            id_generator=self._ids,
+            id_generator=ids,
         )
-        provider.add_span_processor(self._finished)
+        provider.add_span_processor(finished)
         self._tracer = provider.get_tracer("agentrl", __version__)
 
     def check(self) -> None:
