@@ -341,6 +341,18 @@ class Trajectory:
         return sum(len((i.reply or {}).get("tool_calls") or ()) for i in self.interactions)
 
 
+def find_new_messages(interaction: Interaction, parent: Interaction | None) -> Sequence[Message]:
+    """The request's messages that the parent's turn did not have; all, where history differs."""
+    if parent is None:
+        return interaction.messages
+    known = len(parent.messages)
+    # The parent's reply may come back spelled differently (null or "", key order), so it is
+    # counted and not compared.
+    if interaction.messages[:known] == parent.messages and len(interaction.messages) > known:
+        return interaction.messages[known + 1 :]
+    return interaction.messages
+
+
 def _shorten(content: Any) -> str:
     """The beginning of a message's content; of several parts, of their texts."""
     if isinstance(content, list):

@@ -398,11 +398,40 @@ class LauncherConfig(StrictConfig):
 
 
 class LoggerConfig(StrictConfig):
-    """Where metrics go besides ``metrics.jsonl``."""
+    """Where metrics and trajectories go besides the run folder (see loggers.md)."""
 
-    kind: Literal["tensorboard", "wandb"]
+    kind: Literal["tensorboard", "wandb", "mlflow", "trackio", "otlp"]
+    """``otlp``: trajectories as spans, to a collector of OpenTelemetry."""
     project: str | None = None
-    """wandb: the project; null: ``experiment_name``."""
+    """wandb, trackio: the project; mlflow: the experiment. null: ``experiment_name``."""
+    url: str | None = Field(None, pattern=r"^(https?://.+|databricks.*|sqlite:.+)$")
+    """mlflow: its server (null: MLFLOW_TRACKING_URI); otlp: the collector (null:
+    OTEL_EXPORTER_OTLP_ENDPOINT, else ``http://localhost:4318``); trackio: its server (null: the
+    local database)."""
+    max_trajectories: int = Field(8, ge=0)
+    """mlflow, otlp: maximum number of trajectories of each step that are sent as traces, from the
+    lowest reward to the highest."""
+    capture_content: bool = False
+    """mlflow, otlp: True: traces hold messages, and arguments and results of tools."""
+
+    @model_validator(mode="after")
+    def _has_only_what_its_kind_reads(self) -> Self:
+        of_traces = ("mlflow", "otlp")
+        readers = {
+            "project": ("wandb", "trackio", "mlflow"),
+            "url": ("mlflow", "trackio", "otlp"),
+            "max_trajectories": of_traces,
+            "capture_content": of_traces,
+        }
+        for name, kinds in readers.items():
+            # The defaults of all keys are saved with a run.
+            is_given = getattr(self, name) != type(self).model_fields[name].default
+            if is_given and self.kind not in kinds:
+                raise ValueError(
+                    f"{name} is not for kind {self.kind}. Allowed with: "
+                    f"{', '.join(kinds)}. Remove it"
+                )
+        return self
 
 
 class AgentConfig(StrictConfig):

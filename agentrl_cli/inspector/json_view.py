@@ -17,6 +17,7 @@ from agentrl_cli.prefix_mismatches import (
     summarize_prefix_mismatches,
 )
 from agentrl_cli.records import Trajectory
+from agentrl_cli.scores import compute_score
 
 _COST_FIELDS = ("num_reprefilled_tokens", "num_dropped_tokens")
 _TOKEN_FIELDS = ("prompt_ids", "completion_ids", "rollout_logprobs", "versions")
@@ -28,7 +29,7 @@ def format_steps(run: str, summaries: Sequence[StepSummary]) -> str:
     rows = [
         ({} if s.totals is None else s.totals.to_dict())
         | {"alarms": s.alarms, "problem": s.problem}
-        | _locate(s.source)
+        | locate(s.source)
         for s in summaries
     ]
     of_steps = (s.prefix_mismatches for s in summaries if not s.source.is_eval)
@@ -44,7 +45,7 @@ def format_steps(run: str, summaries: Sequence[StepSummary]) -> str:
 
 def format_selection(run: str, selection: Selection) -> str:
     """``{"run", "num_matching", "trajectories": [...], "problems": [...]}``."""
-    rows = [asdict(f.summary) | _locate(f.source) for f in selection.found]
+    rows = [asdict(f.summary) | locate(f.source) for f in selection.found]
     return _dump(
         {
             "run": run,
@@ -60,7 +61,7 @@ def format_trajectory(
 ) -> str:
     """All fields of a trajectory; with ``tokens`` its ids, logprobs, versions and mask too, which
     is all False where it is not ``trained``."""
-    data = asdict(trajectory) | _locate(source)
+    data = asdict(trajectory) | locate(source)
     data["prefix_mismatches"] = describe_mismatches(summarize_prefix_mismatches([trajectory]))
     costs = {
         one.interaction_id: asdict(one) for one in find_prefix_mismatches(trajectory.interactions)
@@ -78,7 +79,21 @@ def format_trajectory(
     return _dump(data)
 
 
-def _locate(source: Source) -> dict[str, Any]:
+def describe_outcome(trajectory: Trajectory) -> dict[str, Any]:
+    """How a trajectory ended: its reward, what it was made of, and its failure."""
+    return {
+        "reward": trajectory.reward,
+        "reward_parts": dict(trajectory.reward_parts),
+        "score": compute_score(trajectory),
+        "final_answer": trajectory.final_answer,
+        "stop_reason": trajectory.stop_reason,
+        "failure": None if trajectory.failure is None else asdict(trajectory.failure),
+        "prefix_mismatches": describe_mismatches(summarize_prefix_mismatches([trajectory])),
+    }
+
+
+def locate(source: Source) -> dict[str, Any]:
+    """Where a trajectory is stored: ``{"source": "step", "step": 12, "label": null}``."""
     return {
         "source": "eval" if source.is_eval else "step",
         "step": source.step,
@@ -86,16 +101,24 @@ def _locate(source: Source) -> dict[str, Any]:
     }
 
 
+def format_line(value: Any) -> bytes:
+    """``value`` as one line of strict JSON in UTF-8, with its end."""
+    text = json.dumps(to_strict(value), ensure_ascii=False, allow_nan=False, default=repr)
+    # Of a lone surrogate, which no UTF-8 holds, what JSON writes for it.
+    return f"{text}\n".encode("utf-8", "backslashreplace")
+
+
 def _dump(value: Any) -> str:
     # ASCII: any terminal and any reader takes it.
-    return json.dumps(_to_strict(value), indent=2, allow_nan=False, default=repr)
+    return json.dumps(to_strict(value), indent=2, allow_nan=False, default=repr)
 
 
-def _to_strict(value: Any) -> Any:
+def to_strict(value: Any) -> Any:
+    """``value`` as strict JSON has it: None for what is not finite, texts as keys."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(k): _to_strict(v) for k, v in value.items()}
+        return {str(k): to_strict(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_strict(v) for v in value]
+        return [to_strict(v) for v in value]
     return value

@@ -27,7 +27,12 @@ from agentrl_cli.prefix_mismatches import (
     find_prefix_mismatches,
     format_mismatch_cost,
 )
-from agentrl_cli.records import Interaction, InteractionStatus, Message, Trajectory
+from agentrl_cli.records import (
+    Interaction,
+    InteractionStatus,
+    Trajectory,
+    find_new_messages,
+)
 from agentrl_cli.scores import compute_group_statistics, compute_score
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.trajectory_file import find_matches, read_trajectory
@@ -44,7 +49,7 @@ def build_tree(trajectory: Trajectory, title: str) -> Tree:
     }
     children: dict[str | None, list[Interaction]] = {}
     for interaction in completed.values():
-        parent = _find_parent(interaction, completed)
+        parent = find_parent(interaction, completed)
         children.setdefault(parent.id if parent else None, []).append(interaction)
     costs = {one.interaction_id: one for one in find_prefix_mismatches(trajectory.interactions)}
     roots = children.get(None, [])
@@ -64,7 +69,7 @@ def build_tree(trajectory: Trajectory, title: str) -> Tree:
     return tree
 
 
-def _find_parent(interaction: Interaction, completed: dict[str, Interaction]) -> Interaction | None:
+def find_parent(interaction: Interaction, completed: dict[str, Interaction]) -> Interaction | None:
     """The parent, where it is stored and came before: damaged data cannot make a cycle."""
     parent = completed.get(interaction.parent_id or "")
     if parent is None or (parent.started, parent.id) >= (interaction.started, interaction.id):
@@ -83,7 +88,7 @@ def _add_chain(
     pending = [(branch, interaction)]
     while pending:
         branch, interaction = pending.pop(0)
-        _add_turn(branch, interaction, _find_parent(interaction, completed), costs)
+        _add_turn(branch, interaction, find_parent(interaction, completed), costs)
         following = children.get(interaction.id, [])
         if len(following) == 1:
             # On the same level: only forks are indented.
@@ -109,18 +114,6 @@ def _add_turn(
     else:
         reply = Text("assistant: (no reply is stored)", style="dim")
     branch.add(reply.append("\n  ").append(_format_turn(interaction, costs)))
-
-
-def find_new_messages(interaction: Interaction, parent: Interaction | None) -> Sequence[Message]:
-    """The request's messages that the parent's turn did not have; all, where history differs."""
-    if parent is None:
-        return interaction.messages
-    known = len(parent.messages)
-    # The parent's reply may come back spelled differently (null or "", key order), so it is
-    # counted and not compared.
-    if interaction.messages[:known] == parent.messages and len(interaction.messages) > known:
-        return interaction.messages[known + 1 :]
-    return interaction.messages
 
 
 def _format_turn(interaction: Interaction, costs: dict[str, PrefixMismatch]) -> Text:

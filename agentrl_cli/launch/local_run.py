@@ -37,7 +37,7 @@ from agentrl_cli.store.layout import parse_label
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.tracking.gateway_socket import raise_file_limit
 from agentrl_cli.train.loop import StopFlag
-from agentrl_cli.train.monitor.loggers import check_loggers
+from agentrl_cli.train.monitor.loggers.logger_building import check_loggers
 
 
 def place_run(

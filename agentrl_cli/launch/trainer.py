@@ -38,14 +38,18 @@ from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.step_planner import StepPlanner
 from agentrl_cli.rollout.workflow import RolloutWorkflow
 from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
-from agentrl_cli.store.layout import WANDB_RUN_ID, describe, eval_name, is_url
+from agentrl_cli.store.layout import describe, eval_name, is_url
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.working_copy import FolderOwner, open_location
 from agentrl_cli.tracking.formats.format_choice import collect_template_text
 from agentrl_cli.train.checkpoint import seed_generators
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.loop import RunCoordinator, StopFlag, TrainingLoop
-from agentrl_cli.train.monitor.loggers import build_loggers, check_loggers
+from agentrl_cli.train.monitor.loggers.logger_building import (
+    build_loggers,
+    check_loggers,
+    check_packages,
+)
 from agentrl_cli.train.publish import build_probes
 from agentrl_cli.train.ranks import Ranks, open_ranks
 from agentrl_cli.train.rendezvous import Rendezvous
@@ -108,7 +112,8 @@ class PPOTrainer:
         if run is None:
             run = servers.run if servers is not None else resolve_run_here(config, "train")
         RunFolder.check_resumable(config, overwrite=overwrite)
-        check_loggers(config)
+        # A trainer that is started again in the middle of a run waits for no logger.
+        (check_loggers if owner is None else check_packages)(config)
         self.config = config
         self.observer = observer or SilentObserver()
         self.placement = placement or LocalPlacement()
@@ -245,8 +250,7 @@ class PPOTrainer:
             version=None,
             tied_names=find_tied_names(learner.model),
         )
-        loggers = build_loggers(self.config, folder.path, stack)
-        folder.push(WANDB_RUN_ID)
+        loggers = build_loggers(self.config, folder, stack, self.observer.on_message)
         first_step = find_first_rolled_step(folder, learner.step + 1)
         scheduler = self._build_scheduler(folder, workflow, engine, first_step)
         scheduler.set_policy_version(learner.step)

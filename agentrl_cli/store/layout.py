@@ -28,8 +28,8 @@ LOGS = "logs"
 #: Written by the loggers of those names.
 TENSORBOARD = "tensorboard"
 WANDB = "wandb"
-#: Tells a trial that was begun anew from one that was resumed.
-WANDB_RUN_ID = "wandb_run_id.txt"
+#: What loggers call the run: it tells a trial that was begun anew from one that was resumed.
+LOGGER_RUN_ID = "logger_run_id.txt"
 LOCK = ".lock"
 #: Held by a trainer that is a process of its own, while its command holds ``LOCK``.
 TRAINER_LOCK = ".lock-trainer"
@@ -39,11 +39,11 @@ OVERWRITING = ".overwriting"
 #: What belongs to agentrl in a run folder, and nothing else may be deleted from it.
 OWNED = (
     METRICS, TRAJECTORIES, PENDING, CHECKPOINTS, LOGS, DATA_CURSOR, MANIFEST, CONFIG,
-    TENSORBOARD, WANDB, WANDB_RUN_ID, TRACE,
+    TENSORBOARD, WANDB, LOGGER_RUN_ID, TRACE,
 )  # fmt: skip
 
 #: What grows beside the run, whoever writes it: logs, the folders of loggers, the trace.
-GROWING = (LOGS, TENSORBOARD, WANDB, WANDB_RUN_ID, TRACE)
+GROWING = (LOGS, TENSORBOARD, WANDB, LOGGER_RUN_ID, TRACE)
 
 #: Names with these endings are incomplete or being deleted: never read, removed at the next start.
 TEMPORARY = (".tmp", ".deleted")

@@ -47,7 +47,7 @@ from agentrl_cli.store.trajectory_summary import (
     parse_open_rounds,
 )
 
-FORMAT_VERSION = "2"
+FORMAT_VERSION = "3"
 _FORMAT = b"agentrl_format"
 _TOTALS = b"agentrl_totals"
 _OPEN_ROUNDS = b"agentrl_open_rounds"
@@ -116,13 +116,15 @@ def read_trajectory_file(path: Path) -> list[Trajectory]:
     Raises:
         StoreError: the file is missing or damaged.
     """
+    return [*iterate_trajectory_file(path)]
+
+
+def iterate_trajectory_file(path: Path) -> Iterator[Trajectory]:
+    """As :func:`read_trajectory_file`, a few at a time: a file may be larger than the memory."""
     with _opened(path) as file:
         # Row by row: as Python's own numbers the columns of a step would take gigabytes.
-        return [
-            _parse_row(row)
-            for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=[*COLUMNS])
-            for row in batch.to_pylist()
-        ]
+        for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME, columns=[*COLUMNS]):
+            yield from map(_parse_row, batch.to_pylist())
 
 
 def read_trajectory(path: Path, number: int) -> Trajectory:

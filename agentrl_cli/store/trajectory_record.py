@@ -138,8 +138,6 @@ def parse_row(row: Mapping[str, Any]) -> Trajectory:
     Raises:
         KeyError, TypeError, ValueError: it is no such row.
     """
-    # Earlier versions did not record it.
-    row = {"started_at": 0.0, **row}
     values = {
         name.removesuffix(JSON_ENDING): json.loads(row[name]) if kind == "json" else row[name]
         for name, kind in COLUMNS.items()

@@ -262,7 +262,7 @@ class WorkingCopy(LocalFolder):
 
     def share_logs(self) -> None:
         self.fetch_folder(self.path / layout.LOGS)
-        self.fetch(self.path / layout.WANDB_RUN_ID)
+        self.fetch(self.path / layout.LOGGER_RUN_ID)
         self._pushed = dict(self._list_growing())
         self._pusher.start()
 

@@ -25,7 +25,7 @@ from agentrl_cli.store.trajectory_record import format_record, parse_record
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.monitor.alarms import Alarms
 from agentrl_cli.train.monitor.batch_metrics import describe_hardness, summarize_trajectories
-from agentrl_cli.train.monitor.loggers import MetricsLogger
+from agentrl_cli.train.monitor.loggers.logger_building import MetricsLogger
 from agentrl_cli.train.monitor.run_trace import RunTrace
 from agentrl_cli.train.monitor.step_clock import StepClock
 from agentrl_cli.train.publish import publish_and_verify
@@ -244,6 +244,8 @@ class RunCoordinator:
         with self._clock.phase("store"):
             self.folder.append_metrics(line)
         self._log(step, line)
+        for logger in self.loggers:
+            logger.log_trajectories(step, batch)
         self._trace_step(step, batch, metrics)
         self.observer.on_step(line)
         if step == 1 and (advice := describe_hardness(line)) is not None:

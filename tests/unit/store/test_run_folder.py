@@ -173,7 +173,7 @@ def test_overwrite_deletes_the_run_and_nothing_else(folder: RunFolder, make_conf
     folder.append_metrics({"step": 1})
     with folder.new_checkpoint(1):
         pass
-    for name in ("my-notes.txt", "wandb_run_id.txt"):
+    for name in ("my-notes.txt", "logger_run_id.txt"):
         (folder.path / name).write_text("mine")
     folder.close()
     with RunFolder.create_or_resume(make_config(seed=9), overwrite=True) as again:
@@ -183,7 +183,7 @@ def test_overwrite_deletes_the_run_and_nothing_else(folder: RunFolder, make_conf
         assert yaml.safe_load(again.config_path.read_text())["seed"] == 9
         assert (again.path / "my-notes.txt").read_text() == "mine"
         # The next start is another run of Weights & Biases.
-        assert not (again.path / "wandb_run_id.txt").exists()
+        assert not (again.path / "logger_run_id.txt").exists()
         # Killed before it had deleted everything, it is finished by the next start.
         again.write_trajectories(1, [])
         (again.path / ".overwriting").touch()

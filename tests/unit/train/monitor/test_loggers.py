@@ -1,9 +1,16 @@
-"""Loggers: what is written can be read back; what is missing says what to type."""
+"""Loggers: what is written can be read back; what is missing, or does not answer, says what to
+type, and neither stops nor delays a run."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import subprocess
 import sys
+import threading
+import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +20,11 @@ import pytest
 
 from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.config.train_config import TrainConfig
-from agentrl_cli.errors import MissingExtraError
+from agentrl_cli.errors import MissingExtraError, UserInputError
 from agentrl_cli.train.loop import RunCoordinator
-from agentrl_cli.train.monitor.loggers import build_loggers, check_loggers
+from agentrl_cli.train.monitor.loggers import background_logger, metric_sinks
+from agentrl_cli.train.monitor.loggers.background_logger import BackgroundLogger
+from agentrl_cli.train.monitor.loggers.logger_building import build_loggers, check_loggers
 
 
 def build_config(*loggers: dict[str, Any]) -> ExperimentConfig:
@@ -31,46 +40,152 @@ def build_config(*loggers: dict[str, Any]) -> ExperimentConfig:
     )
 
 
-def test_no_loggers(tmp_path: Path):
-    assert build_loggers(build_config(), tmp_path, ExitStack()) == []
-    assert list(tmp_path.iterdir()) == []
+@pytest.fixture
+def folder(tmp_path: Path) -> Any:
+    return SimpleNamespace(path=tmp_path, location=str(tmp_path), push=print)
 
 
-def test_tensorboard_can_be_read_back(tmp_path: Path):
+def test_no_loggers(folder: Any) -> None:
+    assert build_loggers(build_config(), folder, ExitStack(), print) == []
+    assert list(folder.path.iterdir()) == []
+
+
+def test_tensorboard_can_be_read_back(tmp_path: Path) -> None:
     accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", exc_type=ImportError
     )
-    (logger,) = build_loggers(build_config({"kind": "tensorboard"}), tmp_path, ExitStack())
-    logger.log(1, {"reward_mean": 0.25})
-    logger.log(2, {"reward_mean": 0.5, "loss": -1.0})
+    sink = metric_sinks.TensorboardSink(tmp_path)
+    sink.log(1, {"reward_mean": 0.25, "reward_part_exact": 0.75})
+    sink.log(2, {"reward_mean": 0.5, "loss": -1.0})
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     # Before close: a run that is killed keeps what it logged.
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("reward_mean")] == [(1, 0.25), (2, 0.5)]
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(2, -1.0)]
-    logger.close()
-    logger.close()
+    assert [(e.step, e.value) for e in events.Scalars("reward_part_exact")] == [(1, 0.75)]
+    sink.close(failed=False)
 
 
 @pytest.mark.parametrize(
-    ("kind", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")]
+    ("kind", "module", "extra"),
+    [
+        ("tensorboard", "tensorboard", "tensorboard"),
+        ("wandb", "wandb", "wandb"),
+        ("mlflow", "mlflow", "mlflow"),
+        ("trackio", "trackio", "trackio"),
+        ("otlp", "opentelemetry.exporter.otlp.proto.http", "otel"),
+    ],
 )
-def test_a_missing_package_says_what_to_type(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, module: str
-):
+def test_a_missing_package_is_found_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, folder: Any, kind: str, module: str, extra: str
+) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=rf"pip install 'agentrl-cli\[{kind}\]'"):
-        build_loggers(build_config({"kind": kind}), tmp_path, ExitStack())
-
-
-def test_a_missing_package_is_found_before_anything_starts(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
     check_loggers(build_config())
-    with pytest.raises(MissingExtraError, match=r"pip install 'agentrl-cli\[wandb\]'"):
-        check_loggers(build_config({"kind": "wandb"}))
+    for look in (check_loggers, lambda c: build_loggers(c, folder, ExitStack(), print)):
+        with pytest.raises(MissingExtraError, match=rf"pip install 'agentrl-cli\[{extra}\]'"):
+            look(build_config({"kind": kind}))
 
 
-def test_evaluations_reach_every_logger(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("logger", "message"),
+    [
+        ({"kind": "tensorboard", "url": "http://x"}, "url is not for kind tensorboard"),
+        ({"kind": "wandb", "capture_content": True}, "Allowed with: mlflow, otlp"),
+        ({"kind": "otlp", "url": "collector:4318"}, "url"),
+    ],
+)
+def test_keys_of_other_kinds_are_refused(logger: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_config(logger)
+
+
+def test_a_saved_configuration_names_the_defaults_of_all_keys() -> None:
+    config = build_config({"kind": "tensorboard"})
+    assert ExperimentConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize("kind", ["mlflow", "otlp", "trackio"])
+def test_a_server_that_is_not_there_is_said_before_anything_starts(kind: str) -> None:
+    pytest.importorskip("opentelemetry.sdk" if kind == "otlp" else kind)
+    # Port 9 of loopback: nobody listens.
+    config = build_config({"kind": kind, "url": "http://127.0.0.1:9"})
+    with pytest.raises(UserInputError, match=rf"loggers: {kind}: .*correct loggers.0.url"):
+        check_loggers(config)
+
+
+def test_mlflow_without_a_server_says_how_to_name_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(UserInputError, match=r"type loggers.0.url=http://127.0.0.1:5000"):
+        check_loggers(build_config({"kind": "mlflow"}))
+
+
+class Sink:
+    """Does with each step what a test says."""
+
+    def __init__(self, act: Any = print) -> None:
+        self.act = act
+        self.steps: list[int] = []
+        self.ends: list[bool] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.act(step)
+        self.steps.append(step)
+
+    def log_trajectories(self, step: int, trajectories: Any) -> None:
+        raise AssertionError("none were given")
+
+    def close(self, *, failed: bool) -> None:
+        self.ends.append(failed)
+
+
+def test_what_fails_is_said_once_and_tried_again() -> None:
+    def fail_first(step: int) -> None:
+        if step < 3:
+            raise OSError(f"no route to host, {step}, key sk-123456789")
+
+    sink, said = Sink(fail_first), list[str]()
+    logger = BackgroundLogger("mlflow", lambda: sink, said.append, remedy="Do this.")
+    for step in range(1, 5):
+        logger.log(step, {"loss": 0.0})
+    logger.close(failed=True)
+    logger.close()
+    assert (sink.steps, sink.ends) == ([3, 4], [True])
+    assert said == [
+        "loggers: mlflow: OSError: no route to host, 1, key ***. Training goes on, and "
+        "metrics.jsonl in the run folder has all metrics. Do this."
+    ]
+
+
+def test_a_logger_that_cannot_be_opened_is_left_out() -> None:
+    said = list[str]()
+
+    def refuse() -> Any:
+        raise PermissionError("401 Unauthorized")
+
+    logger = BackgroundLogger("wandb", refuse, said.append, remedy="Type wandb login.")
+    for step in range(200):
+        logger.log(step, {})
+    logger.close()
+    assert len(said) == 1
+    assert "401 Unauthorized" in said[0]
+
+
+def test_a_server_that_hangs_delays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_logger, "_CLOSE_SECONDS", 0.3)
+    released, said = threading.Event(), list[str]()
+    sink = Sink(lambda _: released.wait(60))
+    logger = BackgroundLogger("otlp", lambda: sink, said.append, remedy="Start it.")
+    started = time.monotonic()
+    for step in range(1000):
+        logger.log(step, {})
+    assert "does not keep up" in said[0]
+    logger.close()
+    assert time.monotonic() - started < 10
+    assert len(said) == 1
+    released.set()
+
+
+def test_evaluations_reach_every_logger() -> None:
     names = [field.name for field in dataclasses.fields(RunCoordinator) if field.init]
     logged: list[tuple[int, Any]] = []
     logger = SimpleNamespace(log=lambda step, metrics: logged.append((step, metrics)))
@@ -90,29 +205,70 @@ def test_evaluations_reach_every_logger(tmp_path: Path):
     assert logged == [(0, {"eval_mean_reward": 0.0})] * 2
 
 
-def test_wandb_goes_on_in_the_run_of_the_trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_wandb_goes_on_in_the_run_of_the_trial(
+    monkeypatch: pytest.MonkeyPatch, folder: Any
+) -> None:
     calls: list[tuple[str, Any]] = []
     run = SimpleNamespace(
         log=lambda metrics, step: calls.append(("log", (step, metrics))),
-        finish=lambda: calls.append(("finish", None)),
+        finish=lambda exit_code: calls.append(("finish", exit_code)),
     )
 
     def init(**arguments: Any) -> SimpleNamespace:
         calls.append(("init", arguments))
         return run
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    (logger,) = build_loggers(build_config({"kind": "wandb"}), tmp_path, ExitStack())
-    logger.log(3, {"loss": 1.0})
-    logger.close()
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, __spec__="there"))
+
+    def log(step: int) -> None:
+        with ExitStack() as stack:
+            [logger] = build_loggers(build_config({"kind": "wandb"}), folder, stack, print)
+            logger.log(step, {"loss": 1.0})
+
+    log(3)
     (_, arguments), *rest = list(calls)
     assert arguments["project"] == "exp"
     assert arguments["id"].startswith("exp-t7-")
-    build_loggers(build_config({"kind": "wandb"}), tmp_path, ExitStack())
-    (tmp_path / "wandb_run_id.txt").unlink()
-    build_loggers(build_config({"kind": "wandb"}), tmp_path, ExitStack())
+    log(4)
+    (folder.path / "logger_run_id.txt").unlink()
+    log(5)
     ids = [arguments["id"] for call, arguments in calls if call == "init"]
     assert ids[0] == ids[1] != ids[2]
     assert arguments["resume"] == "allow"
     assert arguments["config"]["trial_name"] == "t7"
-    assert rest == [("log", (3, {"loss": 1.0})), ("finish", None)]
+    assert rest == [("log", (3, {"loss": 1.0})), ("finish", 0)]
+
+
+TRACKIO = """
+import json, sys
+from contextlib import ExitStack
+from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.train.monitor.loggers.logger_building import build_loggers
+
+config = ExperimentConfig.model_validate(json.loads(sys.argv[1]))
+for step in (1, 2):
+    with RunFolder.create_or_resume(config) as folder, ExitStack() as stack:
+        [logger] = build_loggers(config, folder, stack, lambda text: sys.exit(text))
+        logger.log(step, {"reward_mean": step / 4, "reward_part_exact": 0.5})
+        logger.log(step, {"eval_mean_reward": 0.75})
+
+import trackio
+[run] = trackio.Api().runs("exp")
+print("READ", json.dumps([run.name, run.history()], default=str))
+"""
+
+
+@pytest.mark.slow
+def test_trackio_has_both_starts_of_a_trial_in_one_run(tmp_path: Path) -> None:
+    pytest.importorskip("trackio")
+    data = build_config({"kind": "trackio"}).model_dump(mode="json")
+    command = [sys.executable, "-c", TRACKIO, json.dumps(data | {"output_dir": str(tmp_path)})]
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert "READ" in done.stdout, done.stdout + done.stderr
+    name, rows = json.loads(done.stdout.partition("READ ")[2])
+    assert name.startswith("exp-t7-")
+    found = [(row["step"], row["reward_mean"]) for row in rows if row.get("reward_mean")]
+    assert found == [(1, 0.25), (2, 0.5)]
+    assert any(row.get("eval_mean_reward") == 0.75 for row in rows)

@@ -11,7 +11,8 @@ import pytest
 
 from agentrl_cli.config.sft_config import SftDatasetConfig
 from agentrl_cli.errors import UserInputError
-from agentrl_cli.inspector.conversation_export import export_conversations
+from agentrl_cli.inspector.exports.conversation_export import export_conversations
+from agentrl_cli.inspector.exports.export_selection import ExportSelection
 from agentrl_cli.models.sft_rows import load_rows
 from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
 from agentrl_cli.store.run_folder import RunFolder
@@ -57,7 +58,7 @@ def run(run_config) -> Any:
 
 def export(run: Path, to: Path, **options: Any) -> list[str]:
     """The answers of the rows; that ``agentrl sft`` reads them is part of it."""
-    export_conversations(run, to, **options)
+    export_conversations(run, to, ExportSelection(**options))
     rows = load_rows(SftDatasetConfig(path=str(to)))
     assert all(row["messages"][-1]["role"] == "assistant" for row in rows)
     return [row["messages"][-1]["content"] for row in rows]
@@ -76,7 +77,7 @@ def test_the_best_come_first_and_none_comes_twice(run: Any, tmp_path: Path) -> N
     assert export(path, to, min_reward=0.9) == ["right", "right, too", "nearly"]
     # An equal conversation takes no place of another.
     assert export(path, to, max_per_task=2) == ["right", "right, too", "nearly"]
-    done = export_conversations(path, to, max_per_task=1)
+    done = export_conversations(path, to, ExportSelection(max_per_task=1))
     assert (done.num_rows, done.num_tasks, done.num_trajectories) == (2, 2, 5)
     assert json.loads(to.read_text().splitlines()[0])["tools"] == [TOOL]
 
@@ -92,7 +93,7 @@ def test_what_failed_or_was_cut_short_is_no_example(run: Any, tmp_path: Path) ->
     )
     assert export(path, tmp_path / "rows.jsonl") == ["fine"]
     with pytest.raises(UserInputError, match=r"none of 4 trajectories .*: 1 without a reward, "):
-        export_conversations(path, tmp_path / "none.jsonl", min_reward=1.0)
+        export_conversations(path, tmp_path / "none.jsonl", ExportSelection(min_reward=1.0))
     assert not (tmp_path / "none.jsonl").exists()
 
 
@@ -104,3 +105,8 @@ def test_each_branch_is_a_conversation(folder: RunFolder, tmp_path: Path) -> Non
         *("user", "assistant", "tool", "assistant")
     ]
     assert first["messages"][1]["tool_calls"][0]["function"]["name"] == "calculate"
+
+
+def test_half_a_character_of_a_model_stops_nothing(run: Any, tmp_path: Path) -> None:
+    path = run(talk(0, 0, 1.0, "\ud83d ok é"))
+    assert export(path, tmp_path / "rows.jsonl") == ["? ok é"]

@@ -7,14 +7,15 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentrl_cli.errors import UserInputError
-from agentrl_cli.inspector.trajectory_query import TrajectoryQuery, choose_sources
+from agentrl_cli.inspector.exports.export_selection import ExportSelection
+from agentrl_cli.inspector.trajectory_query import choose_sources
 from agentrl_cli.records import InteractionStatus, Trajectory
-from agentrl_cli.store.atomic_files import atomic_file, store_errors
+from agentrl_cli.store.atomic_files import atomic_file
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.store.trajectory_file import read_trajectory_file
+from agentrl_cli.store.trajectory_file import iterate_trajectory_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +30,12 @@ class ExportedConversations:
 
 
 def export_conversations(
-    run: str | Path,
-    to: Path,
-    *,
-    steps: str | None = None,
-    evals: str | None = None,
-    min_reward: float | None = None,
-    max_per_task: int | None = None,
+    run: str | Path, to: Path, selection: ExportSelection | None = None
 ) -> ExportedConversations:
     """Writes ``to``, a JSONL file with a row ``{"messages": [...], "tools": [...]}`` for each
     conversation of the trajectories that succeeded.
 
-    Left out are trajectories that failed, have no reward or a lower one than ``min_reward``, those
+    Left out are trajectories that failed, have no reward or a lower one than is asked for, those
     whose last reply was cut short, and conversations that are there already. A conversation is what
     the last call of a branch was asked, with its reply. With ``max_per_task`` the best of a task
     come first.
@@ -49,14 +44,15 @@ def export_conversations(
         UserInputError: no such run, step or evaluation, or no trajectory that may be exported.
         StoreError: a file cannot be read or written.
     """
-    folder = RunFolder.open(run)
-    kept: list[Trajectory] = []
+    folder, selection = RunFolder.open(run), selection or ExportSelection()
+    kept: list[_Candidate] = []
     left_out = Counter[str]()
-    for source in choose_sources(folder, TrajectoryQuery(steps=steps, evals=evals)):
-        for trajectory in read_trajectory_file(source.find_file(folder)):
-            reason = _find_reason(trajectory, min_reward)
+    for source in choose_sources(folder, selection.query):
+        for trajectory in iterate_trajectory_file(source.find_file(folder)):
+            reason = _find_reason(trajectory, selection.min_reward)
             if reason is None:
-                kept.append(trajectory)
+                rows = [*map(_format_row, list_conversations(trajectory))]
+                kept.append(_Candidate(trajectory.reward or 0.0, trajectory.task_id, rows))
             else:
                 left_out[reason] += 1
     if not kept:
@@ -65,20 +61,28 @@ def export_conversations(
             f"{folder.location}: none of {left_out.total()} trajectories can be exported: {reasons}"
         )
     # Stable: equal ones stay in the order in which they were sampled.
-    kept.sort(key=lambda trajectory: -(trajectory.reward or 0.0))
-    rows: dict[str, None] = {}
+    kept.sort(key=lambda candidate: -candidate.reward)
+    rows_written: dict[bytes, None] = {}
     num_by_task = Counter[str]()
-    for trajectory in kept:
-        if max_per_task is not None and num_by_task[trajectory.task_id] >= max_per_task:
+    for candidate in kept:
+        limit = selection.max_per_task
+        if limit is not None and num_by_task[candidate.task_id] >= limit:
             continue
-        new = [
-            text for text in map(_format_row, list_conversations(trajectory)) if text not in rows
-        ]
-        rows |= dict.fromkeys(new)
-        num_by_task[trajectory.task_id] += bool(new)
-    with store_errors(to), atomic_file(to) as file:
-        file.write("".join(f"{row}\n" for row in rows).encode())
-    return ExportedConversations(len(rows), len(+num_by_task), len(kept) + left_out.total())
+        new = [row for row in candidate.rows if row not in rows_written]
+        rows_written |= dict.fromkeys(new)
+        num_by_task[candidate.task_id] += bool(new)
+    with atomic_file(to) as file:
+        file.writelines(rows_written)
+    num_trajectories = len(kept) + left_out.total()
+    return ExportedConversations(len(rows_written), len(+num_by_task), num_trajectories)
+
+
+class _Candidate(NamedTuple):
+    """What is kept of a trajectory until all are ranked: its tokens would fill the memory."""
+
+    reward: float
+    task_id: str
+    rows: list[bytes]
 
 
 def list_conversations(trajectory: Trajectory) -> list[dict[str, Any]]:
@@ -92,8 +96,9 @@ def list_conversations(trajectory: Trajectory) -> list[dict[str, Any]]:
     ]
 
 
-def _format_row(row: dict[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False)
+def _format_row(row: dict[str, Any]) -> bytes:
+    # Half of a surrogate pair, which agentrl sft refuses, becomes a question mark.
+    return (json.dumps(row, ensure_ascii=False) + "\n").encode("utf-8", "replace")
 
 
 def _find_reason(trajectory: Trajectory, min_reward: float | None) -> str | None:

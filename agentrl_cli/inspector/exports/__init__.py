@@ -1,0 +1,1 @@
+"""What is read of a run outside of agentrl: a file for each format."""

@@ -1,0 +1,1 @@
+"""Where metrics and trajectories go besides the run folder."""

@@ -1,0 +1,178 @@
+"""The loggers of a configuration: whether they can be used, and made."""
+
+from __future__ import annotations
+
+import importlib.util
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Protocol
+
+from agentrl_cli.config.experiment import ExperimentConfig, LoggerConfig
+from agentrl_cli.errors import MissingExtraError, UserInputError
+from agentrl_cli.log import sanitize
+from agentrl_cli.records import Trajectory
+from agentrl_cli.store import layout
+from agentrl_cli.store.atomic_files import write_text
+from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.train.monitor.loggers.background_logger import (
+    BackgroundLogger,
+    LoggerSink,
+    Warn,
+)
+from agentrl_cli.train.monitor.loggers.metric_sinks import (
+    TensorboardSink,
+    TrackioSink,
+    WandbSink,
+)
+from agentrl_cli.train.monitor.loggers.mlflow_sink import MlflowSink, check_server
+from agentrl_cli.train.monitor.loggers.otlp_sink import OtlpSink, check_collector
+
+#: The module of each kind, and the extra that brings it.
+_PACKAGES = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "mlflow": ("mlflow", "mlflow"),
+    "trackio": ("trackio", "trackio"),
+    "otlp": ("opentelemetry.exporter.otlp.proto.http", "otel"),
+}
+_CHECK_SECONDS = 10.0
+
+
+class MetricsLogger(Protocol):
+    """Receives the metrics of every step, those of evaluations, and trajectories; returns at
+    once."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records metrics of one step; those of an evaluation after it come in a call of their
+        own."""
+        ...
+
+    def log_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Records trajectories of a step, or some of them."""
+        ...
+
+
+def check_packages(config: ExperimentConfig) -> None:
+    """Refuses loggers whose packages are not installed.
+
+    Raises:
+        MissingExtraError: a logger's package is not installed.
+    """
+    for logger in config.loggers:
+        module, extra = _PACKAGES[logger.kind]
+        try:
+            is_there = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:
+            is_there = False
+        if not is_there:
+            raise MissingExtraError(
+                f"loggers: kind {logger.kind} needs the package {module}, which is not installed. "
+                f"Type: pip install 'agentrl-cli[{extra}]'"
+            )
+
+
+def check_loggers(config: ExperimentConfig) -> None:
+    """Refuses loggers that cannot be used: what is not installed, or a server that does not answer.
+
+    Raises:
+        MissingExtraError: a logger's package is not installed.
+        UserInputError: a logger's server cannot be reached, or refuses us.
+    """
+    check_packages(config)
+    for number, logger in enumerate(config.loggers):
+        remedy = _find_remedy(number, logger)
+        if logger.kind == "mlflow":
+            check_server(logger, f"loggers.{number}", remedy)
+        elif logger.kind == "otlp":
+            check_collector(logger, config, remedy)
+        elif logger.kind == "trackio" and logger.url is not None:
+            _check_answers(logger.url, remedy)
+
+
+def _check_answers(url: str, remedy: str) -> None:
+    try:
+        with urllib.request.urlopen(url, timeout=_CHECK_SECONDS):
+            pass
+    except urllib.error.HTTPError:
+        # It answers; what it thinks of this page does not matter.
+        return
+    except (OSError, ValueError) as error:
+        text = sanitize(f"loggers: trackio: {url}: {error}. {remedy}")
+        raise UserInputError(text) from None
+
+
+def _find_remedy(number: int, logger: LoggerConfig) -> str:
+    without = "type loggers=[] to train without"
+    advice = {
+        "tensorboard": "Free some space",
+        "wandb": "Type wandb login, or set WANDB_MODE=offline",
+        "mlflow": f"Start the server (mlflow server), correct loggers.{number}.url, or set "
+        "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+        "trackio": f"Start the server (trackio show), correct loggers.{number}.url",
+        "otlp": f"Start the collector, correct loggers.{number}.url, or set "
+        "OTEL_EXPORTER_OTLP_HEADERS for its key",
+    }
+    return f"{advice[logger.kind]}; or {without}"
+
+
+def build_loggers(
+    config: ExperimentConfig, folder: RunFolder, stack: ExitStack, warn: Warn
+) -> list[MetricsLogger]:
+    """The loggers of ``config.loggers``, in its order; the end of ``stack`` closes them.
+
+    Args:
+        config: the experiment.
+        folder: the run's.
+        stack: holds the loggers.
+        warn: shows a line where one does not work.
+
+    Raises:
+        MissingExtraError: a logger's package is not installed.
+    """
+    check_packages(config)
+    loggers: list[MetricsLogger] = []
+    run_id = _read_run_id(folder, config) if config.loggers else ""
+    for number, logger in enumerate(config.loggers):
+        traces = logger.kind in ("mlflow", "otlp")
+        background = BackgroundLogger(
+            logger.kind,
+            _choose_sink(logger, config, folder, run_id),
+            warn,
+            remedy=_find_remedy(number, logger),
+            max_trajectories=logger.max_trajectories if traces else 0,
+        )
+        stack.push(partial(_close, background))
+        loggers.append(background)
+    return loggers
+
+
+def _close(logger: BackgroundLogger, *exc_info: object) -> None:
+    logger.close(failed=exc_info[0] is not None)
+
+
+def _choose_sink(
+    logger: LoggerConfig, config: ExperimentConfig, folder: RunFolder, run_id: str
+) -> Callable[[], LoggerSink]:
+    if logger.kind == "tensorboard":
+        return partial(TensorboardSink, folder.path)
+    if logger.kind == "wandb":
+        return partial(WandbSink, logger, config, folder.path, run_id)
+    if logger.kind == "mlflow":
+        return partial(MlflowSink, logger, config, run_id, folder.location)
+    if logger.kind == "trackio":
+        return partial(TrackioSink, logger, config, run_id)
+    return partial(OtlpSink, logger, config, run_id)
+
+
+def _read_run_id(folder: RunFolder, config: ExperimentConfig) -> str:
+    """The id of this run folder's run, chosen at its first start."""
+    path = folder.path / layout.LOGGER_RUN_ID
+    if not path.is_file():
+        unique = uuid.uuid4().hex[:8]
+        write_text(path, f"{config.experiment_name}-{config.trial_name}-{unique}\n")
+        folder.push(layout.LOGGER_RUN_ID)
+    return path.read_text(encoding="utf-8").strip()

@@ -1,0 +1,92 @@
+"""TensorBoard, Weights & Biases and Trackio: metrics alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agentrl_cli.config.experiment import ExperimentConfig, LoggerConfig
+from agentrl_cli.records import Trajectory
+from agentrl_cli.secret_masking import mask_secrets
+from agentrl_cli.store import layout
+
+
+class MetricSink:
+    """What a sink does with trajectories that takes none."""
+
+    def log_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """Leaves them out."""
+
+
+class TensorboardSink(MetricSink):
+    """Writes event files into the run folder."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run_dir / layout.TENSORBOARD))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records the metrics of one step and makes them visible."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self, *, failed: bool) -> None:
+        """Closes the event file."""
+        self._writer.close()
+
+
+class WandbSink(MetricSink):
+    """Sends metrics to Weights & Biases; a resumed trial continues in the same run, one begun
+    anew (``--overwrite``) begins another."""
+
+    def __init__(
+        self, logger: LoggerConfig, config: ExperimentConfig, run_dir: Path, run_id: str
+    ) -> None:
+        import wandb
+
+        self._run: Any = wandb.init(
+            project=logger.project or config.experiment_name,
+            name=config.trial_name,
+            id=run_id,
+            resume="allow",
+            dir=str(run_dir),
+            config=mask_secrets(config.model_dump(mode="json")),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Sends the metrics of one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self, *, failed: bool) -> None:
+        """Waits until everything is sent."""
+        self._run.finish(exit_code=int(failed))
+
+
+class TrackioSink(MetricSink):
+    """Writes metrics to Trackio's local database, or sends them to a server of it."""
+
+    def __init__(self, logger: LoggerConfig, config: ExperimentConfig, run_id: str) -> None:
+        import trackio
+
+        self._run: Any = trackio.init(
+            project=logger.project or config.experiment_name,
+            name=run_id,
+            group=config.trial_name,
+            server_url=logger.url,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+            config=mask_secrets(config.model_dump(mode="json")),
+        )
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records the metrics of one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self, *, failed: bool) -> None:
+        """Waits until everything is written."""
+        self._run.finish()
