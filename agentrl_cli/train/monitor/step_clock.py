@@ -75,11 +75,9 @@ class StepClock:
 
 
 def describe_time(lines: Sequence[Mapping[str, float]]) -> list[str]:
-    """Sentences on where the time of a run went, from the metrics of its steps; those that an
-    earlier version wrote do not count."""
-    known = [line for line in lines if "store_seconds" in line]
+    """Sentences on where the time of a run went, from the metrics of its steps."""
     totals = {
-        name: math.fsum(line.get(name, 0.0) for line in known)
+        name: math.fsum(line.get(name, 0.0) for line in lines)
         for name in ("step_seconds", *STEP_PARTS, *BETWEEN_PARTS, *TRAJECTORY_PARTS)
     }
     steps = totals["step_seconds"]

@@ -2,7 +2,8 @@
 
 Names and attributes are those of OpenTelemetry's conventions for generative AI
 (https://opentelemetry.io/docs/specs/semconv/gen-ai/); what they have no name for begins with
-``agentrl.``. Times are those of the record, which has the calls: a tool lasts from the reply that asks for it to the call that brings its result.
+``agentrl.``. Times are those of the record, which has the calls: a tool lasts from the reply that
+asks for it to the call that brings its result.
 """
 
 from __future__ import annotations

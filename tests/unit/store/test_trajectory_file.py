@@ -117,15 +117,6 @@ def test_every_field_survives(path) -> None:
     assert parse_record(format_record(FULL)) == FULL
 
 
-def test_what_was_written_before_starts_were_recorded_is_read(path) -> None:
-    write_trajectory_file(path, [FULL])
-    table = pq.read_table(path).drop_columns(["started_at"])
-    with pq.ParquetFile(path) as file:
-        facts = {k: v for k, v in file.metadata.metadata.items() if k != b"ARROW:schema"}
-    pq.write_table(table.replace_schema_metadata(facts), path)
-    assert read_trajectory_file(path) == [dataclasses.replace(FULL, started_at=0.0)]
-
-
 def test_the_full_record_sets_every_field_away_from_its_default() -> None:
     """Guards the test above: a new field of the records must be added to FULL."""
     for record, made in ((Trajectory, [FULL]), (Interaction, FULL.interactions)):
