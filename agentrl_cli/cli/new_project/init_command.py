@@ -67,8 +67,8 @@ def init_command(
         )
     target = Path(name).expanduser()
     _check_name(name, target.name)
-    _check_target(target)
     try:
+        _check_target(target)
         write_project(target, framework)
     except OSError as error:
         raise UserInputError(

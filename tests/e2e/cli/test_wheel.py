@@ -10,7 +10,6 @@ import sys
 import sysconfig
 import venv
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,6 +37,23 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return programs
 
 
+def run(program: Path, *words: str, folder: Path) -> str:
+    """What a program of the environment printed, which ended well."""
+    # Folders of PYTHONPATH have no .pth files read: nothing leads to the clone.
+    env = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [str(program), *words],
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{words}\n{done.stdout}"
+    return done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.openai_agents
 @pytest.mark.timeout(900)
@@ -52,50 +68,25 @@ def test_the_users_own_agent_of_the_readme(installed: Path, tiny: Path, tmp_path
     names = [command.split()[0] for command in commands]
     assert names == ["train", "train", "inspect-trajectories", "eval", "export"]
 
-    # Folders of PYTHONPATH have no .pth files read: nothing leads to the clone.
-    env = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "CUDA_VISIBLE_DEVICES": ""}
     printed = []
     for command in commands:
         if command.startswith(("train", "eval")):
             command += f" {SMALL}"
         command = command.replace("step-000100", "step-000001")
-        done = subprocess.run(
-            [str(installed / "agentrl"), *shlex.split(command)],
-            cwd=tmp_path,
-            env=env,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-        printed.append(done.stdout)
+        printed.append(run(installed / "agentrl", *shlex.split(command), folder=tmp_path))
     assert "agent_builder_path: my_agent.build_agent" in printed[0]
     assert "step 1/1" in printed[1]
     assert (tmp_path / "lexicon-model" / "config.json").is_file()
 
 
-def make_project(installed: Path, folder: Path, framework: str) -> Callable[..., str]:
-    """Writes a project with the installed wheel; gives what runs programs in it, to their end."""
-    # Folders of PYTHONPATH have no .pth files read: nothing leads to the clone.
-    env = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib"), "CUDA_VISIBLE_DEVICES": ""}
-
-    def run(program: str, *words: str, at: Path = folder / "demo") -> str:
-        done = subprocess.run(
-            [str(installed / program), *words],
-            cwd=at,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout
-        return done.stdout
-
-    printed = run("agentrl", "init", "demo", "--framework", framework, at=folder)
+def make_project(installed: Path, folder: Path, framework: str) -> Path:
+    """The folder of a new project, in which its own tests have passed."""
+    words = ("init", "demo", "--framework", framework)
+    printed = run(installed / "agentrl", *words, folder=folder)
     assert "agentrl train --config train.yaml" in printed
     assert "pip install" not in printed
-    return run
+    assert " passed" in run(installed / "python", "-m", "pytest", "-q", folder=folder / "demo")
+    return folder / "demo"
 
 
 @pytest.mark.slow
@@ -103,14 +94,14 @@ def make_project(installed: Path, folder: Path, framework: str) -> Callable[...,
 def test_a_new_project_is_tested_and_trained(
     installed: Path, model_folder: Path, tmp_path: Path
 ) -> None:
-    run = make_project(installed, tmp_path, "plain")
-    assert " passed" in run("python", "-m", "pytest", "-q")
+    project = make_project(installed, tmp_path, "plain")
     small = [word.replace("tiny", str(model_folder)) for word in SMALL.split()]
     few = ("train.total_steps=2", "gconfig.n_samples=2", "valid_dataset.limit=2")
-    printed = run("agentrl", "train", "--config", "train.yaml", *small, *few)
+    words = ("train", "--config", "train.yaml", *small, *few)
+    printed = run(installed / "agentrl", *words, folder=project)
     assert "step 2/2" in printed
     assert "time of its trajectories" in printed
-    assert (tmp_path / "demo" / "runs" / "demo" / "t0" / "metrics.jsonl").is_file()
+    assert (project / "runs" / "demo" / "t0" / "metrics.jsonl").is_file()
 
 
 @pytest.mark.slow
@@ -127,8 +118,7 @@ def test_a_new_project_is_tested_and_trained(
 def test_a_new_project_of_each_framework_is_tested_and_tried(
     installed: Path, model_folder: Path, framework: str, tmp_path: Path
 ) -> None:
-    run = make_project(installed, tmp_path, framework)
-    assert " passed" in run("python", "-m", "pytest", "-q")
-    model = f"model.path={model_folder}"
-    printed = run("agentrl", "train", "--config", "train.yaml", "--dry-run", model)
+    project = make_project(installed, tmp_path, framework)
+    words = ("train", "--config", "train.yaml", "--dry-run", f"model.path={model_folder}")
+    printed = run(installed / "agentrl", *words, folder=project)
     assert "nothing was started" in printed

@@ -20,7 +20,7 @@ from agentrl_cli.train.monitor.step_clock import (
 TRAIN = (
     *("train", "--config", "experiment.yaml", "train.trace=true", "train.total_steps=1000"),
     *("train.num_minibatches=2", "train.save_every_steps=2", "train.eval_every_steps=1"),
-    "valid_dataset.path=rows.jsonl",
+    *("valid_dataset.path=rows.jsonl", "valid_dataset.limit=2"),
 )
 
 
@@ -35,9 +35,11 @@ def test_the_parts_of_steps_add_up_to_the_time_that_passed(
     run = project / "runs" / "small" / "t0"
     metrics = run / "metrics.jsonl"
     process = agentrl(*TRAIN)
-    wait_until(process, lambda: metrics.is_file() and len(metrics.read_text().splitlines()) >= 4)
-    process.kill()
-    process.communicate()
+    try:
+        wait_until(process, lambda: metrics.is_file() and metrics.read_text().count("\n") >= 3)
+    finally:
+        process.kill()
+        process.communicate()
 
     lines = RunFolder.open(run).read_metrics()
     for line in lines:
@@ -58,7 +60,7 @@ def test_the_parts_of_steps_add_up_to_the_time_that_passed(
     rollouts = [e for e in phases if e["name"] == "rollout"]
     probes = [e for e in phases if e["name"] == "probe"]
     num_steps = len(rollouts)
-    assert num_steps >= 3
+    assert num_steps >= 2
     # Two publications come before the first step.
     last = probes[1 + num_steps]
     passed = (last["ts"] + last["dur"] - rollouts[0]["ts"]) / 1e6

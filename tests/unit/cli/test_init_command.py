@@ -101,6 +101,7 @@ def test_what_is_missing_and_what_to_type_next(
         ("demo", "langraph", "did you mean 'langgraph'"),
         ("no/demo", "plain", "Type: mkdir -p no"),
         ("file", "plain", "there is a file"),
+        (f"{'x' * 300}/demo", "plain", "cannot be written: File name too long"),
         ("full", "plain", "it holds .env, f0, f1, f2, f3, f4, f5, f6 and 3 more"),
     ],
 )
