@@ -41,10 +41,10 @@ _BUDGETS = {
 def find_in_trial(config: ExperimentConfig, trial: Trial) -> list[Finding]:
     """Everything that a trial tells, the gravest first."""
     found = [
+        *_find_stalls(trial),
         *_find_end(trial),
         *_find_uncalled_model(trial),
         *_find_failures(config, trial),
-        *_find_stalls(trial),
         *_find_repeated_calls(trial),
         *_find_reward_problems(config, trial),
         *_find_cut_replies(config, trial),
@@ -146,8 +146,8 @@ def _find_stalls(trial: Trial) -> Iterator[Finding]:
         yield Finding(
             code="event_loop_blocked",
             severity=Severity.ERROR if is_long else Severity.WARNING,
-            found=f"this line blocked the event loop for {seconds:.1f} seconds in {num} "
-            "trajectories: meanwhile no other trajectory can do anything",
+            found=f"this line blocked the event loop for {seconds:.1f} seconds in all, in a trial "
+            f"of {trial.num_planned} trajectories: meanwhile no other trajectory can do anything",
             where=place,
             remedy="Write await asyncio.sleep(...) for time.sleep, an async client for a blocking "
             "one, await asyncio.to_thread(f, ...) for other functions that block; or def instead "
