@@ -14,6 +14,7 @@ import typer
 
 from agentrl_cli.cli.eval_command import EndpointOption, check_endpoint
 from agentrl_cli.cli.train_command import ConfigOption, OverridesArgument
+from agentrl_cli.log import sanitize
 
 if TYPE_CHECKING:
     from agentrl_cli.launch.preflight.check import CheckReport
@@ -68,7 +69,8 @@ def check_command(
         report = run_check(request, observer)
     next_command = _build_next_command(report, config, overrides or [], gpu)
     if as_json:
-        typer.echo(json.dumps(report.to_dict() | {"next": next_command}, indent=2))
+        # What the user's code raised may hold a key.
+        typer.echo(sanitize(json.dumps(report.to_dict() | {"next": next_command}, indent=2)))
     else:
         _print_report(report, next_command)
     if report.errors:
@@ -76,8 +78,6 @@ def check_command(
 
 
 def _print_report(report: CheckReport, next_command: str) -> None:
-    from agentrl_cli.log import sanitize
-
     for finding in report.findings:
         typer.echo()
         typer.secho(finding.severity.value, fg=_COLORS[finding.severity], bold=True, nl=False)

@@ -291,7 +291,9 @@ def _try_agent(
         timeout_seconds=request.timeout_seconds,
         base_url=request.base_url,
         endpoint_model=request.endpoint_model,
-        local_model=choose_local_model(config, shape and shape.num_parameters, _find_local_folder),
+        local_model=choose_local_model(
+            config, None if shape is None else shape.num_parameters, _find_local_folder
+        ),
     )
     try:
         trial = report.trial = run_trial(config, plan, observer)

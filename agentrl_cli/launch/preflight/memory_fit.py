@@ -79,10 +79,13 @@ def parse_gpus(text: str) -> NamedGpus:
     if gib is None and (size := re.fullmatch(r"(\d{1,4}(?:\.\d+)?)\s*GI?B", name.upper())):
         gib = float(size[1]) * _USABLE_SHARE
     if not gib:
+        # A100 alone may be either: the nearest other name would be A10.
+        sizes = [key for key in GPU_MEMORY if key.startswith(f"{name.upper()}-")]
+        meant = f"there are {' and '.join(sizes)}" if sizes and name else ""
         raise UserInputError(
             f"--gpu {text!r}: no GPU of that name is known; "
-            f"{format_nearest(name, GPU_MEMORY, max_listed=len(GPU_MEMORY))}. Type --gpu H100:8, "
-            "or its memory, as in --gpu 80GB:8"
+            f"{meant or format_nearest(name, GPU_MEMORY, max_listed=len(GPU_MEMORY))}. Type --gpu "
+            f"{sizes[0] if meant else 'H100'}:8, or its memory, as in --gpu 80GB:8"
         )
     return NamedGpus(name, count, int(gib * GIB))
 

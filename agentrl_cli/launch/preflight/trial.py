@@ -149,7 +149,6 @@ def _run(
     scratch: Path,
     stack: ExitStack,
 ) -> None:
-    deadline = time.monotonic() + plan.timeout_seconds
     rows = take_rows(None, config.train_dataset, "train_dataset")
     rows = [rows[index] for index in spread(len(rows), plan.num_tasks)]
     workers = stack.enter_context(open_workers(config))
@@ -193,7 +192,7 @@ def _run(
     started = time.monotonic()
     with watched.watching(trial.stalls):
         try:
-            background.run(running, max(1.0, deadline - time.monotonic()))
+            background.run(running, plan.timeout_seconds)
         except AgentrlError as error:
             trial.error = error
         except TimeoutError:

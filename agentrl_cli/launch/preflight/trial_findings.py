@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RolloutFailedError
@@ -17,7 +18,7 @@ from agentrl_cli.log import format_count
 from agentrl_cli.prefix_mismatches import REMEDIES, summarize_prefix_mismatches
 from agentrl_cli.records import Boundary, FailureCause, InteractionStatus, StopReason, Trajectory
 from agentrl_cli.rollout.rollout_failures import ADVICE
-from agentrl_cli.scores import compute_group_statistics, compute_score
+from agentrl_cli.scores import compute_group_statistics, compute_score, compute_statistics
 
 #: Below it nearly all groups are without signal, and so they are above the other.
 LOW_PASS_RATE, HIGH_PASS_RATE = 0.05, 0.95
@@ -40,10 +41,10 @@ _BUDGETS = {
 def find_in_trial(config: ExperimentConfig, trial: Trial) -> list[Finding]:
     """Everything that a trial tells, the gravest first."""
     found = [
+        *_find_stalls(trial),
         *_find_end(trial),
         *_find_uncalled_model(trial),
         *_find_failures(config, trial),
-        *_find_stalls(trial),
         *_find_repeated_calls(trial),
         *_find_reward_problems(config, trial),
         *_find_cut_replies(config, trial),
@@ -93,8 +94,8 @@ def _find_failures(config: ExperimentConfig, trial: Trial) -> Iterator[Finding]:
     for trajectory in trial.trajectories:
         failure = trajectory.failure
         if failure is not None:
-            kind = (failure.boundary, failure.kind, failure.cause)
-            kinds.setdefault(kind, []).append(trajectory)
+            alike = (failure.boundary, failure.kind, failure.cause)
+            kinds.setdefault(alike, []).append(trajectory)
     places = {
         Boundary.AGENT: config.agent_builder_path or config.workflow_path,
         Boundary.REWARD: config.reward_fn_path,
@@ -145,8 +146,8 @@ def _find_stalls(trial: Trial) -> Iterator[Finding]:
         yield Finding(
             code="event_loop_blocked",
             severity=Severity.ERROR if is_long else Severity.WARNING,
-            found=f"this line blocked the event loop for {seconds:.1f} seconds in {num} "
-            "trajectories: meanwhile no other trajectory can do anything",
+            found=f"this line blocked the event loop for {seconds:.1f} seconds in all, in a trial "
+            f"of {trial.num_planned} trajectories: meanwhile no other trajectory can do anything",
             where=place,
             remedy="Write await asyncio.sleep(...) for time.sleep, an async client for a blocking "
             "one, await asyncio.to_thread(f, ...) for other functions that block; or def instead "
@@ -319,32 +320,42 @@ def _find_mismatches(trial: Trial) -> Iterator[Finding]:
 def judge_rewards(trajectories: Sequence[Trajectory], *, is_stand_in: bool) -> list[Finding]:
     """The verdict on the base pass rate, and on whether rewards differ at all."""
     scored = [t for t in trajectories if compute_score(t) is not None]
-    rewards = [t.reward for t in scored if t.reward is not None]
-    if not rewards:
-        return []
     by_task: dict[str, list[float]] = {}
     for t in scored:
         by_task.setdefault(t.task_id, []).append(t.reward or 0.0)
+    rewards = [reward for of_task in by_task.values() for reward in of_task]
+    if not rewards:
+        return []
     rate = sum(map(has_passed, rewards)) / len(rewards)
-    mean = math.fsum(rewards) / len(rewards)
     interval = compute_reward_interval([*by_task.values()])
     span = "" if interval is None else f" (95 % interval {interval[0]:.2f} to {interval[1]:.2f})"
     groups = compute_group_statistics(scored).values()
-    num_signal = sum(group.has_signal for group in groups)
     measured = (
-        f"mean reward {mean:.3f}{span}, pass rate {rate:.0%} of "
-        f"{format_count(len(rewards), 'scored attempt')}; rewards differ inside {num_signal} of "
-        f"{format_count(len(groups), 'group')}"
+        f"mean reward {math.fsum(rewards) / len(rewards):.3f}{span}, pass rate {rate:.0%} of "
+        f"{format_count(len(rewards), 'scored attempt')}; rewards differ inside "
+        f"{sum(group.has_signal for group in groups)} of {format_count(len(groups), 'group')}"
     )
-    are_equal = max(rewards) - min(rewards) <= 1e-9 * max(1.0, *map(abs, rewards))
-    is_binary = {*rewards} <= {0.0, 1.0}
-    code, severity, verdict, remedy = "base_pass_rate", Severity.NOTE, "fine: it can learn", ""
-    if is_stand_in:
-        verdict = "it says nothing: the built-in model answered in place of yours"
-        if are_equal:
-            verdict += f". All rewards are {rewards[0]:g}, which may be the model's doing"
-    elif is_binary and rate < LOW_PASS_RATE:
-        severity, verdict = Severity.WARNING, "nothing to learn from: it hardly ever succeeds"
+    verdict = _judge_stand_in(rewards) if is_stand_in else _judge_spread(rewards, rate)
+    finding = replace(verdict, found=f"{measured}: {verdict.found}", where="the reward")
+    return [finding]
+
+
+def _are_equal(rewards: Sequence[float]) -> bool:
+    return not compute_statistics(rewards).deviation
+
+
+def _judge_stand_in(rewards: Sequence[float]) -> Finding:
+    verdict = "it says nothing: the built-in model answered in place of yours"
+    if _are_equal(rewards):
+        verdict += f". All rewards are {rewards[0]:g}, which may be the model's doing"
+    return Finding(code="base_pass_rate", severity=Severity.NOTE, found=verdict)
+
+
+def _judge_spread(rewards: Sequence[float], rate: float) -> Finding:
+    is_binary, are_equal = {*rewards} <= {0.0, 1.0}, _are_equal(rewards)
+    code = "base_pass_rate"
+    if is_binary and rate < LOW_PASS_RATE:
+        verdict = "nothing to learn from: it hardly ever succeeds"
         remedy = (
             "Choose easier tasks (agentrl eval --save-tasks FILE, then "
             "train_dataset.min_pass_rate=0.1), give rewards for parts of the way, begin from a "
@@ -352,32 +363,25 @@ def judge_rewards(trajectories: Sequence[Trajectory], *, is_stand_in: bool) -> l
             "--tasks 64"
         )
     elif is_binary and rate > HIGH_PASS_RATE:
-        severity, verdict = Severity.WARNING, "nothing left to learn: it nearly always succeeds"
+        verdict = "nothing left to learn: it nearly always succeeds"
         remedy = (
             "Choose harder tasks (agentrl eval --save-tasks FILE, then "
             "train_dataset.max_pass_rate=0.9), or a stricter reward"
         )
     elif are_equal:
-        code, severity = "reward_constant", Severity.WARNING
-        verdict = f"nothing to learn: every reward is {rewards[0]:g}"
+        code, verdict = "reward_constant", f"nothing to learn: every reward is {rewards[0]:g}"
         remedy = (
             "Let the reward function tell good answers from bad ones: groups whose rewards are "
             "equal have advantage 0. Call it on a right and on a wrong answer of your own"
         )
-    if are_equal and is_binary and remedy:
+    else:
+        return Finding(code=code, severity=Severity.NOTE, found="fine: it can learn")
+    if are_equal and is_binary:
         remedy += (
             ". Or the reward function does not tell answers apart: call it on a right and on a "
             "wrong one"
         )
-    return [
-        Finding(
-            code=code,
-            severity=severity,
-            found=f"{measured}: {verdict}",
-            where="the reward",
-            remedy=remedy,
-        )
-    ]
+    return Finding(code=code, severity=Severity.WARNING, found=verdict, remedy=remedy)
 
 
 def _share(some: Sequence[Trajectory], trial: Trial) -> str:

@@ -226,6 +226,7 @@ def test_what_is_too_large_for_the_gpus_gets_the_line_to_paste(
     _find(report, "trial_skipped")
 
 
+@pytest.mark.slow
 def test_the_report_of_a_good_agent_says_what_to_type_next(
     folder: Path, brief_model: Path, finish: Callable[..., str]
 ) -> None:
@@ -238,6 +239,7 @@ def test_the_report_of_a_good_agent_says_what_to_type_next(
     assert not (folder / "runs").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing_behind(folder: Path, start: Callable[..., Any]) -> None:
     _write(folder, "import asyncio\nasync def solve(data):\n    await asyncio.sleep(600)\n", {})
     (folder / "scratch").mkdir()
@@ -252,7 +254,7 @@ def test_ctrl_c_leaves_nothing_behind(folder: Path, start: Callable[..., Any]) -
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--gpu", "A100:8"], "did you mean 'A100-40'"),
+        (["--gpu", "A100:8"], "there are A100-40 and A100-80"),
         (["--base-url", "http://127.0.0.1:1/v1"], "--model NAME"),
         (["gconfig.n_sample=2"], "n_samples"),
     ],
