@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from agentrl_cli.cli.command_exit import outlive_readers, run_reporting_failures
+from agentrl_cli.cli.compare_command import compare_command
 from agentrl_cli.cli.eval_command import evaluate_command
 from agentrl_cli.cli.export_command import export_command
 from agentrl_cli.cli.export_trajectories_command import export_trajectories_command
@@ -41,6 +42,7 @@ app = typer.Typer(
 )
 app.command("train", short_help="Train an agent.")(train_command)
 app.command("eval", short_help="Measure an agent.")(evaluate_command)
+app.command("compare", short_help="Measure models against each other.")(compare_command)
 app.command("inspect-trajectories", short_help="Look at what agents did.")(inspect_command)
 app.command("export", short_help="Export a trained model from a run.")(export_command)
 app.command("export-trajectories", short_help="Write trajectories to train on.")(
