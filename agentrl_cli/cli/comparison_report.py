@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MAX_MODELS = len(ascii_uppercase)
 #: Flips of one kind that the terminal lists; --json has all.
-_MAX_FLIPS = 5
+_MAX_FLIPS = 3
 _MIN_TASKS = 10
 _CURVE_WIDTH = 40
 
@@ -43,7 +43,10 @@ class _Measured:
 
     @property
     def name(self) -> str:
-        return sanitize(self.evaluation.name)
+        """What was typed, and the evaluation that was made of it."""
+        label = self.evaluation.label
+        name = sanitize(self.evaluation.name)
+        return name if label is None or name.endswith(label) else f"{name} ({label})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,7 @@ class ComparisonReport:
         models = [
             {
                 "letter": model.letter,
-                "name": model.name,
+                "name": sanitize(model.evaluation.name),
                 "run": model.evaluation.run.location,
                 "step": model.evaluation.step,
                 "eval": model.evaluation.label,

@@ -289,7 +289,9 @@ def _evaluate(
     else:
         folder = None
         if isinstance(model, Checkpoint):
-            folder = model.folder if model.run is None else model.run.fetch(model.folder)
+            folder = model.folder
+            if model.run is not None:
+                model.run.fetch(folder)
         source = EngineSource(config, resolve_run_here(config, "eval"), observer, folder)
     return run_evaluation(config, source, limit=limit, observer=observer, name=label)[0]
 
