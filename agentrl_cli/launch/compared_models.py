@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from agentrl_cli.config.config_file import load_config
@@ -193,12 +193,14 @@ def load_shared_config(
             "that it was trained with"
         )
     # It may have been moved, or be looked at from another folder.
-    folder, _, trial = run.location.rstrip("/").rpartition("/")
-    output_dir, _, experiment = folder.rpartition("/")
+    place = PurePosixPath(run.location)
+    output_dir = str(place.parent.parent)
+    if layout.is_url(run.location):
+        output_dir = run.location.rstrip("/").rsplit("/", 2)[0]
     places = {
-        "output_dir": output_dir or ".",
-        "experiment_name": experiment or ".",
-        "trial_name": trial,
+        "output_dir": output_dir,
+        "experiment_name": place.parent.name,
+        "trial_name": place.name,
     }
     return config.model_copy(update=places)
 

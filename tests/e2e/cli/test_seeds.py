@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,6 @@ def test_seeds_are_runs_of_their_own_and_one_that_fails_keeps_no_other(
 def test_a_stop_ends_all_seeds_and_the_same_command_resumes(
     folder: Path, start: Callable[..., Any]
 ) -> None:
-    import signal
-
     command = start(*TRAIN, "--seeds", "1,2", "train.total_steps=5000")
     command.signal(signal.SIGTERM, at="\nstep 2/")
     assert command.end() == 143, command.text

@@ -172,12 +172,17 @@ def test_runs_with_another_reward_or_dataset_are_told(
         load_shared_config(None, [], [model])
 
 
+@pytest.mark.parametrize(
+    ("current", "typed"),
+    [(".", "elsewhere/moved"), ("elsewhere", "moved"), ("elsewhere/moved", "../moved"), ("/", "")],
+)
 def test_a_saved_configuration_keeps_its_results_where_the_run_is_now(
-    run: RunFolder, tmp_path: Path
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, current: str, typed: str
 ) -> None:
     (tmp_path / "elsewhere").mkdir()
     Path("runs/exp/t0").rename("elsewhere/moved")
-    model = find_model("elsewhere/moved/strong", best=False)
+    monkeypatch.chdir(tmp_path / current)
+    model = find_model(f"{typed or tmp_path / 'elsewhere' / 'moved'}/strong", best=False)
     config = load_shared_config(None, ["rollout.max_turns=3"], [model])
     assert config.rollout.max_turns == 3
     with RunFolder.for_evaluation(config) as again:
