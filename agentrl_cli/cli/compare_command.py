@@ -21,26 +21,29 @@ if TYPE_CHECKING:
 #: What is an override and no model: a path with ``=`` in its first part is typed as ./a=b.
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 
+NamesArgument = Annotated[
+    list[str],
+    typer.Argument(
+        help="Run folders or URLs (their newest checkpoints), checkpoints' folders, RUN/NAME "
+        "(a stored evaluation), base (model.path), api:URL#MODEL (an OpenAI-compatible "
+        "endpoint); and KEY=VALUE, as of agentrl eval.",
+        metavar="A B [C...]",
+    ),
+]
+SavedConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        "-c",
+        help="The experiment's YAML file [default: what was saved with the first run].",
+        metavar="FILE",
+    ),
+]
+
 
 def compare_command(
-    names: Annotated[
-        list[str],
-        typer.Argument(
-            help="Run folders or URLs (their newest checkpoints), checkpoints' folders, RUN/NAME "
-            "(a stored evaluation), base (model.path), api:URL#MODEL (an OpenAI-compatible "
-            "endpoint); and KEY=VALUE, as of agentrl eval.",
-            metavar="A B [C...]",
-        ),
-    ],
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config",
-            "-c",
-            help="The experiment's YAML file [default: what was saved with the first run].",
-            metavar="FILE",
-        ),
-    ] = None,
+    names: NamesArgument,
+    config: SavedConfigOption = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Evaluate the first N tasks only.", metavar="N")
     ] = None,
@@ -65,11 +68,7 @@ def compare_command(
     models = [name for name in names if not _OVERRIDE.match(name)]
     overrides = [name for name in names if _OVERRIDE.match(name)]
     _check_names(models)
-    if markdown is not None and (markdown.is_dir() or not markdown.absolute().parent.is_dir()):
-        problem = "a folder" if markdown.is_dir() else "its folder does not exist"
-        raise UserInputError(
-            f"--markdown {markdown}: {problem}. Name a file, as in --markdown comparison.md"
-        )
+    _check_markdown(markdown)
     from agentrl_cli.inspector.inspect_run import build_console
 
     report: ComparisonReport | RewardCurves
@@ -89,6 +88,14 @@ def compare_command(
         report.print(build_console())
     if markdown is not None:
         typer.echo(f"written: {markdown}", err=as_json)
+
+
+def _check_markdown(path: Path | None) -> None:
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        problem = "a folder" if path.is_dir() else "its folder does not exist"
+        raise UserInputError(
+            f"--markdown {path}: {problem}. Name a file, as in --markdown comparison.md"
+        )
 
 
 def _check_names(models: Sequence[str]) -> None:

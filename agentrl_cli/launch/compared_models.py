@@ -310,7 +310,7 @@ def _describe_settings(config: ExperimentConfig, limit: int | None) -> dict[str,
         "gconfig": config.resolve_eval_gconfig().model_dump(mode="json"),
         "rows": take_rows(None, dataset, key)[:limit],
     }
-    paths = {name: getattr(config, name) for name in _AGENT_KEYS if name.endswith("_path")}
+    paths = {name: data[name] for name in _AGENT_KEYS if name.endswith("_path")}
     for name, agent in config.agents.items():
         paths[f"agents.{name}.agent_builder_path"] = agent.agent_builder_path
     code = {name: _read_code(path, name) for name, path in paths.items() if path is not None}

@@ -36,9 +36,9 @@ engine: {kind: embedded, max_model_len: 128}
 rollout: {max_retries: 0}
 """
 COMPARE = ("compare", "--config", "c.yaml", "base", "runs/demo/t0")
-KEY = "sk-of-this-test"
+KEY = "sk-agentrl-of-this-test"
 NUM_TASKS = 12
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -78,32 +78,21 @@ def test_what_was_evaluated_is_kept_and_an_endpoint_takes_part(
     assert address is not None
     endpoint = f"api:{address[1]}#tiny"
 
-    text = finish(*COMPARE, endpoint, "--markdown", "table.md", OPENAI_API_KEY=KEY, COLUMNS="80")
+    # The run brings the configuration that the first command was given as a file.
+    everything = ("--json", "--markdown", "table.md")
+    text = finish(*COMPARE[:1], *COMPARE[3:], endpoint, *everything, OPENAI_API_KEY=KEY)
     assert count_attempts() == 3 * NUM_TASKS
     assert "base was evaluated before, as base-" in text
     assert "runs/demo/t0 was evaluated before, as t0-step-000001-" in text
     assert f"model 3 of 3: {endpoint}" in text
-    table = text[text.index("mean reward (95 %)") :].partition("\n\n")[0].splitlines()
-    assert [row[0] for row in table[1:]] == ["A", "B", "C"]
-    assert max(map(len, table)) <= 80
-    assert re.search(
-        rf"^\| A \| base \(base-\w+\) \| {table[1].split()[1]} ",
-        (folder / "table.md").read_text(),
-        re.MULTILINE,
-    )
     assert KEY not in text
+    assert len((folder / "table.md").read_text().split("\n\n")[0].splitlines()) == 5
 
-    found = read_json(finish(*COMPARE, "--json"))
-    assert count_attempts() == 3 * NUM_TASKS
-    [comparison] = found["comparisons"]
-    assert (comparison["num_tasks"], comparison["num_unpaired"]) == (NUM_TASKS, 0)
-    flips = comparison["newly_passed"] + comparison["newly_failed"]
+    found = read_json(text)
+    assert [model["report"]["num_tasks"] for model in found["models"]] == [NUM_TASKS] * 3
+    for comparison in found["comparisons"]:
+        assert (comparison["num_tasks"], comparison["num_unpaired"]) == (NUM_TASKS, 0)
     # Both sample: the same weights do not give the same replies.
+    flips = [f for c in found["comparisons"] for f in c["newly_passed"] + c["newly_failed"]]
     for command in flips[0]["show"][1:] if flips else ():
         assert f"task {flips[0]['task_id']}" in finish(*shlex.split(command)[1:], "1")
-
-    # Another agent is evaluated anew, with the configuration that the run brings itself.
-    (folder / "agent.py").write_text(AGENT.replace("% 2", "% 3"))
-    again = finish("compare", "base", "runs/demo/t0", "--limit", "3")
-    assert count_attempts() == 3 * NUM_TASKS + 2 * 3
-    assert "the interval of 3 tasks is a rough guess" in again

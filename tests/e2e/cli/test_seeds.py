@@ -32,7 +32,7 @@ rollout: {max_staleness: 0}
 train: {total_steps: 1, learning_rate: 1.0e-3}
 """
 TRAIN = ("train", "--config", "c.yaml")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
