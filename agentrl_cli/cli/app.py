@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from agentrl_cli.cli.check_command import check_command
 from agentrl_cli.cli.command_exit import outlive_readers, run_reporting_failures
 from agentrl_cli.cli.env_command import env_command
+from agentrl_cli.cli.compare_command import compare_command
 from agentrl_cli.cli.eval_command import evaluate_command
 from agentrl_cli.cli.export_command import export_command
 from agentrl_cli.cli.export_trajectories_command import export_trajectories_command
@@ -46,6 +47,7 @@ app.command("init", short_help="Write a project to begin with.")(init_command)
 app.command("train", short_help="Train an agent.")(train_command)
 app.command("check", short_help="Look before training: will it work?")(check_command)
 app.command("eval", short_help="Measure an agent.")(evaluate_command)
+app.command("compare", short_help="Measure models against each other.")(compare_command)
 app.command("inspect-trajectories", short_help="Look at what agents did.")(inspect_command)
 app.command("export", short_help="Export a trained model from a run.")(export_command)
 app.command("export-trajectories", short_help="Write trajectories to train on.")(

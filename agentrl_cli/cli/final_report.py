@@ -47,11 +47,17 @@ def build_comparison_table(before: EvalReport, after: EvalReport) -> Table:
     return table
 
 
-def _list_rows(report: EvalReport) -> dict[str, str]:
+def format_mean_reward(report: EvalReport) -> str:
+    """The mean reward with its interval."""
     mean = "nothing was scored" if report.mean_reward is None else f"{report.mean_reward:.3f}"
     if report.interval is not None:
         low, high = report.interval
         mean += f"  ({low:.3f} to {high:.3f})"
+    return mean
+
+
+def _list_rows(report: EvalReport) -> dict[str, str]:
+    mean = format_mean_reward(report)
     mean += f"  {format_failures(report.num_policy_failures, report.num_surroundings_failures)}"
     rows = {"mean reward (95 %)" if report.interval else "mean reward": mean.strip()}
     rows |= {f"reward part {name}": f"{v:.3f}" for name, v in report.reward_parts.items()}
@@ -125,11 +131,13 @@ def _print_alarms(folder: RunFolder, console: Console) -> None:
         console.print(f"(what was seen, and what to type: {log})", markup=False, soft_wrap=True)
 
 
-def _read_eval(folder: RunFolder, step: int) -> tuple[list[Trajectory], EvalReport]:
+def read_evaluation(
+    folder: RunFolder, step: int, label: str | None = None
+) -> tuple[list[Trajectory], EvalReport]:
     """An evaluation; its report is rebuilt where another version wrote it."""
     from agentrl_cli.evaluate.eval_report import EvalReport, build_report
 
-    trajectories, data = folder.read_eval(step)
+    trajectories, data = folder.read_eval(step, label=label)
     try:
         return trajectories, EvalReport.from_dict(data)
     except ValueError:
@@ -144,13 +152,13 @@ def _print_evals(folder: RunFolder, console: Console) -> None:
     steps = folder.eval_steps()
     if not steps:
         return
-    before, report_before = _read_eval(folder, steps[0])
+    before, report_before = read_evaluation(folder, steps[0])
     console.print()
     if len(steps) == 1:
         console.print(Text(f"evaluation after step {steps[0]}", style="bold"))
         console.print(build_report_table(report_before))
         return
-    after, report_after = _read_eval(folder, steps[-1])
+    after, report_after = read_evaluation(folder, steps[-1])
     console.print(build_comparison_table(report_before, report_after))
     comparison = compare_reports(report_before, report_after)
     if comparison is not None:

@@ -224,8 +224,11 @@ class RichObserver:
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def format_sparkline(values: Sequence[float], width: int = 40) -> str:
+def format_sparkline(
+    values: Sequence[float], width: int = 40, bounds: tuple[float, float] | None = None
+) -> str:
     """Bars from 0 to 1, or as far as the values go beyond; a space where a value is missing.
+    ``bounds`` are of another scale, which several share.
 
     On a fixed scale, noise looks as small as it is, and two runs can be compared.
     More values than ``width`` are averaged into ``width`` bars.
@@ -239,7 +242,7 @@ def format_sparkline(values: Sequence[float], width: int = 40) -> str:
     finite = [value for value in shown if math.isfinite(value)]
     if not finite:
         return ""
-    low, high = min(0.0, *finite), max(1.0, *finite)
+    low, high = bounds or (min(0.0, *finite), max(1.0, *finite))
     bars = ""
     for value in shown:
         height = int((value - low) / (high - low) * len(_BARS)) if math.isfinite(value) else 0

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from agentrl_cli.config.experiment import ExperimentConfig
     from agentrl_cli.config.resolved_run import ResolvedRun
     from agentrl_cli.launch.placement import Placement
+    from agentrl_cli.launch.torchrun import TorchrunRank
 
 #: What every command with an experiment takes.
 ConfigOption = Annotated[
@@ -50,6 +51,14 @@ def train_command(
         bool,
         typer.Option("--overwrite", help="Delete what is in the run folder and start over."),
     ] = False,
+    seeds: Annotated[
+        str | None,
+        typer.Option(
+            help="Train once with each seed, one after the other, as trials NAME-seed1, "
+            "NAME-seed2...; report the mean over them.",
+            metavar="1,2,3",
+        ),
+    ] = None,
 ) -> None:
     """Train an agent; typed again, it resumes where it stopped."""
     from agentrl_cli.config.config_file import load_config
@@ -58,6 +67,9 @@ def train_command(
 
     rank = TorchrunRank.take(os.environ)
     with reported_once(rank), ExitStack() as stack:
+        if seeds is not None:
+            code = _train_seeds(config, overrides or [], seeds, rank, dry_run, overwrite)
+            raise typer.Exit(code)
         experiment = load_config(config, overrides or [])
         experiment.check_trainable()
         from agentrl_cli.launch.local_run import find_dashboard, place_run
@@ -80,6 +92,34 @@ def train_command(
             _print_plan(experiment, run, placement, overwrite=overwrite)
         else:
             _train(experiment, run, placement, config, overrides or [], overwrite=overwrite)
+
+
+def _train_seeds(
+    config: Path,
+    overrides: list[str],
+    seeds: str,
+    rank: TorchrunRank | None,
+    dry_run: bool,
+    overwrite: bool,
+) -> int:
+    """The exit code of a run with each seed."""
+    from agentrl_cli.cli.seed_runs import train_seeds
+    from agentrl_cli.inspector.inspect_run import build_console
+
+    if rank is not None:
+        raise ConfigError(
+            "--seeds: torchrun starts the ranks of one run. Start it once for each seed, with "
+            "seed=1 trial_name=NAME-seed1"
+        )
+
+    def train(words: list[str]) -> None:
+        train_command(config, words, dry_run=dry_run, overwrite=overwrite)
+
+    skip = not (dry_run or overwrite)
+    code, table = train_seeds(train, config, overrides, seeds, skip_finished=skip)
+    if not dry_run:
+        build_console().print(table)
+    return code
 
 
 def _run_as_job(experiment: ExperimentConfig, url: str, config: Path, words: list[str]) -> int:

@@ -218,9 +218,12 @@ class EngineSource:
 
 @dataclass(frozen=True, slots=True)
 class _EndpointModel:
-    """All that a workflow of the configuration's agent needs of an engine: its name."""
+    """All that rollouts of the configuration's agent need of an engine: its name and its load."""
 
     model_name: str
+
+    async def read_load(self) -> None:
+        """Nobody knows: the number of trajectories stays at its maximum."""
 
 
 @dataclass(slots=True)

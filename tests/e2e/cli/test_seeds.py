@@ -1,0 +1,88 @@
+"""``agentrl train --seeds``: several runs of one configuration, and the mean over them."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl_cli.store.run_folder import RunFolder
+
+AGENT = """\
+def build(client, model):
+    async def run(data):
+        messages = [{"role": "user", "content": data["question"]}]
+        reply = await client.chat.completions.create(model=model, messages=messages)
+        return float(len(reply.choices[0].message.content or "") % 2)
+    return run
+"""
+CONFIG = """\
+experiment_name: demo
+model: {path: tiny, dtype: float32}
+agent_builder_path: agent.py:build
+gconfig: {n_samples: 4, max_tokens: 8}
+train_dataset: {path: tasks.jsonl, batch_size: 2}
+valid_dataset: {path: tasks.jsonl}
+engine: {kind: embedded, max_model_len: 128}
+rollout: {max_staleness: 0}
+train: {total_steps: 1, learning_rate: 1.0e-3}
+"""
+TRAIN = ("train", "--config", "c.yaml")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny: Path) -> Path:
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+    rows = [json.dumps({"question": f"What is 1 plus {n}?"}) for n in range(4)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(rows))
+    return tmp_path
+
+
+def test_seeds_are_runs_of_their_own_and_one_that_fails_keeps_no_other(
+    folder: Path, start: Callable[..., Any], finish: Callable[..., str], refused: Callable[..., str]
+) -> None:
+    assert "--seeds 1,2,3" in refused(*TRAIN, "--seeds", "one")
+    printed = finish(*TRAIN, "--seeds", "1,2", "--dry-run")
+    assert "trial_name: t0-seed1\n" in printed
+    assert "trial_name: t0-seed2\n" in printed
+    assert not (folder / "runs").exists()
+
+    finish(*TRAIN, "seed=1", "trial_name=t0-seed1")
+    # A run that was made with other settings cannot be resumed with these.
+    other = folder / "runs" / "demo" / "t0-seed2"
+    other.mkdir()
+    (other / "config.yaml").write_text((folder / "c.yaml").read_text())
+    command = start(*TRAIN, "--seeds", "1,2,3")
+    assert command.end() == 1, command.text
+    assert "its last step is done already" in command.text
+    assert "this run was started with another configuration" in command.text
+    assert command.text.count("step 1/1") == 1
+    rows = {line.split()[0]: line.split() for line in command.text.splitlines() if line.split()}
+    assert rows["2"] == ["2", "exit", "code", "2"]
+    for seed in ("1", "3"):
+        run = RunFolder.open(folder / "runs" / "demo" / f"t0-seed{seed}")
+        reward = f"{run.read_metrics()[0]['reward_mean']:.3f}"
+        evals = [f"{run.read_eval_report(step)['mean_reward']:.3f}" for step in (0, 1)]
+        assert rows[seed] == [seed, reward, reward, *evals]
+    means = (float(rows["1"][1]) + float(rows["3"][1])) / 2
+    assert float(rows["mean"][1]) == pytest.approx(means, abs=0.0011)
+
+
+def test_a_stop_ends_all_seeds_and_the_same_command_resumes(
+    folder: Path, start: Callable[..., Any]
+) -> None:
+    command = start(*TRAIN, "--seeds", "1,2", "train.total_steps=5000")
+    command.signal(signal.SIGTERM, at="\nstep 2/")
+    assert command.end() == 143, command.text
+    assert "not begun" in command.text
+    assert not (folder / "runs" / "demo" / "t0-seed2").exists()
+    done = len(RunFolder.open(folder / "runs" / "demo" / "t0-seed1").read_metrics())
+    again = start(*TRAIN, "--seeds", "1", f"train.total_steps={done + 1}")
+    assert again.end() == 0, again.text
+    assert f"resuming after step {done}" in again.text
