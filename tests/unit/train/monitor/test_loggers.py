@@ -254,8 +254,9 @@ for step in (1, 2):
         logger.log(step, {"eval_mean_reward": 0.75})
 
 import trackio
+from trackio.sqlite_storage import SQLiteStorage
 [run] = trackio.Api().runs("exp")
-print("READ", json.dumps([run.name, run.history()], default=str))
+print("READ", json.dumps([run.name, SQLiteStorage.get_logs("exp", run.name)], default=str))
 """
 
 

@@ -28,6 +28,7 @@ from agentrl_cli.records import (
     InteractionStatus,
     Trajectory,
 )
+from agentrl_cli.train.monitor.loggers import background_logger
 from agentrl_cli.train.monitor.loggers.logger_building import build_loggers, check_loggers
 from agentrl_cli.train.monitor.trajectory_spans import build_spans, choose_spread
 
@@ -301,9 +302,13 @@ def mlflow_url(tmp_path: Path) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("default")
-def test_mlflow_finds_a_trajectory_by_its_reward(mlflow_url: str, tmp_path: Path) -> None:
+def test_mlflow_finds_a_trajectory_by_its_reward(
+    mlflow_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import mlflow
 
+    # The server shares this machine with the other tests.
+    monkeypatch.setattr(background_logger, "_CLOSE_SECONDS", 150.0)
     config = build_config(kind="mlflow", url=mlflow_url, capture_content=True)
     check_loggers(config)
     low = make_simple(0, 0.0)
