@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated, Literal
 
 import typer
 
+from agentrl_cli.cli.progress_display import is_plain
 from agentrl_cli.errors import UserInputError
 
 #: Failures to show: any, none, or those at one boundary.
@@ -81,8 +84,12 @@ def inspect_command(
         typer.Option(help="A model folder whose tokenizer spells the ids.", metavar="DIR"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON for machines.")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Print, also where a terminal would show it all.")
+    ] = False,
 ) -> None:
-    """List a run's steps and trajectories, or show one as its conversation tree."""
+    """Look at a run's steps and trajectories in full screen; print what options or a pipe ask
+    for."""
     from agentrl_cli.inspector.inspect_run import inspect_run
     from agentrl_cli.inspector.trajectory_query import TrajectoryQuery
 
@@ -90,8 +97,6 @@ def inspect_command(
         raise UserInputError(
             f"--min-reward {min_reward} is above --max-reward {max_reward}: nothing is in between"
         )
-    if tokenizer is not None and not tokens:
-        raise UserInputError("--tokenizer is for the view of tokens. Add --tokens")
     query = TrajectoryQuery(
         steps=step,
         evals=evals,
@@ -107,4 +112,12 @@ def inspect_command(
         ascending=ascending,
         limit=limit,
     )
+    asks_for_output = trajectory is not None or not query.is_empty or tokens or as_json or plain
+    if not asks_for_output and not is_plain(os.environ, sys.stdin.isatty() and sys.stdout.isatty()):
+        from agentrl_cli.inspector.terminal_app.application import run_application
+
+        run_application(run, tokenizer)
+        return
+    if tokenizer is not None and not tokens:
+        raise UserInputError("--tokenizer is for the view of tokens. Add --tokens")
     inspect_run(run, trajectory, query, tokens=tokens, tokenizer_path=tokenizer, as_json=as_json)
