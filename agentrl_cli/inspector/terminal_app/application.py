@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
@@ -15,6 +17,9 @@ from agentrl_cli.inspector.terminal_app.list_screens import StepsScreen
 from agentrl_cli.inspector.terminal_app.run_reader import RunReader
 from agentrl_cli.inspector.trajectory_view import load_spell
 from agentrl_cli.store.run_folder import RunFolder
+
+#: How often it is looked whether the terminal is still there.
+_HANGUP_SECONDS = 2.0
 
 
 def run_application(run: str | Path, tokenizer_path: str | None = None) -> None:
@@ -69,7 +74,16 @@ class InspectorApp(App[None]):
         with suppress(ValueError, RuntimeError):
             for number in (signal.SIGTERM, signal.SIGHUP):
                 asyncio.get_running_loop().add_signal_handler(number, self.exit)
+        if not self.is_headless:
+            self.set_interval(_HANGUP_SECONDS, self._end_with_terminal)
         self.push_screen(StepsScreen(self._reader))
+
+    def _end_with_terminal(self) -> None:
+        # Whoever ignores SIGHUP, as under nohup, learns of a lost terminal from nothing else.
+        terminal = select.poll()
+        terminal.register(sys.__stdout__ or 1, 0)
+        if terminal.poll(0):
+            self.exit()
 
     def _fatal_error(self) -> None:
         # Textual would print the values of all variables, and a secret may be among them: whoever

@@ -68,6 +68,10 @@ class InspectorScreen(Screen[int], inherit_bindings=False):
     def find(self, text: str) -> None:
         """Shows what contains the text, as far as it has been typed."""
 
+    @abstractmethod
+    def open_line(self) -> None:
+        """Shows more of what the cursor is on."""
+
     def name_position(self) -> str:
         """What is shown, for the title."""
         return ""
@@ -134,9 +138,8 @@ class InspectorScreen(Screen[int], inherit_bindings=False):
             # Whatever a damaged file leads to, the rest of the run can still be looked at.
             self.show_problem(f"unexpected {type(error).__name__}: {error}")
         self.lines.loading = False
-        if self.focused is None:
-            # What is loading loses the focus.
-            self.lines.focus()
+        # What is loading has no keys.
+        self.refresh_bindings()
 
     def show_problem(self, problem: str) -> None:
         """Shows a message in the place of the lines; empty: the lines."""
@@ -165,7 +168,8 @@ class InspectorScreen(Screen[int], inherit_bindings=False):
     def action_search(self) -> None:
         field = self.query_one("#search", Input)
         field.display = True
-        field.focus()
+        # At once: what is typed next is for it.
+        self.set_focus(field)
         field.action_select_all()
 
     def on_key(self, event: Key) -> None:
@@ -178,7 +182,13 @@ class InspectorScreen(Screen[int], inherit_bindings=False):
     @on(Input.Submitted, "#search")
     def _close_search(self) -> None:
         self.query_one("#search").display = False
-        self.lines.focus()
+        self.set_focus(self.lines)
+
+    @on(LinesView.Opened)
+    def _on_opened(self) -> None:
+        # Enter twice, before the first has been answered, opens one screen.
+        if self.app.screen is self:
+            self.open_line()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         if action == "sibling":

@@ -20,7 +20,6 @@ from agentrl_cli.inspector.safe_text import format_number, one_line
 from agentrl_cli.inspector.terminal_app.inspector_screen import InspectorScreen
 from agentrl_cli.inspector.terminal_app.lines_view import (
     Column,
-    LinesView,
     TableHead,
     TableView,
 )
@@ -163,8 +162,7 @@ class ListScreen(InspectorScreen, Generic[RowT]):
             self._sort = column
             self._update()
 
-    @on(LinesView.Opened)
-    def _on_opened(self) -> None:
+    def open_line(self) -> None:
         self.open_row(self.table.rows, self.table.cursor)
 
     def open_screen(self, screen: InspectorScreen, rows: Sequence[RowT]) -> None:

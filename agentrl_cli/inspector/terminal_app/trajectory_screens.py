@@ -115,8 +115,7 @@ class TrajectoryScreen(InspectorScreen):
         if later:
             self.view.cursor = later[0] if offset > 0 else later[-1]
 
-    @on(LinesView.Opened)
-    def _on_opened(self) -> None:
+    def open_line(self) -> None:
         """Shows the tokens of the call that the cursor is on, or that follows."""
         if self._opened is None or not self.view.strips:
             return
@@ -403,8 +402,7 @@ class TokensScreen(InspectorScreen):
         if event.value:
             self.find(event.value)
 
-    @on(LinesView.Opened)
-    def _on_opened(self) -> None:
+    def open_line(self) -> None:
         self.action_mode()
 
 
