@@ -15,13 +15,21 @@ from textual.widget import Widget
 from textual.widgets import Input, Static
 
 from agentrl_cli.errors import AgentrlError
-from agentrl_cli.inspector.list_view import format_end, format_mismatches
-from agentrl_cli.inspector.safe_text import format_number, one_line
+from agentrl_cli.inspector.safe_text import one_line
 from agentrl_cli.inspector.terminal_app.inspector_screen import InspectorScreen
 from agentrl_cli.inspector.terminal_app.lines_view import (
     Column,
     TableHead,
     TableView,
+)
+from agentrl_cli.inspector.terminal_app.list_columns import (
+    GROUP_COLUMNS,
+    GROUP_FILTERS,
+    MAX_CELL,
+    STEP_COLUMNS,
+    STEP_FILTERS,
+    TRAJECTORY_COLUMNS,
+    TRAJECTORY_FILTERS,
 )
 from agentrl_cli.inspector.terminal_app.run_reader import (
     GroupRow,
@@ -32,14 +40,12 @@ from agentrl_cli.inspector.terminal_app.run_reader import (
 from agentrl_cli.inspector.terminal_app.trajectory_screens import TrajectoryScreen
 from agentrl_cli.inspector.trajectory_query import Found
 from agentrl_cli.sparkline import format_sparkline
-from agentrl_cli.store.trajectory_summary import TrajectorySummary, TrajectoryTotals
+from agentrl_cli.store.trajectory_summary import TrajectorySummary
 
 RowT = TypeVar("RowT")
 
 #: How long after one look at a live run the next one follows.
 _FOLLOW_SECONDS = 3.0
-#: Characters of a text that a cell may show.
-_MAX_CELL = 200
 
 
 class ListScreen(InspectorScreen, Generic[RowT]):
@@ -182,113 +188,12 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _of_totals(cell: Callable[[TrajectoryTotals], Any]) -> Callable[[StepRow], Any]:
-    """As ``cell``, for a row whose totals may be unknown."""
-    return lambda row: None if row.totals is None else cell(row.totals)
-
-
-def _cell(cell: Callable[[TrajectoryTotals], str | Text]) -> Callable[[StepRow], str | Text]:
-    return lambda row: "" if row.totals is None else cell(row.totals)
-
-
-def _format_reward(row: StepRow) -> str | Text:
-    if row.problem is not None:
-        return Text("damaged", style="red")
-    return "..." if row.totals is None else format_number(row.totals.reward_mean)
-
-
-def _count_failures(totals: TrajectoryTotals) -> int:
-    return totals.num_policy_failures + totals.num_surroundings_failures
-
-
-def _format_failures(totals: TrajectoryTotals) -> Text:
-    return Text(str(_count_failures(totals)), style="red" if _count_failures(totals) else "")
-
-
 class StepsScreen(ListScreen[StepRow]):
     """The steps and evaluations of a run, the latest first; new ones appear as they are made."""
 
     nouns = ("step or evaluation", "steps and evaluations")
-    columns: ClassVar[Sequence[Column[Any]]] = (
-        Column(
-            title="step",
-            cell=lambda row: one_line(row.source.name, 40),
-            width=10,
-            share=1,
-            is_left=True,
-            sort_key=lambda row: (row.source.step, row.source.is_eval),
-        ),
-        Column(
-            title="reward",
-            cell=_format_reward,
-            width=7,
-            sort_key=_of_totals(lambda t: t.reward_mean),
-        ),
-        Column(
-            title="spread",
-            cell=lambda row: format_number(row.deviation),
-            width=6,
-            rank=2,
-            says_something=lambda row: row.deviation is not None,
-            sort_key=lambda row: row.deviation,
-        ),
-        Column(
-            title="failed",
-            cell=_cell(_format_failures),
-            width=6,
-            rank=1,
-            says_something=_of_totals(_count_failures),
-            sort_key=_of_totals(_count_failures),
-        ),
-        Column(
-            title="unscored",
-            cell=_cell(lambda t: str(t.num_unscored)),
-            width=8,
-            rank=4,
-            says_something=_of_totals(lambda t: t.num_unscored),
-        ),
-        Column(
-            title="mismatches",
-            cell=_cell(lambda t: format_mismatches(t.prefix_mismatches)),
-            width=12,
-            rank=5,
-            says_something=_of_totals(lambda t: t.prefix_mismatches.total.num_turns),
-            sort_key=_of_totals(lambda t: t.prefix_mismatches.total.num_turns),
-        ),
-        Column(
-            title="trajectories",
-            cell=_cell(lambda t: f"{t.num_trajectories:,}"),
-            width=12,
-            rank=7,
-        ),
-        Column(
-            title="turns", cell=_cell(lambda t: format_number(t.turns_mean, 1)), width=5, rank=6
-        ),
-        Column(
-            title="tokens",
-            cell=_cell(lambda t: format_number(t.tokens_mean, 1)),
-            width=8,
-            rank=3,
-            sort_key=_of_totals(lambda t: t.tokens_mean),
-        ),
-        Column(
-            title="alarms",
-            cell=lambda row: Text(" ".join(row.alarms), style="red"),
-            width=9,
-            share=2,
-            is_left=True,
-            rank=1,
-            says_something=lambda row: bool(row.alarms),
-        ),
-    )
-    filters: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
-        "failed": lambda row: row.totals is not None and _count_failures(row.totals) > 0,
-        "mismatches": lambda row: (
-            row.totals is not None and row.totals.prefix_mismatches.total.num_turns > 0
-        ),
-        "alarms": lambda row: bool(row.alarms),
-        "evaluations": lambda row: row.source.is_eval,
-    }
+    columns = STEP_COLUMNS
+    filters = STEP_FILTERS
 
     def __init__(self, reader: RunReader) -> None:
         super().__init__(reader)
@@ -309,7 +214,12 @@ class StepsScreen(ListScreen[StepRow]):
 
     async def load(self) -> None:
         self._total_steps = await self.reader.count_steps()
-        await self._look()
+        try:
+            await self._look()
+        except (AgentrlError, OSError):
+            # It is looked again all the same: the place may answer later.
+            self._follow()
+            raise
         self._follow()
 
     async def _look(self) -> None:
@@ -325,9 +235,10 @@ class StepsScreen(ListScreen[StepRow]):
                 await self._look()
             except (AgentrlError, OSError) as error:
                 # As long as the place does not answer, what is known stays on the screen.
-                self.show_info(one_line(str(error), _MAX_CELL))
+                self.show_info(one_line(str(error), MAX_CELL))
 
     def show_rows(self, rows: Sequence[StepRow]) -> None:
+        self.show_problem("")
         self.lines.loading = False
         super().show_rows(rows)
         self._show_sparkline()
@@ -357,96 +268,14 @@ class StepsScreen(ListScreen[StepRow]):
         self.open_screen(GroupsScreen(self.reader, path, sources, number), rows)
 
 
-_SUMMARY_FILTERS: Mapping[str, Callable[[TrajectorySummary], bool]] = {
-    "failed": lambda s: s.failure_boundary is not None,
-    "malformed": lambda s: s.num_malformed_calls > 0,
-    "cut": lambda s: s.stop_reason is not None or s.is_cut_short,
-    "mismatches": lambda s: s.prefix_mismatches.total.num_turns > 0,
-}
-
-
-def _any_member(passes: Callable[[TrajectorySummary], bool]) -> Callable[[GroupRow], bool]:
-    return lambda group: any(passes(found.summary) for found in group.members)
-
-
-def _any(passes: Callable[[TrajectorySummary], bool]) -> Callable[[Found], bool]:
-    return lambda found: passes(found.summary)
-
-
-def _count_failed(group: GroupRow) -> int:
-    return sum(found.summary.failure_boundary is not None for found in group.members)
-
-
-def _format_rewards(group: GroupRow) -> str:
-    rewards = (found.summary.reward for found in group.members)
-    return " ".join("-" if r is None or math.isnan(r) else f"{r:.3g}" for r in rewards)
-
-
 class GroupsScreen(ListScreen[GroupRow]):
     """The groups of a step or an evaluation."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("t", "list_trajectories", "Trajectories")]
 
     nouns = ("group", "groups")
-    columns: ClassVar[Sequence[Column[Any]]] = (
-        Column(
-            title="group",
-            cell=lambda g: one_line(g.first.summary.group_id, 40),
-            width=11,
-            is_left=True,
-            rank=5,
-        ),
-        Column(
-            title="task",
-            cell=lambda g: one_line(g.first.summary.task_id, 40),
-            width=6,
-            is_left=True,
-            rank=4,
-        ),
-        Column(
-            title="mean",
-            cell=lambda g: format_number(g.statistics.mean if g.statistics.num_scored else None),
-            width=6,
-            sort_key=lambda g: g.statistics.mean if g.statistics.num_scored else None,
-        ),
-        Column(
-            title="spread",
-            cell=lambda g: format_number(g.statistics.deviation),
-            width=6,
-            rank=2,
-            says_something=lambda g: g.statistics.num_scored > 1,
-            sort_key=lambda g: g.statistics.deviation if g.statistics.num_scored > 1 else None,
-        ),
-        Column(
-            title="failed",
-            cell=lambda g: Text(str(_count_failed(g)), style="red" if _count_failed(g) else ""),
-            width=6,
-            rank=1,
-            says_something=lambda g: _count_failed(g) > 0,
-            sort_key=_count_failed,
-        ),
-        Column(
-            title="replaced",
-            cell=lambda g: Text("replaced" * bool(g.first.summary.replaced_by), style="yellow"),
-            width=8,
-            is_left=True,
-            rank=3,
-            says_something=lambda g: g.first.summary.replaced_by is not None,
-        ),
-        Column(title="rewards", cell=_format_rewards, width=12, share=2, is_left=True, rank=1),
-        Column(
-            title="question",
-            cell=lambda g: one_line(g.first.summary.question, _MAX_CELL),
-            width=10,
-            share=4,
-            is_left=True,
-            rank=3,
-        ),
-    )
-    filters: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
-        **{name: _any_member(passes) for name, passes in _SUMMARY_FILTERS.items()},
-        "with a spread": lambda group: group.statistics.has_signal,
-    }
+    columns = GROUP_COLUMNS
+    filters = GROUP_FILTERS
 
     def name_position(self) -> str:
         return str(self.entries[self.position].name)
@@ -487,92 +316,12 @@ def _find_text(summary: TrajectorySummary) -> str:
     return "\n".join(text for text in texts if text)
 
 
-def _format_end(found: Found) -> Text:
-    end = format_end(found.summary)
-    return Text(end.plain.replace("\n", ", "), style=end.style)
-
-
-def _format_said(found: Found) -> str:
-    said = found.summary.final_answer or found.summary.failure_message or ""
-    return one_line(said, _MAX_CELL)
-
-
 class TrajectoriesScreen(ListScreen[Found]):
     """The trajectories of a group, or of all groups that a step's screen showed."""
 
     nouns = ("trajectory", "trajectories")
-    columns: ClassVar[Sequence[Column[Any]]] = (
-        Column(
-            title="id",
-            cell=lambda f: one_line(f.summary.id, 40),
-            width=13,
-            is_left=True,
-            rank=6,
-        ),
-        Column(
-            title="reward",
-            cell=lambda f: format_number(f.summary.reward),
-            width=6,
-            sort_key=lambda f: f.summary.reward,
-        ),
-        Column(
-            title="turns",
-            cell=lambda f: str(f.summary.num_turns),
-            width=5,
-            rank=3,
-            sort_key=lambda f: f.summary.num_turns,
-        ),
-        Column(
-            title="tokens",
-            cell=lambda f: f"{f.summary.num_completion_tokens:,}",
-            width=7,
-            rank=4,
-            sort_key=lambda f: f.summary.num_completion_tokens,
-        ),
-        Column(
-            title="seconds",
-            cell=lambda f: f"{f.summary.seconds:,.1f}",
-            width=7,
-            rank=8,
-            sort_key=lambda f: f.summary.seconds,
-        ),
-        Column(
-            title="mismatches",
-            cell=lambda f: format_mismatches(f.summary.prefix_mismatches),
-            width=10,
-            rank=7,
-            says_something=lambda f: f.summary.prefix_mismatches.total.num_turns > 0,
-        ),
-        Column(
-            title="ended",
-            cell=_format_end,
-            width=10,
-            share=2,
-            is_left=True,
-            rank=1,
-            says_something=lambda f: bool(format_end(f.summary)),
-        ),
-        Column(
-            title="question",
-            cell=lambda f: one_line(f.summary.question, _MAX_CELL),
-            width=16,
-            share=3,
-            is_left=True,
-            rank=4,
-        ),
-        Column(
-            title="expected",
-            cell=lambda f: one_line(f.summary.expected, _MAX_CELL),
-            width=8,
-            share=2,
-            is_left=True,
-            rank=6,
-        ),
-        Column(title="said", cell=_format_said, width=12, share=3, is_left=True, rank=2),
-    )
-    filters: ClassVar[Mapping[str, Callable[[Any], bool]]] = {
-        name: _any(passes) for name, passes in _SUMMARY_FILTERS.items()
-    }
+    columns = TRAJECTORY_COLUMNS
+    filters = TRAJECTORY_FILTERS
 
     def __init__(self, *args: Any, is_of_step: bool = False) -> None:
         super().__init__(*args)
@@ -602,7 +351,7 @@ class TrajectoriesScreen(ListScreen[Found]):
         if self._is_of_step:
             return text
         first = self.entries[self.position].first.summary
-        return f"{text}  task {one_line(first.task_id, 40)}: {one_line(first.question, _MAX_CELL)}"
+        return f"{text}  task {one_line(first.task_id, 40)}: {one_line(first.question, MAX_CELL)}"
 
     def open_row(self, rows: Sequence[Found], number: int) -> None:
         path = [*self.path, self.name_position()]

@@ -61,7 +61,7 @@ class GroupRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedTrajectory:
     """One trajectory, and what its tokens are shown with."""
 
     trajectory: Trajectory
@@ -167,18 +167,18 @@ class RunReader:
         summaries = await self.run(lambda: read_summaries(source.find_file(self.folder)))
         return [Found(source, number, summary) for number, summary in enumerate(summaries)]
 
-    async def read_one(self, found: Found) -> Opened:
+    async def read_one(self, found: Found) -> OpenedTrajectory:
         """One trajectory."""
         return await self.run(lambda: self._read_one(found))
 
-    def _read_one(self, found: Found) -> Opened:
+    def _read_one(self, found: Found) -> OpenedTrajectory:
         path = found.source.find_file(self.folder)
         trajectory = read_trajectory(path, found.number)
         try:
             reason = find_untrained_reason(self.folder, found.source, trajectory)
         except AgentrlError as error:
             reason = f"whether it is trained cannot be told: {error}"
-        return Opened(trajectory, reason)
+        return OpenedTrajectory(trajectory, reason)
 
     async def load_spell(self) -> Spell | None:
         """What spells token ids; None: there is no tokenizer (yet)."""

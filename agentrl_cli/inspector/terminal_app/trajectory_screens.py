@@ -24,7 +24,7 @@ from textual.widgets import Input, Static
 from agentrl_cli.inspector.safe_text import format_number
 from agentrl_cli.inspector.terminal_app.inspector_screen import InspectorScreen
 from agentrl_cli.inspector.terminal_app.lines_view import LinesView, StripsView, find_meta
-from agentrl_cli.inspector.terminal_app.run_reader import Opened, RunReader
+from agentrl_cli.inspector.terminal_app.run_reader import OpenedTrajectory, RunReader
 from agentrl_cli.inspector.trajectory_view import (
     CALL_ID,
     Spell,
@@ -46,7 +46,7 @@ class TrajectoryScreen(InspectorScreen):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._opened: Opened | None = None
+        self._opened: OpenedTrajectory | None = None
         self._width = 0
 
     def compose_body(self) -> Iterable[Widget]:
@@ -320,7 +320,7 @@ class TokensScreen(InspectorScreen):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("m", "mode", "Colours")]
 
     def __init__(
-        self, reader: RunReader, path: Sequence[str], opened: Opened, position: int
+        self, reader: RunReader, path: Sequence[str], opened: OpenedTrajectory, position: int
     ) -> None:
         super().__init__(reader, path, opened.trajectory.interactions, position)
         self._opened = opened
