@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl_cli.cli.final_report import format_mean_reward, read_evaluation
-from agentrl_cli.cli.progress_display import format_sparkline
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.log import format_count, sanitize
+from agentrl_cli.sparkline import format_sparkline
 
 if TYPE_CHECKING:
     from agentrl_cli.evaluate.comparison import Flip, PairedComparison, TaskResult

@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentrl_cli.cli.progress_display import format_sparkline
 from agentrl_cli.log import format_count, format_failures
 from agentrl_cli.prefix_mismatches import REMEDIES, format_mismatch_totals
+from agentrl_cli.sparkline import format_sparkline
 
 if TYPE_CHECKING:
     from agentrl_cli.evaluate.eval_report import Comparison, EvalReport, Lengths

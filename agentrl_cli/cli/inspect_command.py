@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated, Literal
 
 import typer
@@ -46,18 +48,28 @@ EvalsOption = Annotated[
         metavar="NAME",
     ),
 ]
+TrajectoryArgument = Annotated[
+    str | None,
+    typer.Argument(help="Show this one: its id, or its number in the list.", metavar="[ID]"),
+]
+StepOption = Annotated[
+    str | None,
+    typer.Option(help="Steps: 12, 3-7, 1,4,9, last or all.", metavar="STEPS"),
+]
+SortOption = Annotated[
+    Literal["reward", "turns", "tokens", "seconds"] | None,
+    typer.Option(help="Sort by this, largest first."),
+]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(help="A model folder whose tokenizer spells the ids.", metavar="DIR"),
+]
 
 
 def inspect_command(
     run: Annotated[str, typer.Argument(help="A run folder, or its URL.", metavar="RUN")],
-    trajectory: Annotated[
-        str | None,
-        typer.Argument(help="Show this one: its id, or its number in the list.", metavar="[ID]"),
-    ] = None,
-    step: Annotated[
-        str | None,
-        typer.Option(help="Steps: 12, 3-7, 1,4,9, last or all.", metavar="STEPS"),
-    ] = None,
+    trajectory: TrajectoryArgument = None,
+    step: StepOption = None,
     evals: EvalsOption = None,
     min_reward: Annotated[float | None, typer.Option(help="Smallest reward.")] = None,
     max_reward: Annotated[float | None, typer.Option(help="Largest reward.")] = None,
@@ -67,22 +79,21 @@ def inspect_command(
     replaced: ReplacedOption = None,
     task: Annotated[str | None, typer.Option(help="Task id.", metavar="ID")] = None,
     agent: Annotated[str | None, typer.Option(help="Agent name.", metavar="NAME")] = None,
-    sort: Annotated[
-        Literal["reward", "turns", "tokens", "seconds"] | None,
-        typer.Option(help="Sort by this, largest first."),
-    ] = None,
+    sort: SortOption = None,
     ascending: Annotated[bool, typer.Option("--ascending", help="Smallest first.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of rows.")] = 50,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Show ids, logprobs, versions and mask.")
     ] = False,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(help="A model folder whose tokenizer spells the ids.", metavar="DIR"),
-    ] = None,
+    tokenizer: TokenizerOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON for machines.")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Print, also where a terminal would show it all.")
+    ] = False,
 ) -> None:
-    """List a run's steps and trajectories, or show one as its conversation tree."""
+    """Look at a run's steps and trajectories in full screen; print what options or a pipe ask
+    for."""
+    from agentrl_cli.cli.progress_display import is_plain
     from agentrl_cli.inspector.inspect_run import inspect_run
     from agentrl_cli.inspector.trajectory_query import TrajectoryQuery
 
@@ -90,8 +101,6 @@ def inspect_command(
         raise UserInputError(
             f"--min-reward {min_reward} is above --max-reward {max_reward}: nothing is in between"
         )
-    if tokenizer is not None and not tokens:
-        raise UserInputError("--tokenizer is for the view of tokens. Add --tokens")
     query = TrajectoryQuery(
         steps=step,
         evals=evals,
@@ -107,4 +116,12 @@ def inspect_command(
         ascending=ascending,
         limit=limit,
     )
+    asks_for_output = trajectory is not None or not query.is_empty or tokens or as_json or plain
+    if not asks_for_output and not is_plain(os.environ, sys.stdin.isatty() and sys.stdout.isatty()):
+        from agentrl_cli.inspector.terminal_app.application import run_application
+
+        run_application(run, tokenizer)
+        return
+    if tokenizer is not None and not tokens:
+        raise UserInputError("--tokenizer is for the view of tokens. Add --tokens")
     inspect_run(run, trajectory, query, tokens=tokens, tokenizer_path=tokenizer, as_json=as_json)

@@ -37,6 +37,9 @@ from agentrl_cli.scores import compute_group_statistics, compute_score
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.trajectory_file import find_matches, read_trajectory
 
+#: In the metadata of rendered text: the id of the call that it shows.
+CALL_ID = "call_id"
+
 
 def build_tree(trajectory: Trajectory, title: str) -> Tree:
     """The conversations of a trajectory: turns in order, a branch where the tree forks."""
@@ -108,12 +111,12 @@ def _add_turn(
     costs: dict[str, PrefixMismatch],
 ) -> None:
     for message in find_new_messages(interaction, parent):
-        branch.add(format_message(message))
+        branch.add(_mark(format_message(message), interaction))
     if interaction.reply is not None:
         reply = format_message(interaction.reply)
     else:
         reply = Text("assistant: (no reply is stored)", style="dim")
-    branch.add(reply.append("\n  ").append(_format_turn(interaction, costs)))
+    branch.add(_mark(reply.append("\n  ").append(_format_turn(interaction, costs)), interaction))
 
 
 def _format_turn(interaction: Interaction, costs: dict[str, PrefixMismatch]) -> Text:
@@ -126,7 +129,7 @@ def _format_turn(interaction: Interaction, costs: dict[str, PrefixMismatch]) -> 
         parts.append(f"reward {format_number(interaction.reward)}")
     if interaction.turn_return is not None:
         parts.append(f"return {format_number(interaction.turn_return)}")
-    text = Text("  ".join(parts) + f"  {interaction.id}", style="dim")
+    text = Text(clean("  ".join([*parts, interaction.id])), style="dim")
     if interaction.has_malformed_call:
         text.append("\n  malformed tool call: read as text", style="yellow")
     cost = costs.get(interaction.id)
@@ -139,12 +142,19 @@ def _format_turn(interaction: Interaction, costs: dict[str, PrefixMismatch]) -> 
 def _add_failed(branch: Tree, interaction: Interaction) -> None:
     text = Text(f"{interaction.status.value}: ", style="red")
     text.append(clean(interaction.error or "no error is stored"))
-    node = branch.add(text.append(f"  {interaction.id}", style="dim"))
+    node = branch.add(_mark(text.append(f"  {clean(interaction.id)}", style="dim"), interaction))
     if interaction.messages:
         last = interaction.messages[-1]
         num_before = len(interaction.messages) - 1
         before = f"... {format_count(num_before, 'message')} before\n" if num_before else ""
-        node.add(Text(before, style="dim").append(format_message(last)))
+        asked = Text(before, style="dim").append(format_message(last))
+        node.add(_mark(asked, interaction))
+
+
+def _mark(text: Text, interaction: Interaction) -> Text:
+    """The text, which knows wherever it is rendered which call it is of."""
+    text.apply_meta({CALL_ID: interaction.id})
+    return text
 
 
 def _add_outcome(tree: Tree, trajectory: Trajectory) -> None:

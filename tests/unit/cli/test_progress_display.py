@@ -11,10 +11,10 @@ from agentrl_cli.cli.progress_display import (
     PlainObserver,
     RichObserver,
     StepLines,
-    format_sparkline,
     format_step,
     is_plain,
 )
+from agentrl_cli.sparkline import format_sparkline
 
 
 @pytest.mark.parametrize(
