@@ -40,10 +40,11 @@ from agentrl_cli.store.run_folder import RunFolder
 _GROUP = 8
 _NUM_TASKS = 2000
 _NUM_OPENED = 5
-_WORDS = (
+_SENTENCE = (
     "the order has been checked against the table of prices and every line that was found "
     "differs by the discount so the total must be computed again before it is sent"
-).split()
+)
+_WORDS = _SENTENCE.split()
 _SYSTEM = {"role": "system", "content": "You check orders. Use the tool to look up prices."}
 
 
@@ -64,7 +65,9 @@ def write_run(folder: Path, num_steps: int, per_step: int, eval_every: int = 10)
         for step in range(1, num_steps + 1):
             skill = 0.15 + 0.7 * step / num_steps
             groups = (
-                _make_group(chance, f"{step:06d}.{n:03d}", chance.randrange(_NUM_TASKS), step, skill)
+                _make_group(
+                    chance, f"{step:06d}.{n:03d}", chance.randrange(_NUM_TASKS), step, skill
+                )
                 for n in range(-(-per_step // _GROUP))
             )
             batch = [trajectory for group in groups for trajectory in group][:per_step]
@@ -76,9 +79,7 @@ def write_run(folder: Path, num_steps: int, per_step: int, eval_every: int = 10)
 
 
 def _write_eval(run: RunFolder, chance: random.Random, step: int, skill: float) -> None:
-    tasks = [
-        _make(chance, f"9{step:05d}.{task:03d}", 0, task, step, skill) for task in range(200)
-    ]
+    tasks = [_make(chance, f"9{step:05d}.{task:03d}", 0, task, step, skill) for task in range(200)]
     run.write_eval(step, tasks, build_report(tasks).to_dict())
 
 
@@ -134,9 +135,7 @@ def _make(
     reward = None if failure else float(is_right)
     calls = (
         _make_call(chance, "a", None, (_SYSTEM, asked), call, 120, step, reward, draw),
-        _make_call(
-            chance, "b", "a", (_SYSTEM, asked, call, result), last, 180, step, reward, draw
-        ),
+        _make_call(chance, "b", "a", (_SYSTEM, asked, call, result), last, 180, step, reward, draw),
     )
     is_cut = 0.02 < draw < 0.03
     return Trajectory(
@@ -179,7 +178,7 @@ def _make_call(
         reply=reply,
         prompt_ids=tuple(chance.choices(range(400), k=100)),
         completion_ids=tuple(chance.choices(range(400), k=num_tokens)),
-        rollout_logprobs=tuple(-chance.expovariate(2) ** 2 for _ in range(num_tokens)),
+        rollout_logprobs=tuple(-min(chance.expovariate(2) ** 2, 9.0) for _ in range(num_tokens)),
         versions=(max(step - 1 - int(draw * 2), 0),) * num_tokens,
         has_malformed_call=not is_last and 0.015 < draw < 0.02,
         finish_reason="length" if is_last and 0.01 < draw < 0.015 else "stop",

@@ -119,7 +119,9 @@ class SourceCache:
                 state = path.stat()
                 version = (state.st_mtime_ns, state.st_size)
                 if self._known.get(source, (None,))[0] != version:
-                    found = ReportSource(source, _shorten(read_summary_columns(path)), read_size(path))
+                    found = ReportSource(
+                        source, _shorten(read_summary_columns(path)), read_size(path)
+                    )
                     self._known[source] = version, found
                 yield self._known[source][1]
             except (AgentrlError, OSError) as error:

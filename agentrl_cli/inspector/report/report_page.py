@@ -154,8 +154,13 @@ class _Details:
     def describe(self) -> dict[str, Any]:
         """For the page."""
         where = "files" if self.num_files else "page"
-        return {"where": where, "folder": self.folder.name, "tag": self._tag,
-                "numFiles": self.num_files, "numBytes": self.num_bytes or self._inline_bytes}  # fmt: skip
+        return {
+            "where": where,
+            "folder": self.folder.name,
+            "tag": self._tag,
+            "numFiles": self.num_files,
+            "numBytes": self.num_bytes or self._inline_bytes,
+        }
 
     def remove_earlier(self) -> None:
         """Deletes the files of the page that was here before, and nothing else."""

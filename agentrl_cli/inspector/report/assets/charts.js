@@ -31,7 +31,7 @@ function chartData(columns, [, , series, options = {}]) {
     const steps = evals.map((e) => e.step);
     const low = evals.map((e) => e.interval?.[0] ?? e.mean);
     const high = evals.map((e) => e.interval?.[1] ?? e.mean);
-    return { steps, names: ["mean reward"], values: [evals.map((e) => e.mean)], low, high };
+    return { steps, names: ["mean reward"], values: [evals.map((e) => e.mean)], low, high, areBars: true };
   }
   const known = series.filter(([name]) => columns[name]?.some((v) => v !== null));
   if (!known.length || !columns.step.length) return null;
@@ -54,6 +54,35 @@ function chartData(columns, [, , series, options = {}]) {
     data.high = mean.map((_, i) => at(i, 1, max));
   }
   return data;
+}
+
+// From 0 where that is not far below, or where heights are read as sizes.
+function chooseRange(low, high, fromZero) {
+  const bottom = low >= 0 && (fromZero || low < 0.7 * high) ? 0 : low;
+  if (!(high > bottom)) return [Math.min(bottom, 0), Math.max(high, 0) || 1];
+  const [from, to] = uPlot.rangeNum(bottom, high, 0.1, true);
+  return [bottom === 0 ? 0 : from, to];
+}
+
+// The interval of each evaluation as a bar.
+function drawIntervals(plot, { steps, low, high }) {
+  const pen = plot.ctx;
+  pen.save();
+  pen.strokeStyle = colors()("accent");
+  pen.lineWidth = 1.5 * devicePixelRatio;
+  pen.beginPath();
+  steps.forEach((step, i) => {
+    const x = plot.valToPos(step, "x", true);
+    const [from, to] = [low[i], high[i]].map((value) => plot.valToPos(value, "y", true));
+    pen.moveTo(x, from);
+    pen.lineTo(x, to);
+    for (const end of [from, to]) {
+      pen.moveTo(x - 4 * devicePixelRatio, end);
+      pen.lineTo(x + 4 * devicePixelRatio, end);
+    }
+  });
+  pen.stroke();
+  pen.restore();
 }
 
 function buildPlot(data, width, range, element) {
@@ -90,20 +119,20 @@ function buildPlot(data, width, range, element) {
     const hidden = { stroke: "transparent", width: 0, points: { show: false }, spanGaps: true };
     series.push({ ...hidden, label: "high" }, { ...hidden, label: "low" });
     columns.push(data.high, data.low);
-    bands.push({ series: [series.length - 2, series.length - 1], fill: color("band") });
+    if (!data.areBars) bands.push({ series: [series.length - 2, series.length - 1], fill: color("band") });
   }
   const count = data.names.length;
   return new uPlot(
     {
       width, height: HEIGHT, series, bands,
+      hooks: { draw: [(plot) => data.areBars && drawIntervals(plot, data)] },
       padding: [10, 12, 0, 0],
       legend: { show: false },
       cursor: { sync: { key: "step", scales: ["x", null] }, drag: { x: false, y: false }, y: false,
         points: { show: (_, i) => (i <= count && undefined) } },
       scales: {
         x: { time: false, range: () => range },
-        // What is always 0 is drawn at the bottom of a scale of its own size.
-        y: { range: (_, low, high) => (high > low ? uPlot.rangeNum(low, high, 0.1, true) : [Math.min(low, 0), Math.max(high, 0) || 1]) },
+        y: { range: (_, low, high) => chooseRange(low, high, data.numStacked > 0) },
       },
       axes: [
         { ...axis, size: 28, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5, 1e6] },

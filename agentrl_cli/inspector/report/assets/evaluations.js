@@ -120,7 +120,7 @@ function FlipRow({ item, isNarrow }) {
   return html`
     <span role="gridcell" class="from one-line">${spell(run.texts.task[item.task])}${isNarrow && html`<br /><span class="note">${question}</span>`}</span>
     <span role="gridcell" class="number">${value(item.was)}</span>
-    <span role="gridcell" class="number ${item.flip === "lost" ? "end" : ""}">${value(item.is)}</span>
+    <span role="gridcell" class="number ${item.flip === "lost" ? "lost" : ""}">${value(item.is)}</span>
     ${!isNarrow && html`<span role="gridcell" class="said one-line">${question}</span>`}`;
 }
 
