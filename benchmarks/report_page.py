@@ -247,8 +247,7 @@ def _open_page(page: Path, chromium: str) -> None:
             tab.wait_for_selector(".plot canvas")
             paint = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
             times["first paint"].append(tab.wait_for_function(paint).json_value() / 1000)
-            # What it looks at first becomes links when the columns are there.
-            tab.wait_for_selector(".card li a[href*='trajectory/']")
+            tab.wait_for_selector("html[data-columns=read]", state="attached")
             times["lists usable"].append(tab.evaluate("performance.now()") / 1000)
             started = time.perf_counter()
             tab.evaluate("location.hash = '#/trajectory/step-000001/3'")

@@ -194,11 +194,19 @@ class RunColumns:
         """For the page."""
         return [s.describe(start) for s, start in zip(self.sources, self.starts, strict=False)]
 
-    def pack(self) -> dict[str, bytes]:
-        """The blocks ``summary`` (for lists, filters and maps) and ``texts`` (for searching)."""
+    def pack(self, version: int = 0) -> dict[str, bytes]:
+        """The blocks ``summary`` (for lists, filters and maps) and ``texts`` (for searching).
+
+        ``version`` tells those of one state of a live run from those of the next.
+        """
         searched = {name: self.columns[name] for name in _SEARCHED}
         others = {name: c for name, c in self.columns.items() if name not in _SEARCHED}
         return {
-            "summary": pack_columns(others, {"texts": {name: self.texts[name] for name in _CODED}}),
-            "texts": pack_columns(searched, {"texts": {n: self.texts[n] for n in _SEARCHED}}),
+            name: pack_columns(
+                columns, {"version": version, "texts": {n: self.texts[n] for n in coded}}
+            )
+            for name, columns, coded in (
+                ("summary", others, _CODED),
+                ("texts", searched, _SEARCHED),
+            )
         }

@@ -66,6 +66,7 @@ class ReportData:
         return {
             "advantage": advantage.kind,
             "baseline": "batch" if is_batch else "group",
+            "isPenalized": algorithm.has_kl_reward or algorithm.overlong is not None,
             "needsSignal": algorithm.compares_within_groups
             and not algorithm.trains_without_advantage,
         }

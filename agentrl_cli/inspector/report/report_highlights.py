@@ -107,7 +107,7 @@ def _find_regressions(run: RunColumns, evals: Sequence[Mapping[str, Any]]) -> li
     for task in lost[:_NUM_EXAMPLES]:
         rows = np.flatnonzero(of_eval == tasks.get(task, -2))
         if len(rows):
-            items.append({"row": start + int(rows[0]), "text": f"task {task}"})
+            items.append(_place(run, start + int(rows[0])) | {"text": f"task {task}"})
     why = f"{before['name']} passed these tasks, {after['name']} does not."
     return [_describe("regressions", "Regressions in evaluations", why, len(lost), items, link)]
 
@@ -131,7 +131,7 @@ def _count_kinds(run: RunColumns) -> list[dict[str, Any]]:
             # Steps come before evaluations: the newest of the step that was trained last.
             trained = rows[~run.is_eval[rows]]
             newest = (trained if len(trained) else rows)[: -_NUM_EXAMPLES - 1 : -1]
-            items = [{"row": int(row), "text": _say(run, name, row)} for row in newest]
+            items = [_place(run, int(row)) | {"text": _say(run, name, row)} for row in newest]
             link = f"#/trajectories?from=all&{query}"
             found.append(_describe(name, title, why, len(rows), items, link, run.num_rows))
     return found
@@ -164,7 +164,7 @@ def _find_spread(run: RunColumns) -> list[dict[str, Any]]:
     deviations = _compute_deviations(scores[rows], of_row)
     largest = np.lexsort((first, deviations))[::-1][:_NUM_EXAMPLES]
     items = [
-        {"row": int(rows[first[n]]), "group": True, "text": f"deviation {deviations[n]:.3f}"}
+        _place(run, int(rows[first[n]]), is_group=True) | {"text": f"deviation {deviations[n]:.3f}"}
         for n in largest
         if deviations[n] > 1e-9
     ]
@@ -192,11 +192,25 @@ def _find_unlikely(run: RunColumns) -> list[dict[str, Any]]:
         return []
     worst = rows[np.argsort(lowest[rows], kind="stable")[:_NUM_EXAMPLES]]
     items = [
-        {"row": int(row), "text": f"least likely token {lowest[row]:.2f} nats"} for row in worst
+        _place(run, int(row)) | {"text": f"least likely token {lowest[row]:.2f} nats"}
+        for row in worst
     ]
     why = "Each has a token that the policy itself held unlikely: an odd turn, or a surprise."
     link = "#/trajectories?from=all&sort=logprob_min&order=asc"
     return [_describe("logprobs", "Least likely tokens", why, len(items), items, link)]
+
+
+def _place(run: RunColumns, row: int, *, is_group: bool = False) -> dict[str, Any]:
+    """Where an example is, for a link that works before the page has its columns."""
+    columns, texts = run.columns, run.texts
+    group = texts["group"][columns["group"][row]]
+    if is_group:
+        return {"row": row, "group": group, "name": f"task {texts['task'][columns['task'][row]]}"}
+    own = columns["id"][row]
+    return {
+        "row": row,
+        "name": texts["id"][own] if own >= 0 else f"{group}/{columns['sample'][row]}",
+    }
 
 
 def _describe(

@@ -91,6 +91,7 @@ def write_report(
             problems.append(str(error))
     head["details"] = details.describe()
     head["problems"] = problems
+    head["version"] = 0
     blocks = {name: to_text(block) for name, block in run.pack().items()} | details.inline
     with atomic_file(path) as file:
         for part in build_page(head, blocks):

@@ -69,7 +69,7 @@ class _LiveReport:
                 version = self._head.get("version", 0) + 1
                 self._head = head | {"version": version, "details": {"where": "server"}}
                 self._head["problems"] = [s.problem for s in self._run.sources if s.problem]
-                self._blocks = self._run.pack()
+                self._blocks = self._run.pack(version)
                 self._state = state
             return self._head
 
@@ -176,9 +176,14 @@ def serve_report(
         key = secrets.token_urlsafe(16)
         app = build_app(folder, spell, {f"{_HOST}:{bound}", f"localhost:{bound}"}, key)
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", server_header=False,
+            app,
+            ws="none",
+            lifespan="off",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
             timeout_graceful_shutdown=int(_STOP_SECONDS),
-        )  # fmt: skip
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(
             target=server.run, args=([listener],), name="agentrl-report", daemon=True

@@ -66,6 +66,5 @@ document.querySelector("noscript")?.remove();
 render(html`<${Application} />`, document.getElementById("app"));
 
 // Columns come behind the scripts in the page: what is above is painted first.
-const whenParsed = () => readColumns().then(() => run.isLive && setTimeout(poll, POLL_MS));
-if (document.readyState === "loading") addEventListener("DOMContentLoaded", whenParsed);
-else whenParsed();
+if (document.readyState === "loading") addEventListener("DOMContentLoaded", begin);
+else begin();

@@ -195,6 +195,7 @@ function computeAdvantage(row, call) {
   const { training } = run.head;
   if (!training) return { why: "the run's configuration cannot be read" };
   if (training.advantage === "gae") return { why: "the critic's values are not stored" };
+  if (training.isPenalized) return { why: "the penalties on length or divergence are not stored" };
   if (sourceOf(row).isEval) return { why: "it is of an evaluation" };
   if (textOf("replaced_by", row)) return { why: "its group was replaced" };
   const score = numberOf("score", row);

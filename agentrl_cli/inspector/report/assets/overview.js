@@ -59,9 +59,9 @@ function Example({ item }) {
     const address = formatAddress(["trajectories"], { from: "training", steps: item.step });
     return html`<a href=${address}>${text}</a>`;
   }
-  if (!run.columns) return html`<span>${text}</span>`;
-  const address = item.group ? groupAddress(item.row) : trajectoryAddress(item.row);
-  return html`<a href=${address}>${sourceOf(item.row).name}, ${item.group ? `task ${textOf("task", item.row)}` : nameOf(item.row)}</a>
+  const source = sourceOf(item.row);
+  const address = item.group === undefined ? trajectoryAddress(item.row) : formatAddress(["group", source.key], { id: item.group });
+  return html`<a href=${address}>${source.name}, ${spell(item.name)}</a>
     <span class="note"> ${text}</span>`;
 }
 

@@ -81,20 +81,31 @@ function parseColumns(bytes) {
   for (const [name, [type, start, count]] of Object.entries(header.columns)) {
     columns[name] = new NUMBERS[type](bytes.buffer, 4 + length + start, count);
   }
-  return { columns, texts: header.texts };
+  return { columns, texts: header.texts, version: header.version };
 }
 
-async function readColumns() {
+// The columns that belong to `head`; false where the run has gone on meanwhile.
+async function readColumns(head) {
+  const found = (await Promise.all(["summary", "texts"].map(readBlock))).map(parseColumns);
+  if (found.some(({ version }) => version !== head.version)) return false;
+  const [one, other] = found;
+  blocks.clear();
+  lastSource = 0;
+  Object.assign(run, {
+    head, columns: { ...one.columns, ...other.columns }, texts: { ...one.texts, ...other.texts },
+  });
+  document.documentElement.dataset.columns = "read";
+  return true;
+}
+
+async function begin() {
   try {
-    const [summary, texts] = await Promise.all(["summary", "texts"].map(readBlock));
-    const [one, other] = [parseColumns(summary), parseColumns(texts)];
-    run.columns = { ...one.columns, ...other.columns };
-    run.texts = { ...one.texts, ...other.texts };
-    lastSource = 0;
+    await readColumns(run.head);
   } catch (error) {
     run.problem = String(error.message ?? error);
   }
   notify();
+  if (run.isLive) setTimeout(poll, run.columns ? POLL_MS : 0);
 }
 
 // Trajectories are numbered through all sources.
@@ -180,15 +191,10 @@ async function poll() {
     const response = await fetch("head");
     if (!response.ok) throw new Error(await response.text());
     const head = await response.json();
-    const wasAway = run.problem !== null;
+    const isNew = !run.columns || head.version !== run.head.version;
+    const hasChanged = (isNew && (await readColumns(head))) || run.problem !== null;
     run.problem = null;
-    if (head.version !== run.head.version) {
-      run.head = head;
-      blocks.clear();
-      await readColumns();
-    } else if (wasAway) {
-      notify();
-    }
+    if (hasChanged) notify();
   } catch (error) {
     run.problem = `The server does not answer (${error.message}). Is agentrl report --serve still running?`;
     notify();

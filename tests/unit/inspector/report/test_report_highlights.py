@@ -83,7 +83,9 @@ def test_what_needs_attention_is_found_where_it_is(
     assert (places["policy"], places["malformed"], places["cut"]) == ([3], [1], [4])
     assert (places["mismatch"], places["unscored"]) == ([7], [5])
     # The other groups are too small or score alike.
-    assert places["spread"] == [0]
+    [spread] = found["spread"]["items"]
+    assert (spread["row"], spread["group"], spread["name"]) == (0, "a", "task 1")
+    assert found["cut"]["items"][0]["name"] == "c/0"
     assert places["logprobs"][0] == 6
 
 
