@@ -192,7 +192,7 @@ def _find_unlikely(run: RunColumns) -> list[dict[str, Any]]:
         return []
     worst = rows[np.argsort(lowest[rows], kind="stable")[:_NUM_EXAMPLES]]
     items = [
-        _place(run, int(row)) | {"text": f"least likely token {lowest[row]:.2f} nats"}
+        _place(run, int(row)) | {"text": f"{lowest[row]:.2f} nats".replace("-", "−")}
         for row in worst
     ]
     why = "Each has a token that the policy itself held unlikely: an odd turn, or a surprise."
