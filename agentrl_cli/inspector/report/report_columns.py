@@ -30,7 +30,8 @@ Numbers = np.ndarray[Any, Any]
 MAX_TEXT = 200
 #: Details are read in blocks of about so many bytes, before compression.
 _BLOCK_BYTES = 256 * 1024
-_MAX_BLOCK_ROWS = 256
+#: As many as a row group of a file has, which is read at once.
+MAX_BLOCK_ROWS = 256
 
 _MISMATCHES = "prefix_mismatches_json"
 #: Texts that are numbered, under the names that the page has for them.
@@ -75,9 +76,10 @@ class ReportSource:
 
     @property
     def block_rows(self) -> int:
-        """How many trajectories a block of its details has."""
+        """How many trajectories a block of its details has: a power of 2, so that blocks fill the
+        row groups of its file."""
         each = max(self.size.bytes_per_row if self.size else 1.0, 1.0)
-        return max(min(int(_BLOCK_BYTES / each), _MAX_BLOCK_ROWS), 1)
+        return 1 << (max(min(int(_BLOCK_BYTES / each), MAX_BLOCK_ROWS), 1).bit_length() - 1)
 
     @property
     def num_blocks(self) -> int:

@@ -9,13 +9,14 @@ page shows of them.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from agentrl_cli.inspector.report.block_format import pack_json
+from agentrl_cli.inspector.report.report_columns import MAX_BLOCK_ROWS
 from agentrl_cli.inspector.trajectory_view import Spell
 from agentrl_cli.log import sanitize
 from agentrl_cli.store.trajectory_file import read_rows
@@ -41,7 +42,23 @@ class DetailReader:
         Raises:
             StoreError: the file is missing or damaged.
         """
-        rows = read_rows(path, start, stop)
+        return self._pack(read_rows(path, start, stop), start)
+
+    def read_blocks(
+        self, path: Path, num_rows: int, block_rows: int
+    ) -> Iterator[tuple[int, bytes]]:
+        """The number of trajectories and the content of every block of a file, which is read once.
+
+        Raises:
+            StoreError: the file is missing or damaged.
+        """
+        for first in range(0, num_rows, MAX_BLOCK_ROWS):
+            rows = read_rows(path, first, min(first + MAX_BLOCK_ROWS, num_rows))
+            for start in range(0, len(rows), block_rows):
+                part = rows[start : start + block_rows]
+                yield len(part), self._pack(part, first + start)
+
+    def _pack(self, rows: list[dict[str, Any]], start: int) -> bytes:
         block: dict[str, Any] = {"start": start, "rows": rows}
         if self._spell is not None:
             block["tokens"] = self._spell_tokens(rows)

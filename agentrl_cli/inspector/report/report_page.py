@@ -114,10 +114,9 @@ def _read_details(
     if not source.num_rows:
         return
     path = source.source.find_file(folder)
-    for number in range(source.num_blocks):
-        start = number * source.block_rows
-        stop = min(start + source.block_rows, source.num_rows)
-        yield f"{source.key}.{number}", stop - start, reader.read_block(path, start, stop)
+    blocks = reader.read_blocks(path, source.num_rows, source.block_rows)
+    for number, (num_rows, block) in enumerate(blocks):
+        yield f"{source.key}.{number}", num_rows, block
 
 
 class _Details:

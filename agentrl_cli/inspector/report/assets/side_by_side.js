@@ -51,7 +51,7 @@ function SideBySide({ rows, query, names }) {
       ${shown.map((row, i) => html`<${Column} key=${row} row=${row} said=${said[i]}
         name=${names?.[i] ?? `attempt ${run.columns.sample[row]}`} isReference=${row === reference}
         divergence=${row === reference ? null : findDivergence(said[i], base)}
-        onChoose=${() => changeQuery({ with: rows.indexOf(row) })} />`)}
+        onChoose=${names ? null : () => changeQuery({ with: rows.indexOf(row) })} />`)}
     </div>
     ${rows.length > limit && html`<button onClick=${() => setLimit(limit + MAX_COLUMNS)}>Show more (${rows.length - limit} are left)</button>`}
   `;
@@ -65,7 +65,7 @@ function Column({ row, said, name, isReference, divergence, onChoose }) {
       <p class="legend"><b>${describeReward(row)}</b>
         <span>${formatCount(run.columns.turns[row], "turn")}</span><span>${formatCount(run.columns.tokens[row], "token")}</span>
         ${end && html`<span class="end">${end}</span>`}</p>
-      ${isReference ? html`<p class="note">reference</p>` : html`<button class="quiet" onClick=${onChoose}>compare with this</button>`}
+      ${isReference ? html`<p class="note">reference</p>` : onChoose && html`<button class="quiet" onClick=${onChoose}>compare with this</button>`}
     </header>
     ${said.map((item, i) => html`
       ${divergence?.item === i && html`<p class="divergence">first difference</p>`}
