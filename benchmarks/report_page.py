@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import resource
 import shutil
@@ -229,9 +230,13 @@ def _make_page(run: Path, page: Path) -> None:
     started = time.perf_counter()
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     seconds = time.perf_counter() - started
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    load = os.getloadavg()[0] / (os.cpu_count() or 1)
     print(done.stdout.strip())
-    print(f"made in {seconds:.1f} s with at most {peak:.0f} MiB of memory")
+    print(
+        f"made in {seconds:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of CPU, with at most "
+        f"{used.ru_maxrss / 1024:.0f} MiB of memory (load of the machine: {load:.1f} a core)"
+    )
     print(f"the page itself: {page.stat().st_size / 1e6:.1f} MB")
 
 

@@ -38,14 +38,16 @@ class ReportData:
         run = RunColumns([*self._sources.read()])
         evals = read_evals(self._folder, run)
         alarms = self._folder.read_alarms()
+        location = sanitize(self._folder.location)
         head = {
-            "run": sanitize(self._folder.location),
-            "name": "/".join(self._folder.location.rstrip("/").split("/")[-2:]),
+            "run": location,
+            "name": "/".join(location.rstrip("/").split("/")[-2:]),
             "made": datetime.now(UTC).isoformat(timespec="seconds"),
             "numRows": run.num_rows,
             "sources": run.describe_sources(),
             "metrics": read_curves(self._folder),
-            "evals": evals,
+            # The page has the rewards of tasks from its columns.
+            "evals": [{k: v for k, v in e.items() if k != "taskRewards"} for e in evals],
             "highlights": find_highlights(run, alarms, evals),
             "training": self._describe_training(),
             "hasTokenizer": self._has_tokenizer,
@@ -100,9 +102,8 @@ def read_evals(folder: RunFolder, run: RunColumns) -> list[dict[str, Any]]:
         except AgentrlError:
             # Its trajectories are there all the same.
             report = {}
-        interval = report.get("interval")
-        is_interval = isinstance(interval, list) and len(interval) == 2
-        rewards = report.get("task_rewards")
+        interval = report.get("interval") or []
+        has_interval = [type(end) for end in interval] in ([float, float], [int, int])
         evals.append(
             {
                 "source": number,
@@ -111,17 +112,23 @@ def read_evals(folder: RunFolder, run: RunColumns) -> list[dict[str, Any]]:
                 "step": source.step,
                 "label": source.label,
                 "mean": _read_number(report, "mean_reward"),
-                "interval": [*map(float, interval)] if is_interval and interval else None,
+                "interval": interval if has_interval else None,
                 "threshold": _read_number(report, "pass_threshold") or 1.0,
                 "numTasks": _read_number(report, "num_tasks"),
-                "passAt": report.get("pass_at_k") or {},
+                "passAt": _read_numbers(report, "pass_at_k"),
                 "policyFailures": _read_number(report, "num_policy_failures"),
                 "surroundingsFailures": _read_number(report, "num_surroundings_failures"),
                 "unscored": _read_number(report, "num_unscored"),
-                "taskRewards": rewards if isinstance(rewards, dict) else {},
+                "taskRewards": _read_numbers(report, "task_rewards"),
             }
         )
     return evals
+
+
+def _read_numbers(report: Mapping[str, Any], name: str) -> dict[str, float]:
+    values = report.get(name)
+    known = values.items() if isinstance(values, dict) else ()
+    return {str(k): float(v) for k, v in known if isinstance(v, int | float)}
 
 
 def _read_number(report: Mapping[str, Any], name: str) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -68,7 +69,8 @@ def make(step: int, group: int, number: int, reward: float | None, **fields: Any
     row = {
         "id": f"{step:06d}.{group:03d}/{number}", "group_id": f"{step:06d}.{group:03d}",
         "task_id": str(group), "sample_index": number, "step": step, "agent_name": "solver",
-        "task": {"question": QUESTION["content"], "answer": "391"}, "interactions": calls,
+        "task": {"question": QUESTION["content"], "answer": "391", "weight": math.nan},
+        "interactions": calls,
         "reward": reward, "reward_parts": {"exact": reward or 0.0}, "final_answer": said,
         "seconds": 1.5,
     }  # fmt: skip
@@ -175,6 +177,8 @@ def test_every_view_is_reached_by_keyboard(tab: Callable[..., Tab], page_url: st
         "exact", "1 call that did not complete", "the engine died", "retokenized", "solver",
     ):  # fmt: skip
         one.see(text)
+    one.page.get_by_text("The task's row").click()
+    one.see("weight")
     # (1 - mean of 0, 1 and 0) / deviation.
     one.see("advantage 1.155")
     one.page.go_back()

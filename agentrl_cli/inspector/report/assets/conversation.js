@@ -9,12 +9,18 @@ function unpack([lengths, text], type) {
   return lengths.map((length) => all.subarray(end, (end += length)));
 }
 
+// Python writes NaN and infinities as no JSON has them.
+const NOT_JSON = /(?<=[:,[]\s*)(-?Infinity|NaN)(?=\s*[,}\]])/g;
+
 function parseJson(text, otherwise) {
-  try {
-    return JSON.parse(text) ?? otherwise;
-  } catch {
-    return otherwise;
+  for (const attempt of [text, text.replace(NOT_JSON, '"$1"')]) {
+    try {
+      return JSON.parse(attempt) ?? otherwise;
+    } catch {
+      // The other spelling, or what is given for texts that are no JSON.
+    }
   }
+  return otherwise;
 }
 
 function parseTrajectory(row, tokens) {
@@ -26,7 +32,7 @@ function parseTrajectory(row, tokens) {
     rollout_logprobs: unpack(interactions.rollout_logprobs, Int16Array),
   };
   const columns = { ...interactions, ...lists };
-  const messages = row.messages_json.map((text) => parseJson(text, {}));
+  const messages = row.messages_json.map((text) => parseJson(text, { content: text }));
   const tools = row.tools_json.map((text) => parseJson(text, []));
   const byId = new Map();
   const calls = columns.id.map((id, number) => {
