@@ -18,6 +18,7 @@ from agentrl_cli.cli.export_trajectories_command import export_trajectories_comm
 from agentrl_cli.cli.inspect_command import inspect_command
 from agentrl_cli.cli.launch_command import launch_app
 from agentrl_cli.cli.new_project.init_command import init_command
+from agentrl_cli.cli.report_command import report_command
 from agentrl_cli.cli.serve_command import serve_command
 from agentrl_cli.cli.sft_command import sft_command
 from agentrl_cli.cli.train_command import train_command
@@ -49,6 +50,7 @@ app.command("check", short_help="Look before training: will it work?")(check_com
 app.command("eval", short_help="Measure an agent.")(evaluate_command)
 app.command("compare", short_help="Measure models against each other.")(compare_command)
 app.command("inspect-trajectories", short_help="Look at what agents did.")(inspect_command)
+app.command("report", short_help="Make a page about a run for a browser.")(report_command)
 app.command("export", short_help="Export a trained model from a run.")(export_command)
 app.command("export-trajectories", short_help="Write trajectories to train on.")(
     export_trajectories_command

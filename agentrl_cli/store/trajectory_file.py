@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +74,7 @@ SCHEMA = pa.schema([(name, _TYPES[kind]) for name, kind in {**COLUMNS, **_COMPUT
 
 _SUMMARY = tuple(field.name for field in fields(TrajectorySummary))
 _MISMATCHES = "prefix_mismatches"
+_LOGPROBS = "interactions.list.element.rollout_logprobs"
 _ENUMS: Mapping[str, Callable[[str], Any]] = {
     "stop_reason": StopReason,
     "failure_boundary": Boundary,
@@ -236,6 +237,103 @@ def find_matches(
             order = np.argsort(keys if ascending else -keys, kind="stable")
             numbers, keys = numbers[order], keys[order]
         return Matches(len(numbers), numbers[:limit].tolist(), keys[:limit].tolist())
+
+
+class SummaryColumns(NamedTuple):
+    """All trajectories of a file, column by column: what summaries hold, in their order."""
+
+    texts: dict[str, list[str | None]]
+    numbers: dict[str, np.ndarray[Any, Any]]
+    """float64, NaN where there is no value; also ``logprob_mean`` and ``logprob_min`` over the
+    sampled tokens of a trajectory."""
+
+
+def read_summary_columns(path: Path) -> SummaryColumns:
+    """As :func:`read_summaries`, for who looks at all of a large run.
+
+    Raises:
+        StoreError: the file is missing or damaged.
+    """
+    names = [_find_column(name) for name in _SUMMARY]
+    with _opened(path) as file:
+        table = file.read(columns=[*names, _LOGPROBS])
+        texts: dict[str, list[str | None]] = {}
+        numbers: dict[str, np.ndarray[Any, Any]] = {}
+        for name in names:
+            if pa.types.is_string(table.schema.field(name).type):
+                texts[name] = table[name].to_pylist()
+            else:
+                values = table[name].cast(pa.float64()) if table[name].null_count else table[name]
+                numbers[name] = values.to_numpy().astype(np.float64)
+        calls = table["interactions"].combine_chunks()
+        logprobs = calls.values.field("rollout_logprobs")
+        ends = logprobs.offsets.to_numpy()[calls.offsets.to_numpy()]
+        return SummaryColumns(texts, numbers | _measure_logprobs(logprobs.values, ends))
+
+
+def _measure_logprobs(values: pa.Array, ends: np.ndarray[Any, Any]) -> dict[str, Any]:
+    """Mean and smallest of the values between each two of ``ends``."""
+    lengths = np.diff(ends)
+    mean, smallest = np.full((2, len(lengths)), np.nan)
+    has_any = lengths > 0
+    if has_any.any():
+        logprobs, starts = values.to_numpy(zero_copy_only=False), ends[:-1][has_any]
+        with np.errstate(invalid="ignore"):
+            mean[has_any] = np.add.reduceat(logprobs, starts) / lengths[has_any]
+            smallest[has_any] = np.minimum.reduceat(logprobs, starts)
+    return {"logprob_mean": mean, "logprob_min": smallest}
+
+
+def read_rows(path: Path, start: int, stop: int) -> list[dict[str, Any]]:
+    """The rows from ``start`` up to ``stop`` as ``build_row`` of ``trajectory_record.py`` makes
+    them; the numbers of a call are arrays. Many times faster than making trajectories of them.
+
+    Raises:
+        StoreError: the file is missing or damaged.
+    """
+    with _opened(path) as file:
+        stop = min(stop, file.metadata.num_rows)
+        first = start // _ROWS_PER_GROUP
+        groups = [*range(first, -(-stop // _ROWS_PER_GROUP))]
+        table = file.read_row_groups(groups, columns=[*COLUMNS])
+        table = table.slice(start - first * _ROWS_PER_GROUP, stop - start)
+        rows: list[dict[str, Any]] = table.drop_columns(["interactions"]).to_pylist()
+        calls = table["interactions"].combine_chunks()
+        ends = calls.offsets.to_numpy()
+        structs = calls.values.slice(ends[0], ends[-1] - ends[0])
+        columns = {name: _split_calls(structs.field(name)) for name in CALL_COLUMNS}
+        ends = ends - ends[0]
+        for number, row in enumerate(rows):
+            own = slice(ends[number], ends[number + 1])
+            row["interactions"] = {name: values[own] for name, values in columns.items()}
+        return rows
+
+
+def _split_calls(values: pa.Array) -> list[Any]:
+    if not pa.types.is_list(values.type):
+        return values.to_pylist()
+    ends, numbers = values.offsets.to_numpy(), values.values.to_numpy(zero_copy_only=False)
+    return [numbers[start:end] for start, end in pairwise(ends)]
+
+
+class FileSize(NamedTuple):
+    """How much a file holds."""
+
+    num_rows: int
+    bytes_per_row: float
+    """Not compressed."""
+
+
+def read_size(path: Path) -> FileSize:
+    """The size of a file, which is in its footer.
+
+    Raises:
+        StoreError: the file is missing or damaged.
+    """
+    with _opened(path) as file:
+        meta = file.metadata
+        total = sum(meta.row_group(n).total_byte_size for n in range(meta.num_row_groups))
+        return FileSize(meta.num_rows, total / max(meta.num_rows, 1))
 
 
 def _find_column(name: str) -> str:

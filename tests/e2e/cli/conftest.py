@@ -103,3 +103,17 @@ def refused(start: Callable[..., Command]) -> Callable[..., str]:
 def tiny(tmp_path: Path, model_folder: Any) -> Path:
     """A random model of two layers in the user's folder."""
     return Path(shutil.copytree(model_folder, tmp_path / "tiny"))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A real Chromium: the one that AGENTRL_CHROMIUM names, or an installed one."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (extra dev)")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    found = os.environ.get("AGENTRL_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.skip(f"needs a browser: none of {', '.join(names)}; AGENTRL_CHROMIUM may name one")
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()

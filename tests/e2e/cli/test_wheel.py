@@ -28,7 +28,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     [wheel] = folder.glob("agentrl_cli-*.whl")
     with zipfile.ZipFile(wheel) as content:
-        tops = {name.split("/")[0] for name in content.namelist()}
+        names = content.namelist()
+    tops = {name.split("/")[0] for name in names}
+    # The page of agentrl report is made of these.
+    assert "agentrl_cli/inspector/report/assets/report.css" in names
     assert tops == {"agentrl_cli", wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"}
     venv.create(folder / "venv", with_pip=True)
     programs = folder / "venv" / "bin"

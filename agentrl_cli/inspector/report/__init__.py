@@ -1,0 +1,1 @@
+"""A page about a run, in a browser: written to a file, or served while the run continues."""
