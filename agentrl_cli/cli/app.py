@@ -10,8 +10,8 @@ from typer.core import TyperGroup
 
 from agentrl_cli.cli.check_command import check_command
 from agentrl_cli.cli.command_exit import outlive_readers, run_reporting_failures
-from agentrl_cli.cli.env_command import env_command
 from agentrl_cli.cli.compare_command import compare_command
+from agentrl_cli.cli.env_command import env_command
 from agentrl_cli.cli.eval_command import evaluate_command
 from agentrl_cli.cli.export_command import export_command
 from agentrl_cli.cli.export_trajectories_command import export_trajectories_command
