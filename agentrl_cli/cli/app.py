@@ -14,13 +14,13 @@ from agentrl_cli.cli.compare_command import compare_command
 from agentrl_cli.cli.env_command import env_command
 from agentrl_cli.cli.eval_command import evaluate_command
 from agentrl_cli.cli.export_command import export_command
-from agentrl_cli.cli.export_trajectories_command import export_trajectories_command
-from agentrl_cli.cli.inspect_command import inspect_command
 from agentrl_cli.cli.launch_command import launch_app
 from agentrl_cli.cli.new_project.init_command import init_command
-from agentrl_cli.cli.report_command import report_command
 from agentrl_cli.cli.serve_command import serve_command
 from agentrl_cli.cli.sft_command import sft_command
+from agentrl_cli.cli.stored_runs.export_trajectories_command import export_trajectories_command
+from agentrl_cli.cli.stored_runs.inspect_command import inspect_command
+from agentrl_cli.cli.stored_runs.report_command import report_command
 from agentrl_cli.cli.train_command import train_command
 from agentrl_cli.errors import format_nearest
 

@@ -50,7 +50,7 @@ def check_command(
     """Look before training, without a GPU: will it work, and what must change first? Runs the
     agent on a few tasks; exits with 1 if there are errors."""
     check_endpoint(None, base_url, model)
-    from agentrl_cli.cli.progress_display import build_observer
+    from agentrl_cli.cli.display.progress_display import build_observer
     from agentrl_cli.launch.preflight.check import CheckRequest, run_check
     from agentrl_cli.launch.preflight.memory_fit import parse_gpus
 

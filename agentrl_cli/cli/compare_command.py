@@ -16,7 +16,7 @@ import typer
 from agentrl_cli.errors import UserInputError
 
 if TYPE_CHECKING:
-    from agentrl_cli.cli.comparison_report import ComparisonReport, RewardCurves
+    from agentrl_cli.cli.display.comparison_report import ComparisonReport, RewardCurves
 
 #: What is an override and no model: a path with ``=`` in its first part is typed as ./a=b.
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
@@ -99,7 +99,7 @@ def _check_markdown(path: Path | None) -> None:
 
 
 def _check_names(models: Sequence[str]) -> None:
-    from agentrl_cli.cli.comparison_report import MAX_MODELS
+    from agentrl_cli.cli.display.comparison_report import MAX_MODELS
 
     if not 2 <= len(models) <= MAX_MODELS:
         raise UserInputError(
@@ -121,8 +121,8 @@ def _compare(
     again: bool,
 ) -> ComparisonReport:
     from agentrl_cli.cli.command_exit import crashes_logged
-    from agentrl_cli.cli.comparison_report import ComparisonReport
-    from agentrl_cli.cli.progress_display import build_observer
+    from agentrl_cli.cli.display.comparison_report import ComparisonReport
+    from agentrl_cli.cli.display.progress_display import build_observer
     from agentrl_cli.launch import compared_models
     from agentrl_cli.store.layout import run_dir_of
     from agentrl_cli.store.run_folder import RunFolder
@@ -150,7 +150,7 @@ def _compare(
 
 
 def _read_curves(names: Sequence[str]) -> RewardCurves:
-    from agentrl_cli.cli.comparison_report import RewardCurves
+    from agentrl_cli.cli.display.comparison_report import RewardCurves
     from agentrl_cli.store.run_folder import RunFolder
 
     return RewardCurves.read({name: RunFolder.open(name) for name in names})

@@ -70,7 +70,7 @@ def evaluate_command(
     run = resolve_run_here(experiment, "eval") if base_url is None else None
 
     from agentrl_cli.cli.command_exit import crashes_logged
-    from agentrl_cli.cli.progress_display import build_observer
+    from agentrl_cli.cli.display.progress_display import build_observer
     from agentrl_cli.launch.completion_sources import EndpointSource, EngineSource
     from agentrl_cli.launch.local_run import run_evaluation
     from agentrl_cli.store.layout import run_dir_of
@@ -105,7 +105,7 @@ def evaluate_command(
 
 
 def _print_report(report: EvalReport, described: Mapping[str, str]) -> None:
-    from agentrl_cli.cli.final_report import build_report_table
+    from agentrl_cli.cli.display.final_report import build_report_table
     from agentrl_cli.inspector.inspect_run import build_console
 
     typer.secho(f"{described['model']} on {described['dataset']}", bold=True)

@@ -57,7 +57,7 @@ def serve_command(
     experiment = load_config(config, overrides or [])
 
     from agentrl_cli.cli.command_exit import crashes_logged, stop_on_signals
-    from agentrl_cli.cli.progress_display import build_observer
+    from agentrl_cli.cli.display.progress_display import build_observer
     from agentrl_cli.store.layout import run_dir_of
     from agentrl_cli.store.run_folder import RunFolder
 

@@ -14,7 +14,7 @@ def sft_command(config: ConfigOption, overrides: OverridesArgument = None) -> No
 
     sft_config = load_config_as(SftConfig, config, overrides or [])
 
-    from agentrl_cli.cli.progress_display import build_observer
+    from agentrl_cli.cli.display.progress_display import build_observer
     from agentrl_cli.models.builtin_models import resolve_model_folder
     from agentrl_cli.models.sft_training import train_and_save
 

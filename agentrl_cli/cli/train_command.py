@@ -145,8 +145,8 @@ def _train(
     overwrite: bool,
 ) -> None:
     from agentrl_cli.cli.command_exit import crashes_logged, stop_on_signals
-    from agentrl_cli.cli.final_report import print_summary
-    from agentrl_cli.cli.progress_display import build_observer
+    from agentrl_cli.cli.display.final_report import print_summary
+    from agentrl_cli.cli.display.progress_display import build_observer
     from agentrl_cli.launch.local_run import run_training
     from agentrl_cli.store.layout import run_dir_of
     from agentrl_cli.store.run_folder import RunFolder

@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agentrl_cli.cli.final_report import build_report_table, find_telling_pair, print_summary
+from agentrl_cli.cli.display.final_report import (
+    build_report_table,
+    find_telling_pair,
+    print_summary,
+)
 from agentrl_cli.evaluate.eval_report import build_report
 from agentrl_cli.records import Boundary, Failure, Interaction, MismatchCause, Trajectory
 from agentrl_cli.store.run_folder import RunFolder

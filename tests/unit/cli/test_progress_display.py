@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from rich.console import Console
 
-from agentrl_cli.cli.progress_display import (
+from agentrl_cli.cli.display.progress_display import (
     PlainObserver,
     RichObserver,
     StepLines,

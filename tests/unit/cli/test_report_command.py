@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl_cli.cli.report_command import report_command
+from agentrl_cli.cli.stored_runs.report_command import report_command
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError, UserInputError
 from agentrl_cli.records import Trajectory

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from agentrl_cli.cli.final_report import format_mean_reward, read_evaluation
+from agentrl_cli.cli.display.final_report import format_mean_reward, read_evaluation
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.log import format_count, sanitize
 from agentrl_cli.sparkline import format_sparkline

@@ -93,7 +93,7 @@ def inspect_command(
 ) -> None:
     """Look at a run's steps and trajectories in full screen; print what options or a pipe ask
     for."""
-    from agentrl_cli.cli.progress_display import is_plain
+    from agentrl_cli.cli.display.progress_display import is_plain
     from agentrl_cli.inspector.inspect_run import inspect_run
     from agentrl_cli.inspector.trajectory_query import TrajectoryQuery
 

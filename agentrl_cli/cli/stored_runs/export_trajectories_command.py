@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from agentrl_cli.cli.inspect_command import EvalsOption
+from agentrl_cli.cli.stored_runs.inspect_command import EvalsOption
 from agentrl_cli.errors import UserInputError
 
 if TYPE_CHECKING:
