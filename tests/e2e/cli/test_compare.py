@@ -58,8 +58,9 @@ def folder(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read_json(printed: str) -> dict[str, Any]:
-    _, brace, rest = printed.partition("{\n")
-    return dict(json.loads(brace + rest))
+    """What stdout got, between the lines of stderr."""
+    found, _ = json.JSONDecoder().raw_decode(printed[printed.index("{\n") :])
+    return dict(found)
 
 
 def test_what_was_evaluated_is_kept_and_an_endpoint_takes_part(
