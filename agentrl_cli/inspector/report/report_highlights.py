@@ -108,7 +108,7 @@ def _find_regressions(run: RunColumns, evals: Sequence[Mapping[str, Any]]) -> li
         rows = np.flatnonzero(of_eval == tasks.get(task, -2))
         if len(rows):
             items.append(_place(run, start + int(rows[0])) | {"text": f"task {task}"})
-    why = f"{before['name']} passed these tasks, {after['name']} does not."
+    why = f"These tasks passed in {before['name']} and fail in {after['name']}."
     return [_describe("regressions", "Regressions in evaluations", why, len(lost), items, link)]
 
 
@@ -171,7 +171,7 @@ def _find_spread(run: RunColumns) -> list[dict[str, Any]]:
     if not items:
         return []
     count = int((deviations > 1e-9).sum())
-    why = "Siblings did the same task with different success: compare where they part."
+    why = "The same task went well and badly: compare where the attempts part."
     link = "#/map?color=spread"
     return [_describe("spread", "Groups whose scores differ most", why, count, items, link)]
 
@@ -195,7 +195,7 @@ def _find_unlikely(run: RunColumns) -> list[dict[str, Any]]:
         _place(run, int(row)) | {"text": f"{lowest[row]:.2f} nats".replace("-", "−")}
         for row in worst
     ]
-    why = "Each has a token that the policy itself held unlikely: an odd turn, or a surprise."
+    why = "Each has a token that the policy itself thought unlikely: a typo, a wrong turn, or luck."
     link = "#/trajectories?from=all&sort=logprob_min&order=asc"
     return [_describe("logprobs", "Least likely tokens", why, len(items), items, link)]
 

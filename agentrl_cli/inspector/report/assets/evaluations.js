@@ -100,8 +100,8 @@ function Flips({ before, after, query }) {
   return html`<section ref=${box} aria-labelledby="flips">
     <h2 id="flips">Task by task</h2>
     <${EvalChoices} before=${before} after=${after} />
-    <p>On the ${formatCount(tasks.length, "task")} of both, the mean reward went from <b>${formatNumber(mean("was"))}</b> to <b>${formatNumber(mean("is"))}</b>.
-      <span class="note"> A task counts as passed where half of its scored attempts or more have the reward ${formatNumber(after.threshold)}.</span></p>
+    <p>On the ${formatCount(tasks.length, "task")} that both have, the mean reward went from <b>${formatNumber(mean("was"))}</b> to <b>${formatNumber(mean("is"))}</b>.
+      <span class="note"> A task counts as passed if at least half of its scored attempts reach a reward of ${formatNumber(after.threshold)}.</span></p>
     <div class="tabs" role="group" aria-label="Which tasks">
       ${Object.entries(FLIPS).map(([name, text]) => html`<button aria-pressed=${name === show} onClick=${() => changeQuery({ show: name, task: "" })}>${text} <b>${counts[name].toLocaleString("en")}</b></button>`)}
     </div>
