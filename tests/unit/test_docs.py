@@ -210,7 +210,8 @@ def list_commands() -> list[tuple[str, str]]:
     for page in pages:
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         spans = re.findall(r"^(?: {4,}|\$ )(agentrl .*)$|`(agentrl [^`\n]*)`", text, re.MULTILINE)
-        found += [(page.name, block or span) for block, span in spans]
+        lines = [line for block, span in spans for line in (block or span).split(" && ")]
+        found += [(page.name, line) for line in lines if line.startswith("agentrl ")]
     return found
 
 
