@@ -82,7 +82,7 @@ class _LiveReport:
             key, _, number = name.rpartition(".")
             assert self._run is not None
             source = next((s for s in self._run.sources if s.key == key), None)
-            if source is None or not number.isdigit() or int(number) >= source.num_blocks:
+            if source is None or number not in map(str, range(source.num_blocks)):
                 return None
             start = int(number) * source.block_rows
             stop = min(start + source.block_rows, source.num_rows)

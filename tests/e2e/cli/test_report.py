@@ -347,7 +347,8 @@ def test_a_live_run_is_served_to_this_machine_alone(
         assert get(url + "block/summary", **refused) == 403
     assert get(f"http://{host}/wrong/") == 404
     assert get(f"http://{host}/wrong/block/step-000001.0") == 404
-    assert get(url + "block/step-000009.0") == 404
+    for name in ("step-000009.0", "step-000001.7", "step-000001.-1", "step-000001.%C2%B2", "x"):
+        assert get(url + f"block/{name}") == 404
     assert get(url + "block/..%2F..%2Fconfig.yaml") == 404
 
     one = tab(url)

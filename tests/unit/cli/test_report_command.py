@@ -51,3 +51,21 @@ def test_a_run_that_has_nothing_yet_has_a_page(
         folder.flush()
         report_command(str(folder.path / "trajectories"))
     assert f"{folder.path}/report.html: 1 trajectory, " in capsys.readouterr().out
+
+
+def test_the_page_of_a_run_on_object_storage_is_in_the_current_folder(
+    run_config: Callable[..., ExperimentConfig],
+    s3_bucket: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with RunFolder.create_or_resume(run_config(output_dir=s3_bucket)) as folder:
+        folder.write_trajectories(1, [Trajectory(id="g/0", group_id="g", task_id="1", step=1)])
+        folder.flush()
+        report_command(folder.location)
+    assert "report.html: 1 trajectory, " in capsys.readouterr().out
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    # What a user calls the run, and not where its copy is.
+    assert f'"run":"{folder.location}"' in page

@@ -10,7 +10,7 @@ function Overview() {
       <h2 id="first">Look here first</h2>
       ${head.highlights.length
         ? html`<div class="cards">${head.highlights.map((h) => html`<${Highlight} key=${h.kind} highlight=${h} />`)}</div>`
-        : html`<p class="note">Nothing stands out: no failure, no malformed call, no cut reply, no alarm.</p>`}
+        : html`<p class="note">${head.numRows ? "Nothing stands out: no failure, no malformed call, no cut reply, no alarm." : "No trajectory is stored yet."}</p>`}
     </section>
     <section aria-labelledby="curves">
       <h2 id="curves">Curves</h2>

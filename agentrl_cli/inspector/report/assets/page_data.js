@@ -71,6 +71,9 @@ async function readBlock(name) {
     if (!response.ok) throw new Error(await response.text());
     return decompress(new Uint8Array(await response.arrayBuffer()));
   }
+  if (run.head.details.where === "page") {
+    throw new Error("The details of these trajectories could not be read when the page was made.");
+  }
   return decompress(decodeBase64(await loadScript(name)));
 }
 
