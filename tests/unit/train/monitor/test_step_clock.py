@@ -70,8 +70,7 @@ def test_where_the_time_went_in_sentences():
         "publish_seconds": 1.0, "evaluation_seconds": 10.0,
         "model_seconds": 30.0, "agent_seconds": 10.0, "reward_seconds": 0.0,
     }  # fmt: skip
-    # The first was written by an earlier version.
-    assert describe_time([{"step_seconds": 99.0}, line, line]) == [
+    assert describe_time([line, line]) == [
         "time to the end of the last step, 40 s:  evaluations 50 %, waiting for trajectories 30 %, "
         "update 10 %, publication 5 %, other 5 %",
         "time of its trajectories, 80 s:  model calls 75 %, tools and agent code 25 %",
