@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -12,36 +11,16 @@ import pytest
 
 from agentrl_cli.store.run_folder import RunFolder
 
-AGENT = """\
-def build(client, model):
-    async def run(data):
-        messages = [{"role": "user", "content": data["question"]}]
-        reply = await client.chat.completions.create(model=model, messages=messages)
-        return float(len(reply.choices[0].message.content or "") % 2)
-    return run
-"""
-CONFIG = """\
-experiment_name: demo
-model: {path: tiny, dtype: float32}
-agent_builder_path: agent.py:build
-gconfig: {n_samples: 4, max_tokens: 8}
-train_dataset: {path: tasks.jsonl, batch_size: 2}
-valid_dataset: {path: tasks.jsonl}
-engine: {kind: embedded, max_model_len: 128}
-rollout: {max_staleness: 0}
-train: {total_steps: 1, learning_rate: 1.0e-3}
-"""
 TRAIN = ("train", "--config", "c.yaml")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, tiny: Path) -> Path:
-    (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "c.yaml").write_text(CONFIG)
-    rows = [json.dumps({"question": f"What is 1 plus {n}?"}) for n in range(4)]
-    (tmp_path / "tasks.jsonl").write_text("\n".join(rows))
-    return tmp_path
+def folder(folder: Path) -> Path:
+    config = folder / "c.yaml"
+    one_step = "rollout: {max_staleness: 0}\ntrain: {total_steps: 1,"
+    config.write_text(config.read_text().replace("train: {total_steps: 5000,", one_step))
+    return folder
 
 
 def test_seeds_are_runs_of_their_own_and_one_that_fails_keeps_no_other(

@@ -11,38 +11,8 @@ from typing import Any
 
 import pytest
 
-AGENT = """\
-def build(client, model):
-    async def run(data):
-        messages = [{"role": "user", "content": data["question"]}]
-        reply = await client.chat.completions.create(model=model, messages=messages)
-        return float(len(reply.choices[0].message.content or "") % 2)
-    return run
-"""
-CONFIG = """\
-experiment_name: demo
-model: {path: tiny, dtype: float32}
-agent_builder_path: agent.py:build
-gconfig: {n_samples: 4, max_tokens: 8}
-train_dataset: {path: tasks.jsonl, batch_size: 2}
-valid_dataset: {path: tasks.jsonl}
-engine: {kind: embedded, max_model_len: 128}
-train: {total_steps: 5000, learning_rate: 1.0e-3}
-"""
-
-
 TRAIN = ("train", "--config", "c.yaml")
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def folder(tmp_path: Path, tiny: Path) -> Path:
-    """A user's folder, with a random model of two layers in it."""
-    (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "c.yaml").write_text(CONFIG)
-    rows = [json.dumps({"question": f"What is 1 plus {n}?"}) for n in range(4)]
-    (tmp_path / "tasks.jsonl").write_text("\n".join(rows))
-    return tmp_path
 
 
 def test_a_run_is_stopped_gone_on_with_measured_and_looked_at(
