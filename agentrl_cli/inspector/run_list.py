@@ -68,6 +68,8 @@ def _describe(run: RunOutline) -> dict[str, Any]:
         "last_reward": find_last_reward(run),
         "latest_eval": None if latest is None else latest._asdict(),
         "seconds": run.seconds,
-        "last_activity": moment and datetime.fromtimestamp(moment, UTC).isoformat(),
+        "last_activity": None
+        if moment is None
+        else datetime.fromtimestamp(moment, UTC).isoformat(),
         "problems": run.problems,
     }

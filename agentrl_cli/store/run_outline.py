@@ -7,6 +7,7 @@ import math
 import platform
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -103,11 +104,18 @@ def _read_activity(outline: RunOutline) -> None:
 
 def _list_changes(path: Path) -> Iterator[float]:
     # Not the folder's own time: it changes with pages and exports that are written there later.
-    folders = (layout.TRAJECTORIES, layout.PENDING, layout.CHECKPOINTS)
-    for name in (*folders, layout.METRICS, layout.CONFIG, layout.LOCK):
-        if (path / name).exists():
-            yield (path / name).stat().st_mtime
-    yield from (file.stat().st_mtime for file in (path / layout.LOGS).glob("*.log"))
+    names = (
+        layout.TRAJECTORIES,
+        layout.PENDING,
+        layout.CHECKPOINTS,
+        layout.METRICS,
+        layout.CONFIG,
+        layout.LOCK,
+    )
+    for changed in (*names, *(path / layout.LOGS).glob("*.log")):
+        # A run that continues may delete it meanwhile.
+        with suppress(FileNotFoundError):
+            yield (path / changed).stat().st_mtime
 
 
 def _read_total_steps(outline: RunOutline) -> None:

@@ -63,12 +63,13 @@ def _print(directory: str, runs: list[RunOutline], console: Console) -> None:
         for problem in run.problems:
             say(problem)
         if run.host is not None:
-            found = (
-                "is running on"
+            elsewhere = (
+                f"is running on {run.host}"
                 if run.status == "running"
-                else "may be running: its locks are not seen from here, and it was started last on"
+                else f"may be running on {run.host}, where it was started last: it was not ended "
+                "there in order, and locks of other machines are not always seen from here"
             )
-            say(f"{run.path}: {found} {run.host}")
+            say(f"{run.path}: {elsewhere}")
     say(f"the first one:  agentrl inspect-trajectories {shlex.quote(str(runs[0].path))}")
 
 

@@ -74,6 +74,17 @@ def test_names_and_damage_cannot_harm_a_terminal(make_run: Callable[..., Path]) 
     assert paths == {"stopped": str(runs / "exp" / "t0"), "damaged": str(hostile)}
 
 
+def test_a_run_that_may_be_running_elsewhere_names_the_machine(
+    make_run: Callable[..., Path],
+) -> None:
+    path = make_run()
+    (path / "manifest.json").write_text('{"starts": [{"host": {"name": "node7\\u001b[2J"}}]}')
+    (path / ".lock").write_text("process 123")
+    output = list_runs(str(path)).output
+    assert output.splitlines()[1].split()[1] == "unknown"
+    assert f"{path}: may be running on node7\\x1b[2J, where it was started last" in output
+
+
 def test_json_is_strict_and_whole(make_run: Callable[..., Path]) -> None:
     path = make_run()
     RunFolder.open(path).append_metrics({"step": 1, "reward_mean": float("inf")})
