@@ -104,18 +104,12 @@ def _read_activity(outline: RunOutline) -> None:
 
 def _list_changes(path: Path) -> Iterator[float]:
     # Not the folder's own time: it changes with pages and exports that are written there later.
-    names = (
-        layout.TRAJECTORIES,
-        layout.PENDING,
-        layout.CHECKPOINTS,
-        layout.METRICS,
-        layout.CONFIG,
-        layout.LOCK,
-    )
-    for changed in (*names, *(path / layout.LOGS).glob("*.log")):
+    folders = (layout.TRAJECTORIES, layout.PENDING, layout.CHECKPOINTS)
+    names = (*folders, layout.METRICS, layout.CONFIG, layout.LOCK)
+    for file in (*(path / name for name in names), *(path / layout.LOGS).glob("*.log")):
         # A run that continues may delete it meanwhile.
         with suppress(FileNotFoundError):
-            yield (path / changed).stat().st_mtime
+            yield file.stat().st_mtime
 
 
 def _read_total_steps(outline: RunOutline) -> None:
