@@ -21,6 +21,7 @@ from agentrl_cli.cli.sft_command import sft_command
 from agentrl_cli.cli.stored_runs.export_trajectories_command import export_trajectories_command
 from agentrl_cli.cli.stored_runs.inspect_command import inspect_command
 from agentrl_cli.cli.stored_runs.report_command import report_command
+from agentrl_cli.cli.stored_runs.runs_command import runs_command
 from agentrl_cli.cli.train_command import train_command
 from agentrl_cli.errors import format_nearest
 
@@ -51,6 +52,7 @@ app.command("eval", short_help="Measure an agent.")(evaluate_command)
 app.command("compare", short_help="Measure models against each other.")(compare_command)
 app.command("inspect-trajectories", short_help="Look at what agents did.")(inspect_command)
 app.command("report", short_help="Make a page about a run for a browser.")(report_command)
+app.command("runs", short_help="List runs: are they running, how far, how good.")(runs_command)
 app.command("export", short_help="Export a trained model from a run.")(export_command)
 app.command("export-trajectories", short_help="Write trajectories to train on.")(
     export_trajectories_command

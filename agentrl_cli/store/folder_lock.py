@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import struct
+import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -14,6 +17,9 @@ from agentrl_cli.store.atomic_files import store_errors
 
 #: POSIX locks belong to a process, so two owners inside one must be distinguished here.
 _held: set[Path] = set()
+
+#: C's ``struct flock``; its type is the first number, or the fourth on macOS.
+_FLOCK = "qqihh" if sys.platform == "darwin" else "hhqqi"
 
 
 class FolderLock:
@@ -61,6 +67,43 @@ class FolderLock:
             self._file.truncate(0)
             self._file.close()
             _held.discard(self._path)
+
+
+class LockState(NamedTuple):
+    """Who holds a lock, as far as this machine can tell."""
+
+    is_held: bool
+    pid: int | None = None
+    """The process, if it is one that this machine (or container) can see."""
+    was_freed: bool = True
+    """False: nobody is seen to hold it, and who did has not given it back: killed, or on another
+    machine whose locks are not seen here."""
+
+
+def look_up_lock(path: Path) -> LockState:
+    """Who holds ``path``; never takes it, so that no run is kept from starting.
+
+    Raises:
+        OSError: it cannot be read, or its place has no locks.
+    """
+    path = path.resolve()
+    if path in _held:
+        # The system says nothing of a process's own locks, and to close the file would free it.
+        return LockState(True, os.getpid())
+    try:
+        file = path.open("rb", buffering=0)
+    except FileNotFoundError:
+        return LockState(False)
+    with file:
+        is_mac = sys.platform == "darwin"
+        asked = (0, 0, 0, fcntl.F_WRLCK, 0) if is_mac else (fcntl.F_WRLCK, 0, 0, 0, 0)
+        answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack(_FLOCK, *asked))
+        found = struct.unpack(_FLOCK, answer)
+        kind, pid = (found[3], found[2]) if is_mac else (found[0], found[4])
+        if kind == fcntl.F_UNLCK:
+            return LockState(False, was_freed=not file.read(1))
+        # Linux gives 0 or less for processes of other machines and containers.
+        return LockState(True, pid if pid > 0 else None)
 
 
 def format_held(location: str, owner: str) -> str:

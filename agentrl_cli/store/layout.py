@@ -142,7 +142,8 @@ def _format_nearest_runs(path: Path) -> str:
         around = around.parent
     # Never below the current folder itself, which may be as large as a home folder.
     roots = [Path("runs")] if around in (Path(), Path.cwd(), Path("/")) else [around, Path("runs")]
-    names = next(([str(p) for p in found] for root in roots if (found := list(_walk(root)))), [])
+    found = ([str(p) for p in walk_runs(r) if os.access(p, os.R_OK | os.X_OK)] for r in roots)
+    names = next(filter(None, found), [])
     if not names:
         return "A run folder is what agentrl train writes: runs/<experiment_name>/<trial_name>"
     near = difflib.get_close_matches(str(path), names, n=1, cutoff=0.5)
@@ -151,11 +152,18 @@ def _format_nearest_runs(path: Path) -> str:
     return f"{hint}There are: {', '.join(names[:_MAX_LISTED])}{more}"
 
 
-def _walk(folder: Path, depth: int = _MAX_DEPTH) -> Iterator[Path]:
-    """The run folders below ``folder``."""
-    if is_run_folder(folder):
+def walk_runs(folder: Path, depth: int = _MAX_DEPTH) -> Iterator[Path]:
+    """The run folders at and below ``folder``, and the folders that may not be looked into."""
+    try:
+        if is_run_folder(folder):
+            yield folder
+            return
+        children = sorted(folder.iterdir()) if depth and folder.is_dir() else []
+    except FileNotFoundError:
+        return
+    except OSError:
         yield folder
-    elif depth and folder.is_dir() and os.access(folder, os.R_OK | os.X_OK):
-        for child in sorted(folder.iterdir()):
-            if not child.name.startswith("."):
-                yield from _walk(child, depth - 1)
+        return
+    for child in children:
+        if not child.name.startswith("."):
+            yield from walk_runs(child, depth - 1)
