@@ -17,7 +17,7 @@ VLLM_EXTRA := $(if $(wildcard /dev/nvidia0),vllm,cpu)
 NO_MEDIA := $(if $(filter cpu,$(VLLM_EXTRA)),printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec)
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart quickstart-vllm vllm test test-all test-vllm test-ray lint docs bench bench-vllm gpu-kit clean
+.PHONY: help quickstart quickstart-vllm vllm test test-all test-vllm test-long lint docs bench bench-vllm gpu-kit clean
 
 help:  ## This list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -35,16 +35,16 @@ vllm: $(VENV)/.installed-vllm  ## Install vLLM: the GPU build where there is a G
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed-test  ## The tests of every part, in a few minutes.
-	$(BIN)/python -m pytest -m "not vllm and not slow" $(PARALLEL) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not vllm and not slow and not long" $(PARALLEL) $(PYTEST_ARGS)
 
-test-all: $(VENV)/.installed-test  ## Every test that needs no GPU and no vLLM.
-	$(BIN)/python -m pytest -m "not vllm and not ray" $(PARALLEL) $(PYTEST_ARGS)
+test-all: $(VENV)/.installed-test  ## Every test but those on vLLM, on a GPU, or of many minutes.
+	$(BIN)/python -m pytest -m "not vllm and not long" $(PARALLEL) $(PYTEST_ARGS)
 
 test-vllm: $(VENV)/.installed-test-vllm  ## The tests on real vLLM servers.
-	$(BIN)/python -m pytest -m "vllm and not ray" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "vllm and not long" $(PYTEST_ARGS)
 
-test-ray: $(VENV)/.installed-test-vllm  ## Losses on Ray clusters of several nodes, with real vLLM servers.
-	$(BIN)/python -m pytest -m ray $(PYTEST_ARGS)
+test-long: $(VENV)/.installed-test-vllm  ## What takes many minutes: Ray clusters that lose nodes, a run killed ten times.
+	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test  ## Style and types.
 	$(BIN)/ruff check .

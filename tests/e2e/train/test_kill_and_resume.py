@@ -84,7 +84,7 @@ def build():
 '''
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_200_steps_with_long_tails_are_killed_ten_times_and_lose_nothing(
     project: Path, agentrl: Start, finish: Finish, wait_until: Wait, read_every_task_once: Read

@@ -79,7 +79,7 @@ def test_a_lost_node_changes_nothing_of_what_is_learned(
     assert read_losses(run_dir) == read_losses(run_dir.parent / "here")
 
 
-@pytest.mark.ray
+@pytest.mark.long
 def test_the_head_and_the_command_are_lost_and_the_same_command_resumes_on_another_cluster(
     start_nodes: Callable[..., RayNodes],
     s3_bucket: str,
@@ -110,7 +110,7 @@ def test_the_head_and_the_command_are_lost_and_the_same_command_resumes_on_anoth
     assert read_losses(url) == read_losses(project / "runs" / "small" / "here")
 
 
-@pytest.mark.ray
+@pytest.mark.long
 def test_from_a_machine_outside_the_cluster_it_is_a_job_that_outlives_the_command(
     start_nodes: Callable[..., RayNodes],
     monkeypatch: pytest.MonkeyPatch,

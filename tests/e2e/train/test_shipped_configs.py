@@ -64,7 +64,9 @@ def check_steps(folder: RunFolder, num_steps: int) -> None:
 @pytest.mark.slow
 @pytest.mark.openai_agents
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", ["quickstart", "quickstart-ppo"])
+@pytest.mark.parametrize(
+    "name", ["quickstart", pytest.param("quickstart-ppo", marks=pytest.mark.long)]
+)
 def test_quickstart_teaches_the_agent_to_use_its_tool(
     tmp_path: Path, run_python: Callable[..., str], name: str
 ) -> None:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 BATCH_SIZE, NUM_SAMPLES = 4, 4
 SERVER, TRAINER = "agentrl_vllm_start", "agentrl_cli.launch.processes.trainer_program"
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture
