@@ -124,9 +124,12 @@ def tiny(tmp_path: Path, model_folder: Any) -> Path:
     return Path(shutil.copytree(model_folder, tmp_path / "tiny"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A real Chromium: the one that AGENTRL_CHROMIUM names, or an installed one."""
+    """A real Chromium: the one that AGENTRL_CHROMIUM names, or an installed one.
+
+    Not for a session: Playwright keeps an event loop running, and asynchronous tests need their own.
+    """
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (extra dev)")
     names = ("chromium", "chromium-browser", "google-chrome")
     found = os.environ.get("AGENTRL_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)

@@ -125,6 +125,7 @@ def test_killed_and_cut_off_it_is_the_run_that_nobody_disturbed(
     assert RunFolder.open(url).list_evals() == [(0, f"checkpoint-step-{NUM_STEPS:06d}")]
 
 
+@pytest.mark.long
 def test_trainer_processes_write_there_for_their_command(
     project: Path,
     s3_bucket: str,

@@ -82,6 +82,7 @@ def test_a_killed_rank_changes_nothing_of_what_is_learned(
     assert read_losses(run_dir) == read_losses(run_dir.parent / "here")
 
 
+@pytest.mark.long
 def test_a_stopped_run_is_saved_and_resumes_even_if_rank_0_is_killed(
     project: Path,
     start_nodes: Callable[..., list[Command]],

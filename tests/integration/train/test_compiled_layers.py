@@ -75,7 +75,7 @@ def test_updates_are_those_of_layers_as_they_are(make_learner, ragged_batch, set
         assert version or count_compilations() == num_before
         metrics = compiled.update(ragged_batch, version)
         assert metrics.keys() == expected.keys()
-        for name in metrics.keys() - {"train_seconds"}:
+        for name in metrics.keys() - {"train_seconds", "logprob_seconds"}:
             assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
     assert count_compilations() > num_before
     for name, tensor in plain.weights().items():

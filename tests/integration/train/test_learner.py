@@ -148,6 +148,7 @@ def test_an_update_is_the_same_bits_for_the_same_seed(build_model, build_config,
     assert not differ(runs[0][2], runs[1][2])
     for metrics in (*runs[0][:2], *runs[1][:2]):
         metrics.pop("train_seconds")
+        metrics.pop("logprob_seconds")
     assert runs[0][:2] == runs[1][:2]
     assert runs[0][0]["num_updates"] == 4
 
@@ -219,8 +220,8 @@ def test_a_loaded_learner_goes_on_bit_for_bit(
     assert resumed.step == 1
     metrics = resumed.update(ragged_batch, 1)
     assert not differ(weights_of(resumed), expected[1])
-    assert {k: v for k, v in metrics.items() if k != "train_seconds"} == {
-        k: v for k, v in expected[0].items() if k != "train_seconds"
+    assert {k: v for k, v in metrics.items() if not k.endswith("_seconds")} == {
+        k: v for k, v in expected[0].items() if not k.endswith("_seconds")
     }
 
 
