@@ -128,7 +128,7 @@ def tiny(tmp_path: Path, model_folder: Any) -> Path:
 def browser() -> Iterator[Any]:
     """A real Chromium: the one that AGENTRL_CHROMIUM names, or an installed one.
 
-    Not for a session: Playwright keeps an event loop running, and asynchronous tests need their own.
+    Not for a session: Playwright keeps an event loop running, beside which no other can run.
     """
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright (extra dev)")
     names = ("chromium", "chromium-browser", "google-chrome")
