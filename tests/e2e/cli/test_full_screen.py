@@ -118,7 +118,8 @@ def test_a_run_is_looked_at_as_a_user_does(terminal: Terminal, run: Path) -> Non
     terminal.press("Enter")
     terminal.wait_for(lambda text: "000001.000/1" in text)
     terminal.press("Down", "Enter")
-    terminal.wait_for(lambda text: "assistant: 391, I think" in text)
+    # What is loading has no keys.
+    terminal.wait_for(lambda text: "assistant: 391, I think" in text and "⏎ Open" in text)
     terminal.press("/")
     terminal.type("think")
     terminal.wait_for(lambda text: "\nthink" in text)
