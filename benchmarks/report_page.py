@@ -124,15 +124,7 @@ def _make(
     said = answer if is_right else str(chance.randrange(300))
     last = {"role": "assistant", "content": f"{_say(chance, 40)}. The total is {said}"}
     draw = chance.random()
-    failure = None
-    if draw < 0.01:
-        failure = Failure(
-            boundary=Boundary.TOOL if draw < 0.005 else Boundary.TIMEOUT,
-            kind="ConnectionError",
-            message="the price list does not answer",
-            traceback='Traceback (most recent call last):\n  File "prices.py", line 12, in look_up',
-            cause=FailureCause.SURROUNDINGS,
-        )
+    failure = _make_failure(draw) if draw < 0.01 else None
     reward = None if failure else float(is_right)
     calls = (
         _make_call(chance, "a", None, (_SYSTEM, asked), call, 120, step, reward, draw),
@@ -154,6 +146,16 @@ def _make(
         stop_reason=StopReason.MAX_TURNS if is_cut else None,
         failure=failure,
         seconds=chance.lognormvariate(1, 0.4),
+    )
+
+
+def _make_failure(draw: float) -> Failure:
+    return Failure(
+        boundary=Boundary.TOOL if draw < 0.005 else Boundary.TIMEOUT,
+        kind="ConnectionError",
+        message="the price list does not answer",
+        traceback='Traceback (most recent call last):\n  File "prices.py", line 12, in look_up',
+        cause=FailureCause.SURROUNDINGS,
     )
 
 

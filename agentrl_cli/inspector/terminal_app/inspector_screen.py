@@ -181,7 +181,12 @@ class InspectorScreen(Screen[int], inherit_bindings=False):
 
     @on(Input.Submitted, "#search")
     def _close_search(self) -> None:
-        self.query_one("#search").display = False
+        field = self.query_one("#search")
+        if not field.display:
+            # A second Enter, which was typed before the first had closed it, is for the line.
+            self.lines.action_open()
+            return
+        field.display = False
         self.set_focus(self.lines)
 
     @on(LinesView.Opened)

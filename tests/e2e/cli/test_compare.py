@@ -15,26 +15,6 @@ import pytest
 from agentrl_cli.config.config_file import load_config
 from agentrl_cli.store.run_folder import RunFolder
 
-AGENT = """\
-def build(client, model):
-    async def run(data):
-        messages = [{"role": "user", "content": data["question"]}]
-        reply = await client.chat.completions.create(model=model, messages=messages)
-        with open("attempts.txt", "a") as file:
-            file.write("1")
-        return float(len(reply.choices[0].message.content or "") % 2)
-    return run
-"""
-CONFIG = """\
-experiment_name: demo
-model: {path: tiny, dtype: float32}
-agent_builder_path: agent.py:build
-gconfig: {n_samples: 4, max_tokens: 8}
-train_dataset: {path: tasks.jsonl, batch_size: 2}
-valid_dataset: {path: tasks.jsonl}
-engine: {kind: embedded, max_model_len: 128}
-rollout: {max_retries: 0}
-"""
 COMPARE = ("compare", "--config", "c.yaml", "base", "runs/demo/t0")
 KEY = "sk-agentrl-of-this-test"
 NUM_TASKS = 12
@@ -42,19 +22,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder, with a run that has a checkpoint."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "c.yaml").write_text(CONFIG)
+def folder(folder: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's folder, with a run that has a checkpoint; the agent counts its attempts."""
+    monkeypatch.chdir(folder)
+    agent = (folder / "agent.py").read_text()
+    count = '        open("attempts.txt", "a").write("1")\n        return'
+    (folder / "agent.py").write_text(agent.replace("        return", count))
+    with (folder / "c.yaml").open("a") as config:
+        config.write("rollout: {max_retries: 0}\n")
     rows = [json.dumps({"question": f"What is 1 plus {n}?"}) for n in range(NUM_TASKS)]
-    (tmp_path / "tasks.jsonl").write_text("\n".join(rows))
+    (folder / "tasks.jsonl").write_text("\n".join(rows))
     with (
         RunFolder.create_or_resume(load_config("c.yaml")) as run,
         run.new_checkpoint(1) as checkpoint,
     ):
         shutil.copytree(tiny, checkpoint, dirs_exist_ok=True)
-    return tmp_path
+    return folder
 
 
 def read_json(printed: str) -> dict[str, Any]:
