@@ -250,10 +250,11 @@ def kill_a_trainer_and_then_a_server_with_calls(command: Command) -> None:
     assert int(num_calls) > 1, "no further call was open: the test shows nothing"
 
 
-def kill_at_random(command: Command) -> None:
-    """Nine processes, trainers most of all: a server takes long to come back."""
+def kill_at_random(command: Command, num_rounds: int, num_steps: int) -> None:
+    """Nine processes a round, trainers most of all: a server takes long to come back."""
     chance = random.Random(7)
     kinds = ["trainer"] * 4 + ["server"] * 2 + ["core"] + ["reaper"] * 2
+    kinds *= num_rounds
     chance.shuffle(kinds)
     command.set_pause(2.0)
     killed: list[str] = []
@@ -269,16 +270,20 @@ def kill_at_random(command: Command) -> None:
         command.wait_until(lambda kind=kind: command.find(kind))
         strike(chance.choice(command.find(kind)))
         killed.append(kind)
-        assert command.count_steps() < NUM_STEPS, f"the run was over after {killed}"
+        assert command.count_steps() < num_steps, f"the run was over after {killed}"
     command.set_pause(0.0)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_command_is_killed_and_then_eleven_of_its_processes_and_nothing_is_lost(
-    start: Callable[[], Command],
+@pytest.mark.parametrize(
+    ("num_rounds", "num_steps"), [(1, NUM_STEPS), pytest.param(2, 60, marks=pytest.mark.long)]
+)
+def test_the_command_is_killed_and_then_many_of_its_processes_and_nothing_is_lost(
+    num_rounds: int, num_steps: int, start: Callable[..., Command]
 ) -> None:
-    command = start()
+    total = f"train.total_steps={num_steps}"
+    command = start(total)
     command.wait_until(lambda: command.count_steps() >= 1)
     everything = command.processes()
     assert {classify(p) for p in everything} >= {"trainer", "server", "core", "reaper"}
@@ -286,13 +291,13 @@ def test_the_command_is_killed_and_then_eleven_of_its_processes_and_nothing_is_l
     _, alive = psutil.wait_procs(everything, timeout=20)
     assert [p for p in alive if is_alive(p)] == []
 
-    command = start()
+    command = start(total)
     kill_a_trainer_and_then_a_server_with_calls(command)
-    kill_at_random(command)
+    kill_at_random(command, num_rounds, num_steps)
     everything = command.processes()
     assert command.finish(1800) == 0, command.output
     assert [p for p in everything if is_alive(p)] == []
-    check_nothing_is_lost(command.run_dir)
+    check_nothing_is_lost(command.run_dir, num_steps)
 
 
 @pytest.mark.slow
