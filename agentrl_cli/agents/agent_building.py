@@ -16,7 +16,8 @@ from agentrl_cli.agents.langgraph import GraphRun, GraphRunner
 from agentrl_cli.agents.openai_agents import AgentRun, OpenAIAgentRunner
 from agentrl_cli.agents.plain_python import CallableRunner, is_async
 from agentrl_cli.config.experiment import ExperimentConfig
-from agentrl_cli.config.import_paths import advise_extra, find_own_line, import_object
+from agentrl_cli.config.import_paths import advise_extra, import_object
+from agentrl_cli.config.user_code import find_own_line
 from agentrl_cli.errors import BuilderError, InlineLimitError
 
 #: What a builder gets besides ``agent_builder_kwargs``, if its signature names it.

@@ -5,17 +5,13 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import os
 import sys
-import sysconfig
-import traceback
-from collections.abc import Collection
-from functools import cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from agentrl_cli.config.user_code import find_own_line
 from agentrl_cli.errors import ImportPathError, format_nearest
 
 #: What brings the package that an agent's module imports.
@@ -114,35 +110,8 @@ def _describe_missing(module: ModuleType, name: str) -> str:
     return f"{shown} has no {name!r}; {nearest}"
 
 
-def find_own_line(error: BaseException, *, besides: Collection[str]) -> str | None:
-    """``file:line: code`` where the user's own code was last, or else a library's.
-
-    Args:
-        error: what was raised there.
-        besides: files that do not count.
-    """
-    frames = traceback.extract_tb(error.__traceback__)
-    outside = [f for f in frames if "importlib" not in f.filename and f.filename not in besides]
-    own = [f for f in outside if not is_of_library(f.filename)] or outside
-    return f"{own[-1].filename}:{own[-1].lineno}: {own[-1].line}" if own else None
-
-
 def advise_extra(error: BaseException) -> str:
     """What to install, as a clause, where an agent framework is not; else nothing."""
     missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     extra = _EXTRAS.get(missing.partition(".")[0])
     return f". Type uv pip install 'agentrl-cli[{extra}]'" if extra else ""
-
-
-def is_of_library(file: str) -> bool:
-    """Whether a file of code was installed, and is not the user's own."""
-    return file.startswith(_list_library_folders(tuple(sys.path)))
-
-
-@cache
-def _list_library_folders(search_path: tuple[str, ...]) -> tuple[str, ...]:
-    """Wherever something was installed: beside this environment's own, those of the system and
-    of ``pip install --target``."""
-    own = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    installed = (folder for folder in search_path if any(Path(folder).glob("*.dist-info")))
-    return tuple(folder.rstrip(os.sep) + os.sep for folder in {*own, *installed})

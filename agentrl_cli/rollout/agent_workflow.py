@@ -35,12 +35,8 @@ from agentrl_cli.records import (
     StopReason,
     Trajectory,
 )
-from agentrl_cli.rollout.rewards import (
-    AsyncRewardWrapper,
-    Score,
-    collect_arguments,
-    parse_reward_result,
-)
+from agentrl_cli.rollout.reward_process import Score, parse_reward_result
+from agentrl_cli.rollout.rewards import AsyncRewardWrapper, collect_arguments
 from agentrl_cli.rollout.rollout_failures import describe_failure, run_with_deadline
 from agentrl_cli.rollout.workers.worker_pool import RemoteAgent, WorkerAgents
 from agentrl_cli.rollout.workers.worker_process import AgentWorker

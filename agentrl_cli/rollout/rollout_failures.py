@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import traceback
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from agentrl_cli.agents.agent_runner import BoundaryError
-from agentrl_cli.config.import_paths import is_of_library
+from agentrl_cli.config.user_code import format_user_traceback
 from agentrl_cli.errors import (
     AgentrlError,
     ContextLengthError,
@@ -31,7 +28,6 @@ from agentrl_cli.tracking.client import IN_PROCESS_URL, BlockingCallError
 from agentrl_cli.tracking.session import Session
 
 _MAX_TRACEBACK_CHARS = 8_000
-_OWN_FOLDER = str(Path(__file__).parents[1]) + os.sep
 _SHOWN_LINES, _FIRST_LINES = 12, 5
 
 #: What to do about failures, by the boundary that they crossed.
@@ -125,42 +121,6 @@ def _describe_chain(
             without_user_code="nothing" if isinstance(shown, AgentrlError) else "everything",
         )[-_MAX_TRACEBACK_CHARS:],
     )
-
-
-def format_user_traceback(
-    error: BaseException, *, without_user_code: Literal["everything", "nothing"] = "everything"
-) -> str:
-    """The traceback from the first frame on that is the user's code.
-
-    What stands before it, of agentrl, the framework and Python, called it and is not at fault.
-
-    Args:
-        error: what was raised.
-        without_user_code: what is shown of one in which no frame is the user's.
-    """
-    shown = traceback.TracebackException.from_exception(error)
-    has_user_code = False
-    for one in _walk_shown(shown):
-        first = next((n for n, f in enumerate(one.stack) if is_of_user(f.filename)), None)
-        has_user_code |= first is not None
-        one.stack = traceback.StackSummary.from_list(list(one.stack)[first or 0 :])
-    if without_user_code == "nothing" and not has_user_code:
-        return ""
-    return "".join(shown.format())
-
-
-def _walk_shown(shown: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    pending = [shown]
-    while pending:
-        one = pending.pop()
-        yield one
-        others = (one.__cause__, one.__context__, *(one.exceptions or ()))
-        pending += [other for other in others if other is not None]
-
-
-def is_of_user(file: str) -> bool:
-    """Whether a file is the user's own, and neither agentrl's nor a library's."""
-    return not file.startswith(("<", _OWN_FOLDER)) and not is_of_library(file)
 
 
 def _attribute(failure: Failure, session: Session) -> Failure:

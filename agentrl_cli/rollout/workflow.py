@@ -22,7 +22,8 @@ from agentrl_cli.records import (
     Trajectory,
 )
 from agentrl_cli.rollout.dataset import Task
-from agentrl_cli.rollout.rewards import AsyncRewardWrapper, Score, collect_arguments
+from agentrl_cli.rollout.reward_process import Score
+from agentrl_cli.rollout.rewards import AsyncRewardWrapper, collect_arguments
 from agentrl_cli.rollout.rollout_failures import describe_failure, run_with_deadline
 from agentrl_cli.tracking.credit import TokenSequence, compute_turn_returns
 from agentrl_cli.tracking.session import (

@@ -10,7 +10,7 @@ from typing import Any
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.records import InteractionStatus, Trajectory
-from agentrl_cli.rollout.rewards import Score
+from agentrl_cli.rollout.reward_process import Score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

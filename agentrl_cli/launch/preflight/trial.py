@@ -15,6 +15,7 @@ from typing import Any
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.config.resolved_run import Machine, resolve_run
+from agentrl_cli.config.user_code import is_of_user
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import AgentrlError
 from agentrl_cli.launch.completion_sources import CompletionSource, EndpointSource, EngineSource
@@ -24,8 +25,8 @@ from agentrl_cli.log import Observer
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.rollout.dataset import build_eval_tasks
-from agentrl_cli.rollout.rewards import AsyncRewardWrapper, Score
-from agentrl_cli.rollout.rollout_failures import is_of_user
+from agentrl_cli.rollout.reward_process import Score
+from agentrl_cli.rollout.rewards import AsyncRewardWrapper
 from agentrl_cli.rollout.scheduler import run_tasks
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
 from agentrl_cli.rollout.workflow_building import build_workflow, open_workers

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from agentrl_cli.config.user_code import is_of_user
 from agentrl_cli.rollout.background_loop import BackgroundLoop
-from agentrl_cli.rollout.rollout_failures import is_of_user
 
 #: An event loop that is only busy answers sooner.
 STALL_SECONDS = 3.0

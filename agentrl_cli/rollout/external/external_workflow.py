@@ -17,7 +17,7 @@ from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.agent_workflow import AgentRolloutWorkflow
 from agentrl_cli.rollout.external.session_routes import PREFIX, AdminRoutes
 from agentrl_cli.rollout.external.task_queue import ExternalSession, TaskQueue
-from agentrl_cli.rollout.rewards import Score
+from agentrl_cli.rollout.reward_process import Score
 from agentrl_cli.rollout.workflow import Attempt
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.credit import TokenSequence

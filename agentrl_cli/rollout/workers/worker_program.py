@@ -28,17 +28,16 @@ import httpx2
 import psutil
 from openai import AsyncOpenAI, OpenAI
 
-import agentrl_cli
 from agentrl_cli.agents.agent_building import AgentSource, AgentSpec
 from agentrl_cli.agents.agent_environment import keep_no_connections, list_changes
 from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome
-from agentrl_cli.config.import_paths import is_of_library
+from agentrl_cli.config.user_code import is_of_user
 from agentrl_cli.errors import BuilderError, RewardError, UserInputError
 from agentrl_cli.log import get_logger
 from agentrl_cli.process_channel import Message, encode_message
 from agentrl_cli.records import Boundary
 from agentrl_cli.rollout.policy_failures import list_refused
-from agentrl_cli.rollout.rewards import parse_reward_result
+from agentrl_cli.rollout.reward_process import parse_reward_result
 from agentrl_cli.rollout.rollout_failures import describe_failure
 from agentrl_cli.tracking.client import build_loopback_http
 from agentrl_cli.tracking.credit import parse_reward
@@ -53,7 +52,6 @@ REWARD_CALLS = ("set_reward", "set_final_reward", "apply_reward_discount")
 _NO_BASE_URL, _NO_KEY = "http://agentrl.invalid/v1", "opens-nothing"
 #: When memory is short, the kernel ends the process with the highest score first.
 _OOM_SCORE = 800
-_OWN_FOLDER = str(Path(agentrl_cli.__file__).parent) + os.sep
 _ERRORS: dict[str, type[Exception]] = {"KeyError": KeyError, "ValueError": ValueError}
 
 
@@ -329,7 +327,7 @@ def _forget_modules() -> None:
     """Has the user's own modules imported again when they are next asked for."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if file and not file.startswith(_OWN_FOLDER) and not is_of_library(file):
+        if file and is_of_user(file):
             del sys.modules[name]
 
 

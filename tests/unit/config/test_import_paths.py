@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl_cli.config.import_paths import import_object, is_of_library
+from agentrl_cli.config.import_paths import import_object
+from agentrl_cli.config.user_code import is_of_library
 from agentrl_cli.errors import ImportPathError
 
 

@@ -23,7 +23,7 @@ from agentrl_cli.records import (
     StopReason,
     Trajectory,
 )
-from agentrl_cli.rollout.rewards import Score, build_score
+from agentrl_cli.rollout.reward_process import Score, build_score
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import concurrent.futures
 import functools
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -17,11 +19,11 @@ from pebble import ProcessPool
 from agentrl_cli.config.experiment import RolloutConfig, count_usable_cores
 from agentrl_cli.config.import_paths import import_object
 from agentrl_cli.errors import DatasetError, RewardError, RewardSignatureError
+from agentrl_cli.rollout.reward_process import parse_reward_result
 from agentrl_cli.rollout.rewards import (
     MAX_STUCK_THREADS,
     AsyncRewardWrapper,
     find_import_path,
-    parse_reward_result,
 )
 from rewards.gsm8k import gsm8k_reward_fn
 
@@ -87,6 +89,12 @@ def wrap(tmp_path):
     yield build
     for wrapper in wrappers:
         wrapper.close()
+
+
+def test_a_fresh_process_loads_little_before_the_users_function():
+    code = "import agentrl_cli.rollout.reward_process, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()).isdisjoint({"openai", "pydantic", "torch", "numpy", "pyarrow"})
 
 
 @pytest.mark.parametrize("result", ["1.0", [1.0], float("inf"), torch.zeros(2)])
