@@ -41,7 +41,7 @@ test-all: $(VENV)/.installed-test  ## Every test but those on vLLM, on a GPU, or
 	$(BIN)/python -m pytest -m "not vllm and not long" $(PARALLEL) $(PYTEST_ARGS)
 
 test-vllm: $(VENV)/.installed-test-vllm  ## The tests on real vLLM servers.
-	$(BIN)/python -m pytest -m "vllm and not long" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "vllm and not long" $(PARALLEL) $(PYTEST_ARGS)
 
 test-long: $(VENV)/.installed-test-vllm  ## What takes many minutes: Ray clusters that lose nodes, a run killed ten times.
 	$(BIN)/python -m pytest -m long $(PYTEST_ARGS)

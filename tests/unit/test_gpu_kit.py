@@ -7,6 +7,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from benchmarks import gpu, gpu_kit
 
 _BLOCKED = """
@@ -18,6 +20,7 @@ import agentrl_cli.train.learner
 """
 
 
+@pytest.mark.slow
 def test_learner_and_embedded_engine_need_neither_pyarrow_nor_datasets():
     done = subprocess.run([sys.executable, "-c", _BLOCKED], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -29,6 +32,7 @@ def test_a_part_past_its_deadline_costs_its_own_rows_alone():
     assert figure.startswith("ENDED after")
 
 
+@pytest.mark.slow
 def test_a_rehearsed_part_gives_its_rows():
     ((name, figure),) = gpu.run_part("sharing", 120, is_rehearsal=True)
     assert name.startswith("prefix sharing")

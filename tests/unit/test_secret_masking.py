@@ -103,6 +103,7 @@ def test_a_secret_of_the_configuration_is_in_no_file_and_nobody_elses_to_read(
     assert saved["agent_builder_kwargs"]["search"]["dbPassword"] == "***"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("text", ["x" * 10**6, "a-" * 10**6, "--a" * 10**6, "eyJaaaaaaaa-" * 10**5])
 def test_a_long_word_takes_no_longer_than_its_length(text: str) -> None:

@@ -121,6 +121,7 @@ def test_200_steps_with_long_tails_are_killed_ten_times_and_lose_nothing(
     assert num_moved > 50
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_interrupted_run_learns_what_an_undisturbed_one_does(
     project: Path, agentrl: Start, finish: Finish, wait_until: Wait

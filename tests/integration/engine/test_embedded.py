@@ -330,6 +330,7 @@ async def test_a_small_cache_still_finishes_every_call(
         assert len(generation.versions) == len(generation.completion_ids)
 
 
+@pytest.mark.slow
 async def test_cancelling_all_that_an_eviction_left_does_not_hold_the_queue(
     open_engine, prompt_ids, monkeypatch
 ):

@@ -151,6 +151,7 @@ def start_holder(parent: Path) -> tuple[subprocess.Popen[str], Path]:
     return process, Path(process.stdout.readline().strip())
 
 
+@pytest.mark.slow
 async def test_a_killed_run_is_cleaned_up_after_and_a_living_one_is_left_alone(tmp_path):
     (killed, its_folder), (living, other_folder) = start_holder(tmp_path), start_holder(tmp_path)
     try:

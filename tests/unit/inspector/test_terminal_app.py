@@ -209,6 +209,7 @@ async def test_a_damaged_file_is_told_in_its_place(folder: RunFolder) -> None:
         assert "step 2 is not stored" in await ui.press("escape", "enter")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(80, 24), (40, 10), (12, 4)])
 async def test_hostile_text_neither_styles_nor_breaks_any_screen(
     folder: RunFolder, size: tuple[int, int]

@@ -17,6 +17,7 @@ class Knot:
         self.itself = self
 
 
+@pytest.mark.slow
 def test_old_objects_are_not_searched_and_new_ones_are() -> None:
     old = Knot()
     old_is_there = weakref.ref(old)

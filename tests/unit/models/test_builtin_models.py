@@ -166,6 +166,7 @@ def test_a_cache_that_cannot_be_written(cache: Path) -> None:
         resolve()
 
 
+@pytest.mark.slow
 def test_a_killed_process_does_not_hold_the_lock(cache, made):
     code = (
         "import os\n"

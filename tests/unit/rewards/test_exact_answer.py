@@ -33,6 +33,7 @@ def test_an_answer_without_a_number_never_matches() -> None:
     assert exact_answer_reward_fn("nothing", "nothing") == 0.0
 
 
+@pytest.mark.slow
 @given(st.text(), st.text())
 def test_never_raises(text: str, answer: str) -> None:
     assert exact_answer_reward_fn(text, answer) in (0.0, 1.0)

@@ -259,6 +259,7 @@ async def test_own_tasks_take_the_place_of_a_group(outside: Outside) -> None:
     ]
 
 
+@pytest.mark.slow
 async def test_a_program_that_takes_too_long_is_out_of_time(outside: Outside) -> None:
     async with outside([attempt()], timeout_seconds=3.0) as it:
         session = await it.program.start()

@@ -179,6 +179,7 @@ def test_the_log_says_whose_line_it_is_and_keeps_no_key(tmp_path, caplog):
     ]
 
 
+@pytest.mark.slow
 def test_a_trajectory_that_prints_for_ever_does_not_fill_the_disk(tmp_path):
     log = WorkerLog()
     log.open(tmp_path / "x.log")

@@ -236,6 +236,7 @@ async def test_each_fault_is_one_trajectorys_own(run, folder):
     assert f"{trajectories[1].id} | about to 1" in lines
 
 
+@pytest.mark.slow
 async def test_memory_is_limited_with_what_an_agent_starts(run):
     questions = ("fill_memory()", "fill_memory_by_a_child()", "1")
     alone, child, answer = await run(*questions, max_memory_gib=0.5, timeout_seconds=30)
@@ -246,6 +247,7 @@ async def test_memory_is_limited_with_what_an_agent_starts(run):
     assert answer.failure is None
 
 
+@pytest.mark.slow
 async def test_lines_keep_the_name_of_their_trajectory_whoever_reads_late(run, folder, monkeypatch):
     copy = AgentWorker._copy_output
 
@@ -273,6 +275,7 @@ async def test_agents_give_rewards_as_they_do_inline(run, folder):
     assert "no completed interaction 'chatcmpl-nope'" in (folder / LOG_NAME).read_text()
 
 
+@pytest.mark.slow
 async def test_a_worker_whose_agent_left_something_is_replaced_and_nothing_outlives_it(run, folder):
     questions = ["subprocess.Popen(['sleep', '600']) and None", "{}['state']", "1", "1"]
     trajectories = await run(*questions, "leave_a_child()", max_processes=1)
@@ -323,6 +326,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_killed_trainer(folder: Path) -> None:
     code = """
         import os, time

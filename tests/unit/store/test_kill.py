@@ -38,6 +38,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_whole_after_sigkill(tmp_path: Path, make_config, write_until_killed, seed: int) -> None:
     rng = random.Random(seed)

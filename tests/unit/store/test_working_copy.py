@@ -87,6 +87,7 @@ def test_the_next_start_has_what_a_local_folder_has(make_config, on_storage, fil
     assert {*files.list_names()} == {"config.yaml", "manifest.json"}
 
 
+@pytest.mark.slow
 def test_a_killed_start_leaves_what_the_next_one_needs(on_storage, files, monkeypatch) -> None:
     """At every write of a step: whatever is not there yet, nothing is lost and nothing is twice."""
     batch = [make(5, 1), make(5, 2)]

@@ -224,6 +224,7 @@ async def test_a_session_that_serves_for_ever_forgets(open_client: Open) -> None
     assert client.interactions[0].messages == tuple(messages[:-1])
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled_where_sockets_are_read() -> None:
     folder = Path(gateway_module.__file__).parent
     for path in folder.rglob("*.py"):

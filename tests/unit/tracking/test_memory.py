@@ -84,6 +84,7 @@ async def test_500_sessions_do_not_mix_and_leave_nothing(open_client: Open, way:
     assert alive == []
 
 
+@pytest.mark.slow
 async def test_a_server_does_not_hold_the_trajectory_that_first_needed_it(
     open_client: Open,
 ) -> None:

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -455,6 +456,7 @@ def build_request(talk: Talk, action: str, number: int) -> tuple[list[Any], Any]
     return [*past.messages, reply, {"role": "user", "content": f"more {number % 3}"}], tools
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(steps=_STEPS)
 def test_every_sampled_token_is_trained_once_and_continued_as_it_is(

@@ -284,6 +284,7 @@ async def test_what_xgrammar_refuses_is_a_refused_request() -> None:
     assert ".cc" not in str(caught.value)
 
 
+@pytest.mark.slow
 async def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured_output, "_CHECK_SECONDS", 0.001)
     parts = {f"p{i}": {"type": "string", "pattern": "^([a-z]{1,40}-){1,40}$"} for i in range(60)}

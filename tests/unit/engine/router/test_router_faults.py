@@ -48,6 +48,7 @@ def _quiet() -> Iterator[None]:
     logger.setLevel(logging.NOTSET)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     faults=st.lists(deaths | hangs, max_size=12),

@@ -423,6 +423,7 @@ def test_a_first_rank_that_speaks_sooner_is_to_blame_unless_it_speaks_of_others(
     assert trainer.describe_end().startswith(named)
 
 
+@pytest.mark.slow
 def test_a_first_rank_may_take_its_time_after_the_others_were_sent_home(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -454,6 +455,7 @@ while not trainer.has_ended():
 """
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_command_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(PREAMBLE + "time.sleep(600)")
     (tmp_path / "command.py").write_text(COMMAND)

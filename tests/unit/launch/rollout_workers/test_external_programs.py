@@ -75,6 +75,7 @@ def test_a_program_gets_a_task_and_its_trajectory_comes_back(outside: Any) -> No
     assert all(v == 0 for v in trajectory.interactions[0].versions if v >= 0)
 
 
+@pytest.mark.slow
 def test_address_and_key_outlive_a_worker_and_a_group_stays_one_task(outside: Any) -> None:
     first, second = (outside.submit("?", number=0, sample_index=index) for index in (0, 1))
     program = find_program(outside)
@@ -105,6 +106,7 @@ def _answers(program: Program) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_program_that_waits_when_the_run_ends_is_told_so(outside: Any) -> None:
     outside.submit("?")
     program = find_program(outside)

@@ -44,6 +44,7 @@ def test_trajectories_are_made_elsewhere_and_arrive_whole(site: Sites) -> None:
     assert len(set(s.servers[0].salts)) == 2
 
 
+@pytest.mark.slow
 def test_a_retry_goes_on_from_the_turns_that_another_worker_has_finished(site: Sites) -> None:
     s = site()
     s.start(num_workers=1, retry_from="finished_turns")
@@ -71,6 +72,7 @@ def test_a_worker_that_dies_costs_its_trajectories_a_retry(site: Sites) -> None:
     s.wait_until_ready()
 
 
+@pytest.mark.slow
 def test_an_agent_that_kills_every_worker_fails_alone_and_then_ends_the_run(site: Sites) -> None:
     s = site()
     s.start(num_workers=1)
@@ -88,6 +90,7 @@ def test_an_agent_that_kills_every_worker_fails_alone_and_then_ends_the_run(site
     assert "about to os._exit(9)" in str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["time.sleep(600)", "exec('while True: pass')"])
 def test_blocking_code_stalls_its_worker_alone_and_is_named(site: Sites, code: str) -> None:
     s = site()
@@ -111,6 +114,7 @@ def test_blocking_code_stalls_its_worker_alone_and_is_named(site: Sites, code: s
     assert s.workers._workers[0].num_running + s.workers._workers[1].num_running == 1
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_blocked_beyond_every_deadline_is_replaced(site: Sites) -> None:
     s = site()
     s.start(num_workers=1, timeout_seconds=600)
@@ -125,6 +129,7 @@ def test_a_worker_that_is_blocked_beyond_every_deadline_is_replaced(site: Sites)
     assert other.result(240).failure is None
 
 
+@pytest.mark.slow
 def test_a_worker_that_awaits_again_gets_trajectories_again(site: Sites) -> None:
     s = site()
     s.start(num_workers=1)
@@ -144,6 +149,7 @@ def test_a_mistake_of_the_users_crosses_as_it_is(site: Sites) -> None:
         s.run("refuse()")
 
 
+@pytest.mark.slow
 def test_a_builder_that_cannot_be_used_there_is_told_as_in_the_trainer(site: Sites) -> None:
     s = site()
     s.start(num_workers=2, builder="build_refused")
@@ -151,6 +157,7 @@ def test_a_builder_that_cannot_be_used_there_is_told_as_in_the_trainer(site: Sit
         s.run("1")
 
 
+@pytest.mark.slow
 def test_what_ends_the_engine_ends_calls_in_workers(site: Sites) -> None:
     s = site()
     s.start(num_workers=1)
@@ -163,6 +170,7 @@ def test_what_ends_the_engine_ends_calls_in_workers(site: Sites) -> None:
     assert "died too often" in trajectory.failure.message
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_costs_no_trajectory(site: Sites) -> None:
     s = site(num_servers=2)
     s.start(num_workers=2)
@@ -180,6 +188,7 @@ def test_a_server_that_dies_costs_no_trajectory(site: Sites) -> None:
     s.wait_for(lambda: s.router.take_fault_metrics()["num_unhealthy_servers"] == 0, "it is back")
 
 
+@pytest.mark.slow
 def test_a_cancelled_trajectory_ends_there_too(site: Sites) -> None:
     s = site()
     s.start(num_workers=1)
@@ -192,6 +201,7 @@ def test_a_cancelled_trajectory_ends_there_too(site: Sites) -> None:
     assert trajectory.failure is None
 
 
+@pytest.mark.slow
 def test_closing_leaves_no_process_and_waits_for_nothing(site: Sites) -> None:
     s = site()
     s.start(num_workers=2)
@@ -207,6 +217,7 @@ def test_closing_leaves_no_process_and_waits_for_nothing(site: Sites) -> None:
     assert not any(process.is_running() for process in below)
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_killed_trainer(site: Sites) -> None:
     s = site()
     code = """

@@ -212,6 +212,7 @@ def test_a_killed_server_comes_back_at_its_endpoint(
     assert is_alive(interpreter.pids[1]) or is_alive(interpreter.pids[0]), "the other keeps serving"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("behaviour", "path"), [("freeze", "/health"), ("freeze engine", "/weight_info")]
 )
@@ -228,6 +229,7 @@ def test_a_frozen_server_is_killed_and_comes_back(
     assert any(f"did not answer {path} for" in text for text in observer.texts)
 
 
+@pytest.mark.slow
 def test_a_slow_server_is_waited_for(
     make_server_group: Any, interpreter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def test_a_second_owner_is_refused_and_a_dead_one_s_lease_is_taken_over(
     Lease.take(ObjectStore(url)).release()
 
 
+@pytest.mark.slow
 def test_an_owner_that_was_paused_stops_writing(
     url: str, holder: subprocess.Popen[bytes], make_config: Callable[..., object]
 ) -> None:
@@ -150,6 +151,7 @@ def test_a_trainer_writes_under_the_lease_of_its_command_alone(
     assert [line["step"] for line in RunFolder.open(url).read_metrics()] == [1]
 
 
+@pytest.mark.slow
 def test_a_trainer_that_was_replaced_writes_nothing_any_more(
     url: str, make_config: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

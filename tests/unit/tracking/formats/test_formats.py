@@ -308,6 +308,7 @@ def _long_texts(name: str, write: Write, tools: Sequence[Any]) -> list[str]:
     ] + [begin * (30_000 // len(begin))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_time_grows_with_the_length_and_not_with_its_square(
     name: str, writers: dict[str, Write], tools: list[Any]

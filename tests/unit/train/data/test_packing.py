@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,6 +76,7 @@ def test_a_plan_holds_every_sample_once_and_keeps_its_budget(
         assert num_tokens <= budget or num_tokens == max(map(len, own))
 
 
+@pytest.mark.slow
 @given(SEQUENCES, st.integers(60, 150))
 def test_samples_that_share_more_than_they_differ_stay_together(
     lists: list[list[int]], budget: int

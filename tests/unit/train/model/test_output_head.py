@@ -138,6 +138,7 @@ def test_values_and_gradients_are_those_of_the_plain_formula(
     assert_same(found, expected, states, head, entropy=entropy, tolerance=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_trained", [False, True])
 @pytest.mark.parametrize("max_logits", [30_000, 60 * 3000])
 @pytest.mark.parametrize("sampling", ["plain", "temperature top_p mask"])

@@ -105,6 +105,7 @@ def test_equals_the_textbook_with_gradients(packing: str, key_heads: int, window
     check_textbook(build_layout(packing), 4, key_heads, window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 600])
 def test_long_segments_are_right_too(window: int | None):
     """More queries and keys than one block of the kernel, in the prompt and in the branches,
