@@ -27,6 +27,7 @@ from agentrl_cli.train.monitor.loggers.metric_sinks import (
     TensorboardSink,
     TrackioSink,
     WandbSink,
+    has_wandb_key,
 )
 from agentrl_cli.train.monitor.loggers.mlflow_sink import MlflowSink, check_server
 from agentrl_cli.train.monitor.loggers.otlp_sink import OtlpSink, check_collector
@@ -76,11 +77,12 @@ def check_packages(config: ExperimentConfig) -> None:
 
 
 def check_loggers(config: ExperimentConfig) -> None:
-    """Refuses loggers that cannot be used: what is not installed, or a server that does not answer.
+    """Refuses loggers that cannot be used: what is not installed, a server that does not answer,
+    a service that nobody is logged in to.
 
     Raises:
         MissingExtraError: a logger's package is not installed.
-        UserInputError: a logger's server cannot be reached, or refuses us.
+        UserInputError: a logger's server cannot be reached or refuses us, or its key is missing.
     """
     check_packages(config)
     for number, logger in enumerate(config.loggers):
@@ -91,6 +93,10 @@ def check_loggers(config: ExperimentConfig) -> None:
             check_collector(logger, config, remedy)
         elif logger.kind == "trackio" and logger.url is not None:
             _check_answers(logger.url, remedy)
+        elif logger.kind == "wandb" and not has_wandb_key():
+            raise UserInputError(
+                f"loggers.{number}: wandb: no key of Weights & Biases was found. {remedy}"
+            )
 
 
 def _check_answers(url: str, remedy: str) -> None:

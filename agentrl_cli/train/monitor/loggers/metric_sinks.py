@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from agentrl_cli.config.experiment import ExperimentConfig, LoggerConfig
 from agentrl_cli.records import Trajectory
@@ -36,6 +39,24 @@ class TensorboardSink(MetricSink):
     def close(self, *, failed: bool) -> None:
         """Closes the event file."""
         self._writer.close()
+
+
+def has_wandb_key() -> bool:
+    """Whether W&B can be used without asking for a key, which it does at a terminal.
+
+    ``wandb.login`` would tell, but waits for the service without a deadline.
+    """
+    import wandb
+
+    settings = wandb.setup().settings
+    if settings.mode != "online" or settings.api_key or settings.identity_token_file:
+        return True
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    try:
+        stored = netrc(path).authenticators(urlsplit(settings.base_url).hostname or "")
+    except (OSError, NetrcParseError):
+        return False
+    return stored is not None
 
 
 class WandbSink(MetricSink):

@@ -205,38 +205,84 @@ def test_evaluations_reach_every_logger() -> None:
     assert logged == [(0, {"eval_mean_reward": 0.0})] * 2
 
 
-def test_wandb_goes_on_in_the_run_of_the_trial(
-    monkeypatch: pytest.MonkeyPatch, folder: Any
+WANDB = '''
+import json, struct, sys
+from contextlib import ExitStack
+from wandb.proto.wandb_internal_pb2 import Record
+from agentrl_cli.config.experiment import ExperimentConfig
+from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.train.monitor.loggers.logger_building import build_loggers, check_loggers
+
+config = ExperimentConfig.model_validate(json.loads(sys.argv[1]))
+check_loggers(config)
+for step in (1, 2, 3):
+    with RunFolder.create_or_resume(config) as folder, ExitStack() as stack:
+        [logger] = build_loggers(config, folder, stack, lambda text: sys.exit(text))
+        logger.log(step, {"reward_mean": step / 4})
+        logger.log(step, {"eval_mean_reward": 0.75})
+    if step == 2:
+        (folder.path / "logger_run_id.txt").unlink()
+
+def read_records(content):
+    """LevelDB's format of logs: blocks of 32 KiB, and records that may go over their borders."""
+    position, data = 7, b""
+    while position + 7 <= len(content):
+        left = -position % 32768
+        if 0 < left < 7:
+            position += left
+        length, kind = struct.unpack_from("<HB", content, position + 4)
+        data += content[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):
+            yield data
+            data = b""
+
+found = []
+for path in sorted(folder.path.glob("wandb/offline-run-*/*.wandb")):
+    for data in read_records(path.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        if record.HasField("run"):
+            config = {item.key: item.value_json for item in record.run.config.update}
+            found.append([record.run.project, record.run.run_id, config.get("trial_name")])
+        if record.HasField("history"):
+            items = record.history.item
+            found.append({(i.key or i.nested_key[0]): json.loads(i.value_json) for i in items})
+print("READ", json.dumps(found))
+'''
+
+
+@pytest.mark.slow
+def test_wandb_goes_on_in_the_run_of_the_trial(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    data = build_config({"kind": "wandb"}).model_dump(mode="json")
+    command = [sys.executable, "-c", WANDB, json.dumps(data | {"output_dir": str(tmp_path)})]
+    environment = os.environ | {"WANDB_MODE": "offline"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert "READ" in done.stdout, done.stdout + done.stderr
+    found = json.loads(done.stdout.partition("READ ")[2].partition("\n")[0])
+    runs = [entry for entry in found if isinstance(entry, list) and entry[2]]
+    assert {(project, trial) for project, _, trial in runs} == {("exp", '"t7"')}
+    ids = [run_id for _, run_id, _ in runs]
+    assert len(ids) == 3
+    assert len(set(ids)) == 2, "the third start is of a run begun anew"
+    assert all(run_id.startswith("exp-t7-") for run_id in ids)
+    rewards = {entry["_step"]: entry for entry in found if isinstance(entry, dict)}
+    assert [rewards[step]["reward_mean"] for step in (1, 2, 3)] == [0.25, 0.5, 0.75]
+    assert rewards[3]["eval_mean_reward"] == 0.75
+
+
+def test_wandb_without_a_key_is_said_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    calls: list[tuple[str, Any]] = []
-    run = SimpleNamespace(
-        log=lambda metrics, step: calls.append(("log", (step, metrics))),
-        finish=lambda exit_code: calls.append(("finish", exit_code)),
-    )
-
-    def init(**arguments: Any) -> SimpleNamespace:
-        calls.append(("init", arguments))
-        return run
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, __spec__="there"))
-
-    def log(step: int) -> None:
-        with ExitStack() as stack:
-            [logger] = build_loggers(build_config({"kind": "wandb"}), folder, stack, print)
-            logger.log(step, {"loss": 1.0})
-
-    log(3)
-    (_, arguments), *rest = list(calls)
-    assert arguments["project"] == "exp"
-    assert arguments["id"].startswith("exp-t7-")
-    log(4)
-    (folder.path / "logger_run_id.txt").unlink()
-    log(5)
-    ids = [arguments["id"] for call, arguments in calls if call == "init"]
-    assert ids[0] == ids[1] != ids[2]
-    assert arguments["resume"] == "allow"
-    assert arguments["config"]["trial_name"] == "t7"
-    assert rest == [("log", (3, {"loss": 1.0})), ("finish", 0)]
+    pytest.importorskip("wandb")
+    config = build_config({"kind": "wandb"})
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserInputError, match=r"loggers.0: wandb: .* Type wandb login"):
+        check_loggers(config)
 
 
 TRACKIO = """
