@@ -388,7 +388,8 @@ def _describe_missing(path: Path, where: str) -> str:
     if not path.parent.is_dir():
         return f"{where}: no such file: there is no folder {str(path.parent)!r}. {_ALLOWED}"
     names = [p.name for p in path.parent.iterdir() if p.suffix.lower() in _READERS]
-    return f"{where}: no such file; {format_nearest(path.name, names)}. {_ALLOWED}"
+    beside = format_nearest(path.name, names) if names else "its folder has no file of rows"
+    return f"{where}: no such file; {beside}. {_ALLOWED}"
 
 
 def _check_rows(rows: Any, where: str, limit: int | None) -> list[Row]:

@@ -52,6 +52,7 @@ def start_nodes(model_folder: Path) -> Iterator[Callable[..., RayNodes]]:
         yield start
 
 
+@pytest.mark.long
 def test_a_lost_node_changes_nothing_of_what_is_learned(
     start_nodes: Callable[..., RayNodes],
     project: Path,
@@ -156,15 +157,19 @@ def test_from_a_machine_outside_the_cluster_it_is_a_job_that_outlives_the_comman
     read_every_task_once(run_dir, num_steps)
 
 
-def test_a_cluster_that_is_too_small_is_told_in_time(
+def test_a_run_is_placed_on_a_cluster_and_one_that_is_too_large_is_refused_in_time(
     start_nodes: Callable[..., RayNodes],
     project: Path,
     agentrl: Callable[..., subprocess.Popen[str]],
     finish: Callable[..., str],
+    read_every_task_once: Callable[[Path, int], object],
 ) -> None:
     # Ray would copy it to the nodes, and wait for ever for something to read.
     os.mkfifo(project / "pipe")
     cluster = start_nodes(0)
+    placed = ("launcher.kind=ray", f"launcher.address={cluster.address}", "train.num_processes=1")
+    assert f"step {NUM_STEPS}/{NUM_STEPS}" in finish(agentrl(*ARGUMENTS, *placed))
+    read_every_task_once(project / "runs" / "small" / "t0", NUM_STEPS)
     launcher = f"{{kind: ray, address: '{cluster.address}', placement_timeout_seconds: 2}}"
     output = finish(agentrl(*ARGUMENTS, "train.num_processes=64", f"launcher={launcher}"), 2)
     assert "waiting for room on the cluster for 64 x trainer with CPU: 1" in output
