@@ -34,6 +34,7 @@ from agentrl_cli.models.tokenizer_training import train_tokenizer
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.gateway import Gateway
 from agentrl_cli.tracking.session import Budget
+from tests.e2e.forked_commands import ForkedCommand, command_environment
 
 # How long an example takes says more of the machine than of what is tested.
 settings.register_profile("untimed", deadline=None)
@@ -63,17 +64,18 @@ def run_python() -> Callable[..., str]:
     """Runs ``python ARGUMENTS``, which must succeed; what it printed. ``environment`` is added."""
 
     def run(*arguments: str, folder: Path = _ROOT, **environment: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=folder,
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=900,
-        )
-        assert done.returncode == 0, done.stdout
-        return done.stdout
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        if arguments[:2] == ("-m", "agentrl_cli"):
+            env = os.environ | command_environment() | environment
+            process = ForkedCommand(list(arguments[2:]), cwd=folder, env=env, **output)
+        else:
+            command = [sys.executable, *arguments]
+            env = os.environ | environment
+            process = subprocess.Popen(command, cwd=folder, env=env, text=True, **output)
+        with process:
+            printed, _ = process.communicate(timeout=900)
+        assert process.returncode == 0, printed
+        return printed
 
     return run
 

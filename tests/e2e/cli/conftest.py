@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.e2e.forked_commands import ForkedCommand, command_environment
 
 PROJECT = Path(__file__).parents[3]
 AGENT = """\
@@ -38,21 +39,19 @@ train: {total_steps: 5000, learning_rate: 1.0e-3}
 
 def _environment(**more: str) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if k != "AGENTRL_API_KEY"}
-    env |= {"PYTHONPATH": str(PROJECT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    return env | more
+    return env | command_environment() | {"CUDA_VISIBLE_DEVICES": ""} | more
 
 
 class Command:
     """A running ``agentrl``, and what it has printed."""
 
     def __init__(self, folder: Path, *arguments: str, **env: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "agentrl_cli", *arguments],
+        self.process = ForkedCommand(
+            list(arguments),
             cwd=folder,
             env=_environment(**env),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
         )
         self.text = ""
         self._changed = threading.Condition()

@@ -17,6 +17,7 @@ import yaml
 
 from agentrl_cli.records import Trajectory
 from benchmarks import kills_and_stops
+from tests.e2e.forked_commands import ForkedCommand, command_environment
 
 AGENT = '''
 async def answer(data, client):
@@ -60,9 +61,19 @@ def project(tmp_path: Path, model_folder: Path) -> Path:
 
 
 @pytest.fixture
-def agentrl(start_module: Callable[..., subprocess.Popen[str]]) -> Callable[..., Any]:
+def agentrl(project: Path) -> Callable[..., subprocess.Popen[str]]:
     """Starts ``agentrl ARGS`` in the user's folder, as a process of its own."""
-    return partial(start_module, "agentrl_cli")
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        return ForkedCommand(
+            list(words),
+            cwd=project,
+            env=os.environ | command_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    return start
 
 
 @pytest.fixture
