@@ -67,6 +67,7 @@ def test_rows_make_the_trajectories_that_were_written(path: Path, start: int, st
     assert [row["task_json"] for row in rows] == [json.dumps({})] * len(trajectories)
     for row, trajectory in zip(rows, trajectories, strict=True):
         calls = row["interactions"]
+        assert calls.pop("proximal_logprobs")
         assert calls.keys() == CALL_COLUMNS.keys()
         for name, values in calls.items():
             calls[name] = [v.tolist() if isinstance(v, np.ndarray) else v for v in values]
