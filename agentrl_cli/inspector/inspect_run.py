@@ -119,9 +119,12 @@ def _show_one(
 ) -> None:
     source, trajectory = find_one(folder, query, name)
     untrained = find_untrained_reason(folder, source, trajectory) if tokens else None
+    proximal = source.read_proximal_logprobs(folder, trajectory) if tokens else {}
+    is_trained = untrained is None
     if as_json:
-        is_trained = untrained is None
-        shown = json_view.format_trajectory(source, trajectory, tokens=tokens, trained=is_trained)
+        shown = json_view.format_trajectory(
+            source, trajectory, tokens=tokens, trained=is_trained, proximal=proximal
+        )
         print(shown)
         return
     console.print(build_tree(trajectory, source.name))
@@ -136,7 +139,7 @@ def _show_one(
     if latest is not None:
         folder.fetch(latest[1] / "tokenizer.json")
     spell = load_spell(tokenizer_path, latest[1] if latest else None)
-    for table in build_token_tables(trajectory, spell, is_trained=untrained is None):
+    for table in build_token_tables(trajectory, spell, is_trained=is_trained, proximal=proximal):
         console.print(table)
     if untrained is not None:
         _hint(console, f"none of these tokens is trained on: {untrained}")

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from agentrl_cli.inspector.list_view import StepSummary, describe_mismatches
@@ -18,6 +19,7 @@ from agentrl_cli.prefix_mismatches import (
 )
 from agentrl_cli.records import Trajectory
 from agentrl_cli.scores import compute_score
+from agentrl_cli.store.trajectory_file import ProximalLogprobs
 
 _COST_FIELDS = ("num_reprefilled_tokens", "num_dropped_tokens")
 _TOKEN_FIELDS = ("prompt_ids", "completion_ids", "rollout_logprobs", "versions")
@@ -57,10 +59,15 @@ def format_selection(run: str, selection: Selection) -> str:
 
 
 def format_trajectory(
-    source: Source, trajectory: Trajectory, *, tokens: bool, trained: bool = True
+    source: Source,
+    trajectory: Trajectory,
+    *,
+    tokens: bool,
+    trained: bool = True,
+    proximal: ProximalLogprobs = MappingProxyType({}),
 ) -> str:
-    """All fields of a trajectory; with ``tokens`` its ids, logprobs, versions and mask too, which
-    is all False where it is not ``trained``."""
+    """All fields of a trajectory; with ``tokens`` its ids, logprobs (the ``proximal`` ones are null
+    where there are none), versions and mask too, which is all False where it is not ``trained``."""
     data = asdict(trajectory) | locate(source)
     data["prefix_mismatches"] = describe_mismatches(summarize_prefix_mismatches([trajectory]))
     costs = {
@@ -72,6 +79,8 @@ def format_trajectory(
         for name in _COST_FIELDS:
             row[name] = costs.get(interaction.id, {}).get(name, 0)
         if tokens:
+            known = proximal.get(interaction.id)
+            row["proximal_logprobs"] = None if known is None else known.tolist()
             row["loss_mask"] = [t.trained for t in list_tokens(interaction, is_trained=trained)]
         else:
             for name in _TOKEN_FIELDS:

@@ -15,7 +15,9 @@ from agentrl_cli.errors import AgentrlError, UserInputError, format_nearest
 from agentrl_cli.records import Trajectory
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.trajectory_file import (
+    ProximalLogprobs,
     find_matches,
+    read_proximal_logprobs,
     read_summaries,
     read_trajectory,
 )
@@ -76,6 +78,11 @@ class Source:
     def find_file(self, folder: RunFolder) -> Path:
         """Where it is stored."""
         return folder.find_trajectory_file(self.step, is_eval=self.is_eval, label=self.label)
+
+    def read_proximal_logprobs(self, folder: RunFolder, trajectory: Trajectory) -> ProximalLogprobs:
+        """What the trainer computed for its tokens before the update; empty where it has not."""
+        ids = [interaction.id for interaction in trajectory.interactions]
+        return read_proximal_logprobs(self.find_file(folder), ids)
 
 
 @dataclass(frozen=True, slots=True)

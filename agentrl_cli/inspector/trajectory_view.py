@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import eq
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from rich.table import Table
@@ -35,7 +37,7 @@ from agentrl_cli.records import (
 )
 from agentrl_cli.scores import compute_group_statistics, compute_score
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.store.trajectory_file import find_matches, read_trajectory
+from agentrl_cli.store.trajectory_file import ProximalLogprobs, find_matches, read_trajectory
 
 #: In the metadata of rendered text: the id of the call that it shows.
 CALL_ID = "call_id"
@@ -209,6 +211,16 @@ class TokenRow:
     logprob: float | None
     version: int | None
     trained: bool
+    proximal_logprob: float | None = None
+    """Of the trainer, before the update; None: it has computed none."""
+
+    @property
+    def gap(self) -> float | None:
+        """|rollout - proximal|, nats."""
+        if self.logprob is None or self.proximal_logprob is None:
+            return None
+        gap = abs(self.logprob - self.proximal_logprob)
+        return None if math.isnan(gap) else gap
 
 
 def find_untrained_reason(folder: RunFolder, source: Source, trajectory: Trajectory) -> str | None:
@@ -234,7 +246,12 @@ def find_untrained_reason(folder: RunFolder, source: Source, trajectory: Traject
     return None
 
 
-def list_tokens(interaction: Interaction, *, is_trained: bool = True) -> list[TokenRow]:
+def list_tokens(
+    interaction: Interaction,
+    *,
+    is_trained: bool = True,
+    proximal: ProximalLogprobs = MappingProxyType({}),
+) -> list[TokenRow]:
     """The prompt and completion tokens of one call, whatever of them is stored.
 
     Of a trajectory that is trained, completion tokens of a completed, not greedy call with a
@@ -248,6 +265,7 @@ def list_tokens(interaction: Interaction, *, is_trained: bool = True) -> list[To
         and interaction.temperature > 0
         and interaction.turn_return is not None
     )
+    proximal_logprobs = [*map(float, proximal.get(interaction.id, ()))]
     for index, token_id in enumerate(interaction.completion_ids):
         rows.append(
             TokenRow(
@@ -256,17 +274,22 @@ def list_tokens(interaction: Interaction, *, is_trained: bool = True) -> list[To
                 _get(interaction.rollout_logprobs, index),
                 _get(interaction.versions, index),
                 trained,
+                _get(proximal_logprobs, index),
             )
         )
     return rows
 
 
 def build_token_tables(
-    trajectory: Trajectory, spell: Spell | None, *, is_trained: bool = True
+    trajectory: Trajectory,
+    spell: Spell | None,
+    *,
+    is_trained: bool = True,
+    proximal: ProximalLogprobs = MappingProxyType({}),
 ) -> list[Table]:
     """A table for each call; the middle of long prompts is left out."""
     return [
-        _build_table(number, interaction, spell, is_trained)
+        _build_table(number, interaction, spell, is_trained, proximal)
         for number, interaction in enumerate(trajectory.interactions, start=1)
     ]
 
@@ -303,9 +326,13 @@ def load_spell(tokenizer_path: str | None, checkpoint: Path | None) -> Spell | N
 
 
 def _build_table(
-    number: int, interaction: Interaction, spell: Spell | None, is_trained: bool
+    number: int,
+    interaction: Interaction,
+    spell: Spell | None,
+    is_trained: bool,
+    proximal: ProximalLogprobs,
 ) -> Table:
-    rows = list_tokens(interaction, is_trained=is_trained)
+    rows = list_tokens(interaction, is_trained=is_trained, proximal=proximal)
     num_prompt = len(interaction.prompt_ids)
     table = Table(
         title=Text(
@@ -316,21 +343,24 @@ def _build_table(
         title_justify="left",
         box=None,
     )
-    for name in ("position", "id", "text", "logprob", "version", "mask"):
+    has_gaps = any(row.gap is not None for row in rows)
+    gap_column = ["gap"] if has_gaps else []
+    for name in ("position", "id", "text", "logprob", *gap_column, "version", "mask"):
         table.add_column(name, justify="left" if name == "text" else "right")
     if not rows:
-        table.add_row("", "", "no token ids are stored for this call", "", "", "")
+        table.add_row("", "", "no token ids are stored for this call")
     skipped = range(_PROMPT_ENDS, max(num_prompt - _PROMPT_ENDS, _PROMPT_ENDS))
     for row in rows:
         if row.position in skipped:
             if row.position == skipped.start:
-                table.add_row("...", "", f"({len(skipped)} prompt tokens, see --json)", "", "", "")
+                table.add_row("...", "", f"({len(skipped)} prompt tokens, see --json)")
             continue
         table.add_row(
             str(row.position),
             str(row.token_id),
             Text(clean(spell(row.token_id)).replace("\n", "\\n") if spell else ""),
             "" if row.logprob is None else f"{row.logprob:z.4f}",
+            *(["" if row.gap is None else f"{row.gap:.4f}"] if has_gaps else []),
             "" if row.version is None else str(row.version),
             "trained" if row.trained else "",
             style=None if row.trained else "dim",

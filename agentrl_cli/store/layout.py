@@ -17,6 +17,8 @@ METRICS = "metrics.jsonl"
 #: Written with ``train.trace``.
 TRACE = "trace.json"
 TRAJECTORIES = "trajectories"
+#: One file a step: what the trainer computed for its tokens before the update.
+PROXIMAL_LOGPROBS = "proximal_logprobs"
 #: Finished trajectories of steps that are not complete yet.
 PENDING = "pending"
 CHECKPOINTS = "checkpoints"
@@ -38,8 +40,8 @@ OVERWRITING = ".overwriting"
 
 #: What belongs to agentrl in a run folder, and nothing else may be deleted from it.
 OWNED = (
-    METRICS, TRAJECTORIES, PENDING, CHECKPOINTS, LOGS, DATA_CURSOR, MANIFEST, CONFIG,
-    TENSORBOARD, WANDB, LOGGER_RUN_ID, TRACE,
+    METRICS, TRAJECTORIES, PROXIMAL_LOGPROBS, PENDING, CHECKPOINTS, LOGS, DATA_CURSOR, MANIFEST,
+    CONFIG, TENSORBOARD, WANDB, LOGGER_RUN_ID, TRACE,
 )  # fmt: skip
 
 #: What grows beside the run, whoever writes it: logs, the folders of loggers, the trace.
@@ -115,6 +117,11 @@ def parse_eval(name: str) -> tuple[int, str | None] | None:
 def temporary_path(path: Path, ending: str = ".tmp") -> Path:
     """Where ``path`` is written before it is complete: hidden, in the same folder."""
     return path.with_name(f".{path.name}{ending}")
+
+
+def proximal_path(path: Path) -> Path:
+    """Where the proximal logprobs are of the tokens in the trajectory file ``path``."""
+    return path.parents[1] / PROXIMAL_LOGPROBS / path.name
 
 
 def is_run_folder(path: Path) -> bool:

@@ -22,9 +22,11 @@ from agentrl_cli.store.manifest import write_manifest
 from agentrl_cli.store.pending_trajectories import PendingTrajectories
 from agentrl_cli.store.resume_check import check_same_config, load_saved_config, save_config
 from agentrl_cli.store.trajectory_file import (
+    ProximalLogprobs,
     read_open_rounds,
     read_summaries,
     read_trajectory_file,
+    write_proximal_file,
     write_trajectory_file,
 )
 from agentrl_cli.store.trajectory_summary import OpenRounds, TrajectorySummary
@@ -278,17 +280,19 @@ class RunFolder:
         self._writing = self._writer.submit(self._complete_step, step, [*trajectories], rounds)
         return self._step_path(step)
 
-    def _complete_step(
-        self, step: int, trajectories: list[Trajectory], open_rounds: OpenRounds
-    ) -> None:
-        self._write_step(step, trajectories, open_rounds)
+    def _complete_step(self, step: int, trajectories: list[Trajectory], rounds: OpenRounds) -> None:
+        self._write_step(step, trajectories, rounds)
         self._pending.drop(step, trajectories)
 
-    def _write_step(
-        self, step: int, trajectories: list[Trajectory], open_rounds: OpenRounds
-    ) -> None:
-        write_trajectory_file(self._step_path(step), trajectories, open_rounds)
+    def _write_step(self, step: int, trajectories: list[Trajectory], rounds: OpenRounds) -> None:
+        write_trajectory_file(self._step_path(step), trajectories, rounds)
         self._place.move(self._step_path(step))
+
+    def write_proximal_logprobs(self, step: int, logprobs: ProximalLogprobs) -> None:
+        """Writes what was computed for the tokens of ``step`` before its update, by interaction."""
+        path = self._step_path(step)
+        write_proximal_file(path, logprobs)
+        self._place.move(layout.proximal_path(path))
 
     def flush(self) -> None:
         """Returns when all trajectories that were given to this object are written.
@@ -339,7 +343,9 @@ class RunFolder:
             path = self._eval_path(step, label).with_suffix(".parquet")
             self._place.fetch(path)
             return path
-        return self._step_path(step, must_exist=True)
+        path = self._step_path(step, must_exist=True)
+        self._place.fetch(layout.proximal_path(path))
+        return path
 
     def trajectory_steps(self) -> list[int]:
         """The steps whose trajectories are stored, ascending."""
@@ -463,16 +469,12 @@ class RunFolder:
 
     def read_alarms(self) -> dict[int, list[str]]:
         """The names of the alarms that are active in each step, where any are."""
-        active = {
-            int(line["step"]): [
-                name.removeprefix(ALARM_PREFIX)
-                for name, value in line.items()
-                if name.startswith(ALARM_PREFIX) and value == 1.0
-            ]
-            for line in self.read_metrics()
-            if "step" in line
-        }
-        return {step: names for step, names in active.items() if names}
+        found: dict[int, list[str]] = {}
+        for line in self.read_metrics():
+            names = [n for n, v in line.items() if n.startswith(ALARM_PREFIX) and v == 1.0]
+            if "step" in line:
+                found[int(line["step"])] = [name.removeprefix(ALARM_PREFIX) for name in names]
+        return {step: names for step, names in found.items() if names}
 
     def truncate_metrics(self, last_step: int) -> None:
         """Drops the metrics of steps after ``last_step``, which will be done again, and torn lines:
@@ -504,8 +506,7 @@ class RunFolder:
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
         """Step and folder of the newest complete checkpoint."""
-        found = self.list_checkpoints()
-        return found[-1] if found else None
+        return max(self.list_checkpoints(), default=None)
 
     def fetch_checkpoint(self, step: int) -> Path:
         """The folder of the checkpoint of ``step``, to be read; see :meth:`fetch`."""

@@ -5,6 +5,9 @@ Ids, log-probabilities and versions are lists of numbers; what has a free form (
 dataset rows) is JSON text; floats are float64, so that they come back bit for bit. Texts lose
 nothing but lone surrogates, which no UTF-8 holds. The footer has the totals of the file,
 and of which groups a resumed run still has to make steps.
+
+What the trainer computes for the tokens of a step is known when that file is long complete: it has
+one of its own beside it, in which each list belongs to an interaction of the step.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ from contextlib import contextmanager
 from dataclasses import fields
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from agentrl_cli.errors import StoreError
@@ -72,15 +77,24 @@ _TYPES: dict[Kind, pa.DataType] = {
 _TYPES["calls"] = pa.list_(pa.struct([(n, _TYPES[k]) for n, k in CALL_COLUMNS.items()]))
 SCHEMA = pa.schema([(name, _TYPES[kind]) for name, kind in {**COLUMNS, **_COMPUTED}.items()])
 
+_PROXIMAL = "proximal_logprobs"
+_PROXIMAL_TYPE = pa.list_(pa.float32())
+_PROXIMAL_SCHEMA = pa.schema([("interaction_id", pa.string()), (_PROXIMAL, _PROXIMAL_TYPE)])
+
 _SUMMARY = tuple(field.name for field in fields(TrajectorySummary))
 _MISMATCHES = "prefix_mismatches"
 _LOGPROBS = "interactions.list.element.rollout_logprobs"
+_CALL_IDS = "interactions.list.element.id"
 _ENUMS: Mapping[str, Callable[[str], Any]] = {
     "stop_reason": StopReason,
     "failure_boundary": Boundary,
     "failure_cause": FailureCause,
     _MISMATCHES: lambda text: MismatchSummary.from_dict(json.loads(text)),
 }
+
+#: By interaction id, of those that the trainer passed forward: in nats, before the step's update,
+#: one for each completion token, NaN for a token that nothing stands before.
+ProximalLogprobs: TypeAlias = Mapping[str, npt.NDArray[np.float32]]
 
 #: Rows that are turned into columns at a time, which take many times the memory of columns.
 _ROWS_AT_A_TIME = 64
@@ -109,6 +123,46 @@ def write_trajectory_file(
         rounds = write_json(open_rounds or {})
         footer = {_FORMAT: FORMAT_VERSION, _TOTALS: totals, _OPEN_ROUNDS: rounds}
         writer.add_key_value_metadata(footer)
+
+
+def write_proximal_file(path: Path, logprobs: ProximalLogprobs) -> None:
+    """Writes the proximal logprobs of the trajectory file ``path``, by interaction id, beside it.
+
+    Raises:
+        StoreError: the disk is full, or the folder cannot be written to.
+    """
+    values = np.concatenate([np.zeros(0, np.float32), *logprobs.values()])
+    offsets = _find_offsets([len(each) for each in logprobs.values()])
+    lists = pa.ListArray.from_arrays(offsets, pa.array(values, pa.float32()))
+    ids = _build_column([*logprobs], "text")
+    with (
+        atomic_file(layout.proximal_path(path)) as file,
+        pq.ParquetWriter(file, _PROXIMAL_SCHEMA, compression="zstd") as writer,
+    ):
+        writer.write_table(pa.table([ids, lists], schema=_PROXIMAL_SCHEMA))
+        writer.add_key_value_metadata({_FORMAT: FORMAT_VERSION})
+
+
+def read_proximal_logprobs(path: Path, interaction_ids: Sequence[str]) -> ProximalLogprobs:
+    """Those of some interactions in the trajectory file ``path``; none of evaluations, and of runs
+    whose version did not store them.
+
+    Raises:
+        StoreError: the file is damaged.
+    """
+    lists = _split_calls(_read_proximal(path, _build_column(interaction_ids, "text")))
+    return {name: each for name, each in zip(interaction_ids, lists, strict=True) if len(each)}
+
+
+def _read_proximal(path: Path, ids: pa.Array) -> pa.ListArray:
+    """A list for each of the interactions, null where there is none."""
+    path = layout.proximal_path(path)
+    if not path.is_file():
+        return pa.nulls(len(ids), _PROXIMAL_TYPE)
+    with _opened(path) as file:
+        table = file.read()
+        numbers = pc.index_in(ids, value_set=table["interaction_id"].combine_chunks())
+        return table[_PROXIMAL].combine_chunks().take(numbers)
 
 
 def read_trajectory_file(path: Path) -> list[Trajectory]:
@@ -245,7 +299,7 @@ class SummaryColumns(NamedTuple):
     texts: dict[str, list[str | None]]
     numbers: dict[str, np.ndarray[Any, Any]]
     """float64, NaN where there is no value; also ``logprob_mean`` and ``logprob_min`` over the
-    sampled tokens of a trajectory."""
+    sampled tokens of a trajectory, and ``logprob_gap_max``, the largest |rollout - proximal|."""
 
 
 def read_summary_columns(path: Path) -> SummaryColumns:
@@ -256,7 +310,7 @@ def read_summary_columns(path: Path) -> SummaryColumns:
     """
     names = [_find_column(name) for name in _SUMMARY]
     with _opened(path) as file:
-        table = file.read(columns=[*names, _LOGPROBS])
+        table = file.read(columns=[*names, _CALL_IDS, _LOGPROBS])
         texts: dict[str, list[str | None]] = {}
         numbers: dict[str, np.ndarray[Any, Any]] = {}
         for name in names:
@@ -268,25 +322,43 @@ def read_summary_columns(path: Path) -> SummaryColumns:
         calls = table["interactions"].combine_chunks()
         logprobs = calls.values.field("rollout_logprobs")
         ends = logprobs.offsets.to_numpy()[calls.offsets.to_numpy()]
-        return SummaryColumns(texts, numbers | _measure_logprobs(logprobs.values, ends))
+    proximal = _read_proximal(path, calls.values.field("id"))
+    return SummaryColumns(texts, numbers | _measure_logprobs(logprobs, proximal, ends))
 
 
-def _measure_logprobs(values: pa.Array, ends: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Mean and smallest of the values between each two of ``ends``."""
+def _measure_logprobs(
+    rollout: pa.ListArray, proximal: pa.ListArray, ends: np.ndarray[Any, Any]
+) -> dict[str, Any]:
+    """Mean, smallest and largest gap of the values between each two of ``ends``."""
     lengths = np.diff(ends)
-    mean, smallest = np.full((2, len(lengths)), np.nan)
+    mean, smallest, gap = np.full((3, len(lengths)), np.nan)
     has_any = lengths > 0
     if has_any.any():
-        logprobs, starts = values.to_numpy(zero_copy_only=False), ends[:-1][has_any]
+        logprobs, starts = rollout.values.to_numpy(zero_copy_only=False), ends[:-1][has_any]
         with np.errstate(invalid="ignore"):
             mean[has_any] = np.add.reduceat(logprobs, starts) / lengths[has_any]
             smallest[has_any] = np.minimum.reduceat(logprobs, starts)
-    return {"logprob_mean": mean, "logprob_min": smallest}
+            gap[has_any] = np.fmax.reduceat(_compute_gaps(logprobs, rollout, proximal), starts)
+    return {"logprob_mean": mean, "logprob_min": smallest, "logprob_gap_max": gap}
+
+
+def _compute_gaps(
+    logprobs: np.ndarray[Any, Any], rollout: pa.ListArray, proximal: pa.ListArray
+) -> np.ndarray[Any, Any]:
+    """|rollout - proximal| of all tokens, NaN where the trainer has computed nothing."""
+    lengths = rollout.value_lengths()
+    is_known = pc.fill_null(pc.equal(lengths, proximal.value_lengths()), False)
+    has_gap = np.repeat(is_known.to_numpy(zero_copy_only=False), lengths.to_numpy())
+    gaps = np.full(len(logprobs), np.nan)
+    known = proximal.filter(is_known).flatten().to_numpy(zero_copy_only=False)
+    gaps[has_gap] = np.abs(logprobs[has_gap] - known)
+    return gaps
 
 
 def read_rows(path: Path, start: int, stop: int) -> list[dict[str, Any]]:
     """The rows from ``start`` up to ``stop`` as ``build_row`` of ``trajectory_record.py`` makes
-    them; the numbers of a call are arrays. Many times faster than making trajectories of them.
+    them; the numbers of a call are arrays, as are its ``proximal_logprobs`` (empty: it has none).
+    Many times faster than making trajectories of them.
 
     Raises:
         StoreError: the file is missing or damaged.
@@ -302,11 +374,12 @@ def read_rows(path: Path, start: int, stop: int) -> list[dict[str, Any]]:
         ends = calls.offsets.to_numpy()
         structs = calls.values.slice(ends[0], ends[-1] - ends[0])
         columns = {name: _split_calls(structs.field(name)) for name in CALL_COLUMNS}
-        ends = ends - ends[0]
-        for number, row in enumerate(rows):
-            own = slice(ends[number], ends[number + 1])
-            row["interactions"] = {name: values[own] for name, values in columns.items()}
-        return rows
+    columns[_PROXIMAL] = _split_calls(_read_proximal(path, structs.field("id")))
+    ends = ends - ends[0]
+    for number, row in enumerate(rows):
+        own = slice(ends[number], ends[number + 1])
+        row["interactions"] = {name: values[own] for name, values in columns.items()}
+    return rows
 
 
 def _split_calls(values: pa.Array) -> list[Any]:

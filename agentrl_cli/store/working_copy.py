@@ -147,7 +147,10 @@ class LocalFolder:
 
     def remove_temporaries(self) -> None:
         """Deletes what was not complete when a process was killed."""
-        names = (layout.TRAJECTORIES, layout.PENDING, layout.CHECKPOINTS)
+        names = (
+            *(layout.TRAJECTORIES, layout.PROXIMAL_LOGPROBS),
+            *(layout.PENDING, layout.CHECKPOINTS),
+        )
         for folder in (self.path, *(self.path / name for name in names)):
             for entry in folder.glob(".*"):
                 if entry.name.endswith(layout.TEMPORARY):

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from agentrl_cli.config.experiment import ExperimentConfig, count_usable_cores
 from agentrl_cli.records import Trajectory
+from agentrl_cli.store.trajectory_file import ProximalLogprobs
 from agentrl_cli.train.checkpoint import load_learner_state, save_learner_state
 from agentrl_cli.train.data.samples import build_candidate_sample, build_scoring_sample
 from agentrl_cli.train.model.critic import Critic
@@ -79,6 +80,8 @@ class Learner:
         if config.train.critic is not None and critic_model is None:
             raise ValueError("train.critic is set: the learner needs a critic_model")
         self.step = 0
+        self.proximal_logprobs: ProximalLogprobs = {}
+        """Of the tokens of the last update."""
         self._config = config
         self._train = config.train
         self._ranks = ranks
@@ -151,6 +154,7 @@ class Learner:
             # What is only cached here is missing to an engine on the same GPU.
             torch.cuda.empty_cache()
         metrics.add_ranks(self._ranks)
+        self.proximal_logprobs = updates.join_proximal_logprobs(batch)
         return {
             **metrics.summarize(),
             **batch.metrics,

@@ -242,6 +242,7 @@ class RunCoordinator:
         }
         line |= self._alarms.check(line)
         with self._clock.phase("store"):
+            self.folder.write_proximal_logprobs(step, self.learner.proximal_logprobs)
             self.folder.append_metrics(line)
         self._log(step, line)
         for logger in self.loggers:

@@ -6,9 +6,10 @@ import math
 import random
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from agentrl_cli.errors import NotFiniteError
 from agentrl_cli.log import get_logger
 from agentrl_cli.records import Trajectory
 from agentrl_cli.store.layout import run_dir_of
+from agentrl_cli.store.trajectory_file import ProximalLogprobs
 from agentrl_cli.train.data.minibatches import Minibatch, build_minibatches
 from agentrl_cli.train.data.packing import MicroBatch
 from agentrl_cli.train.data.samples import Sample, assign_advantages, build_samples
@@ -69,6 +71,8 @@ class StepUpdates:
     policy_version: int
     """Of the weights before the step's first update."""
     metrics: UpdateMetrics
+    _proximal: dict[int, Tensor] = field(default_factory=dict, init=False)
+    """Logprobs [targets] by ``id(sample)``, of this rank's samples that pass forward."""
 
     def prepare(self, batch: StepBatch) -> list[PreparedMinibatch]:
         """The minibatches of ``batch``, with what is computed before the first update."""
@@ -98,6 +102,24 @@ class StepUpdates:
                 if self.critic is not None and batch.value_targets is not None:
                     self._train_critic(self.critic, minibatch.samples, batch.value_targets)
 
+    def join_proximal_logprobs(self, batch: StepBatch) -> ProximalLogprobs:
+        """What all ranks have computed until the end of :meth:`make`."""
+        own = [n for n, sample in enumerate(batch.samples) if id(sample) in self._proximal]
+        values = [self._proximal[id(batch.samples[n])] for n in own]
+        numbers = torch.cat(self.ranks.gather_tensors(torch.tensor(own, dtype=torch.long)))
+        joined = torch.cat(self.ranks.gather_tensors(torch.cat([torch.zeros(0), *values]))).numpy()
+        lengths = {i.id: len(i.completion_ids) for t in batch.trajectories for i in t.interactions}
+        found: dict[str, Any] = {}
+        start = 0
+        for sample in (batch.samples[n] for n in numbers.tolist()):
+            for turn in sample.turns:
+                part = joined[start + turn.start : start + turn.end]
+                spread = np.full(lengths[turn.interaction_id], np.nan, np.float32)
+                spread[len(spread) - len(part) :] = part
+                found[turn.interaction_id] = spread
+            start += sample.num_targets
+        return found
+
     def _needs_forward(self, sample: Sample) -> bool:
         if self.critic is not None and self.critic.learns_alone(self.step):
             return False
@@ -116,12 +138,10 @@ class StepUpdates:
         packed = self.policy.pack(needed)
         has_several_updates = train.num_minibatches * train.num_epochs > 1
         has_kl_loss = train.algorithm.has_kl_loss
-        return PolicyInputs(
-            needed,
-            packed,
-            self.policy.score_packed(packed) if has_several_updates else None,
-            self.policy.score_packed_reference(packed) if has_kl_loss else None,
-        )
+        proximal = self.policy.score_packed(packed) if has_several_updates else None
+        self._proximal.update(proximal or {})
+        reference = self.policy.score_packed_reference(packed) if has_kl_loss else None
+        return PolicyInputs(needed, packed, proximal, reference)
 
     def _train_policy(self, minibatch: Minibatch, prepared: PolicyInputs) -> None:
         """One update, its gradient added up over micro-batches."""
@@ -129,6 +149,8 @@ class StepUpdates:
 
         def compute_part(batch: MicroBatch) -> Tensor:
             scored = self.policy.forward(batch)
+            if proximal is None:
+                self._proximal.update(batch.split(scored.logprobs))
             inputs = LossInputs(
                 new_logprobs=scored.logprobs,
                 proximal_logprobs=(

@@ -15,7 +15,7 @@ from agentrl_cli.errors import AgentrlError
 from agentrl_cli.inspector.report.block_format import TextCodes, pack_columns
 from agentrl_cli.inspector.trajectory_query import Source, list_sources
 from agentrl_cli.log import sanitize
-from agentrl_cli.store.layout import eval_name, step_name
+from agentrl_cli.store.layout import eval_name, proximal_path, step_name
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.trajectory_file import (
     FileSize,
@@ -51,6 +51,7 @@ _NUMBERS = {
     "tokens": ("num_completion_tokens", np.int32), "calls": ("num_tool_calls", np.int32),
     "malformed": ("num_malformed_calls", np.int32), "mismatches": ("mismatches", np.int32),
     "logprob_mean": ("logprob_mean", np.float32), "logprob_min": ("logprob_min", np.float32),
+    "logprob_gap_max": ("logprob_gap_max", np.float32),
 }  # fmt: skip
 
 
@@ -118,8 +119,10 @@ class SourceCache:
         for source in list_sources(self._folder):
             try:
                 path = source.find_file(self._folder)
-                state = path.stat()
-                version = (state.st_mtime_ns, state.st_size)
+                # What the trainer computed is stored later than what was sampled.
+                beside = proximal_path(path)
+                states = [path.stat(), *([beside.stat()] if beside.exists() else [])]
+                version = [(state.st_mtime_ns, state.st_size) for state in states]
                 if self._known.get(source, (None,))[0] != version:
                     found = ReportSource(
                         source, _shorten(read_summary_columns(path)), read_size(path)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+import numpy as np
+
 from agentrl_cli.config.algorithm_config import ReinforcePlusPlusAdvantageConfig
 from agentrl_cli.errors import AgentrlError
 from agentrl_cli.inspector.report.report_columns import RunColumns, SourceCache
@@ -51,6 +53,7 @@ class ReportData:
             "highlights": find_highlights(run, alarms, evals),
             "training": self._describe_training(),
             "hasTokenizer": self._has_tokenizer,
+            "hasGaps": bool(np.isfinite(run.columns["logprob_gap_max"]).any()),
             "remedies": {cause.value: text for cause, text in REMEDIES.items()},
         }
         return run, head

@@ -66,6 +66,7 @@ def find_highlights(
     found += _count_kinds(run)
     found += _find_spread(run)
     found += _find_unlikely(run)
+    found += _find_gaps(run)
     return found
 
 
@@ -198,6 +199,23 @@ def _find_unlikely(run: RunColumns) -> list[dict[str, Any]]:
     why = "Each has a token that the policy itself thought unlikely: a typo, a wrong turn, or luck."
     link = "#/trajectories?from=all&sort=logprob_min&order=asc"
     return [_describe("logprobs", "Least likely tokens", why, len(items), items, link)]
+
+
+def _find_gaps(run: RunColumns) -> list[dict[str, Any]]:
+    """Where the engine and the trainer disagree most."""
+    gaps = run.columns["logprob_gap_max"]
+    rows = np.flatnonzero(gaps > 0)
+    if not len(rows):
+        return []
+    worst = rows[np.argsort(-gaps[rows], kind="stable")[:_NUM_EXAMPLES]]
+    items = [_place(run, int(row)) | {"text": f"{gaps[row]:.2g} nats"} for row in worst]
+    title = "Largest gaps between engine and trainer"
+    why = (
+        "|rollout − proximal| of one token: how far the engine's logprob, when it was sampled, is "
+        "from the trainer's before the update. Rounding makes hundredths, older weights more."
+    )
+    link = "#/trajectories?from=all&sort=logprob_gap_max"
+    return [_describe("gaps", title, why, len(items), items, link)]
 
 
 def _place(run: RunColumns, row: int, *, is_group: bool = False) -> dict[str, Any]:

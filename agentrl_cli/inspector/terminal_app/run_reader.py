@@ -18,7 +18,12 @@ from agentrl_cli.inspector.trajectory_view import Spell, find_untrained_reason, 
 from agentrl_cli.records import Trajectory
 from agentrl_cli.scores import GroupStatistics, compute_statistics
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.store.trajectory_file import read_summaries, read_totals, read_trajectory
+from agentrl_cli.store.trajectory_file import (
+    ProximalLogprobs,
+    read_summaries,
+    read_totals,
+    read_trajectory,
+)
 from agentrl_cli.store.trajectory_summary import TrajectoryTotals
 
 ResultT = TypeVar("ResultT")
@@ -67,6 +72,7 @@ class OpenedTrajectory:
     trajectory: Trajectory
     untrained_reason: str | None
     """Why none of its tokens is trained on; None: they are."""
+    proximal: ProximalLogprobs
 
 
 class RunReader:
@@ -178,7 +184,8 @@ class RunReader:
             reason = find_untrained_reason(self.folder, found.source, trajectory)
         except AgentrlError as error:
             reason = f"whether it is trained cannot be told: {error}"
-        return OpenedTrajectory(trajectory, reason)
+        proximal = found.source.read_proximal_logprobs(self.folder, trajectory)
+        return OpenedTrajectory(trajectory, reason, proximal)
 
     async def load_spell(self) -> Spell | None:
         """What spells token ids; None: there is no tokenizer (yet)."""

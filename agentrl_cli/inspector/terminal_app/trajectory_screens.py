@@ -34,6 +34,7 @@ from agentrl_cli.inspector.trajectory_view import (
 )
 from agentrl_cli.log import clean, format_count
 from agentrl_cli.records import Interaction, Trajectory
+from agentrl_cli.store.trajectory_file import ProximalLogprobs
 
 
 class TrajectoryScreen(InspectorScreen):
@@ -169,6 +170,16 @@ _PROBABILITIES: Sequence[tuple[float, str, Style]] = (
     (0.05, "0.05", Style(color="bright_white", bgcolor="dark_orange3", underline=True)),
     (0.0, "less", Style(color="bright_white", bgcolor="red3", bold=True, underline=True)),
 )
+#: As of probabilities, for nats between what the engine and the trainer computed: the styles, from
+#: the largest gap down.
+_GAPS: Sequence[tuple[float, str, Style]] = tuple(
+    (least, name, style)
+    for (least, name), (_, _, style) in zip(
+        ((0.5, "0.5 nats and more"), (0.2, "0.2"), (0.05, "0.05"), (0.01, "0.01"), (0.0, "less")),
+        reversed(_PROBABILITIES),
+        strict=True,
+    )
+)
 _VERSIONS = tuple(
     Style(color="bright_white", bgcolor=color)
     for color in ("blue3", "dark_green", "purple4", "dark_orange3", "deep_pink4", "grey37")
@@ -176,7 +187,7 @@ _VERSIONS = tuple(
 _TRAINED = Style(color="bright_white", bgcolor="dark_green", bold=True)
 _PLAIN = Style(dim=True)
 #: Modes of the view of tokens, in the order in which ``m`` changes them.
-_MODES = ("logprob", "policy version", "mask")
+_MODES = ("logprob", "gap", "policy version", "mask")
 
 
 class TokensView(LinesView):
@@ -232,6 +243,9 @@ class TokensView(LinesView):
             if row.version is None:
                 return _PLAIN
             return _VERSIONS[self._versions.index(row.version) % len(_VERSIONS)]
+        if self.mode == "gap":
+            gap = row.gap
+            return _PLAIN if gap is None else next(s for least, _, s in _GAPS if gap >= least)
         if row.logprob is None or math.isnan(row.logprob):
             return _PLAIN
         probability = math.exp(min(row.logprob, 0.0))
@@ -248,6 +262,9 @@ class TokensView(LinesView):
                 (str(version), _VERSIONS[number % len(_VERSIONS)])
                 for number, version in enumerate(self._versions)
             ] or [("none is stored", _PLAIN)]
+        elif self.mode == "gap":
+            text = Text("gap |engine - trainer|: ", no_wrap=True)
+            entries = [(name, style) for _, name, style in _GAPS]
         else:
             text = Text("probability: ", no_wrap=True)
             entries = [(name, style) for _, name, style in _PROBABILITIES]
@@ -342,7 +359,9 @@ class TokensScreen(InspectorScreen):
         interaction: Interaction = self.entries[self.position]
         spell = await self.reader.load_spell()
         is_trained = self._opened.untrained_reason is None
-        tokens, texts = await self.reader.run(lambda: _spell(interaction, spell, is_trained))
+        tokens, texts = await self.reader.run(
+            lambda: _spell(interaction, spell, is_trained, self._opened.proximal)
+        )
         if not tokens:
             self.view.show_tokens((), (), 0)
             self.show_problem(
@@ -371,16 +390,18 @@ class TokensScreen(InspectorScreen):
             return
         row = view.tokens[view.token]
         logprob = "prompt" if row.logprob is None else f"logprob {row.logprob:z.4f}"
+        gap = "" if row.gap is None else f"  gap {row.gap:.4f}"
         version = "" if row.version is None else f"  version {row.version}"
         trained = "trained" if row.trained else "not trained"
-        text = f"{row.position}: id {row.token_id}  {logprob}{version}  {trained}"
+        text = f"{row.position}: id {row.token_id}  {logprob}{gap}{version}  {trained}"
         if view.texts[view.token].strip() != str(row.token_id):
             text += f"  {view.texts[view.token]!r}"
         self.query_one("#token", Static).update(Text(clean(text)))
 
     def action_mode(self) -> None:
         view = self.view
-        view.mode = _MODES[(_MODES.index(view.mode) + 1) % len(_MODES)]
+        modes = [mode for mode in _MODES if mode != "gap" or self._opened.proximal]
+        view.mode = modes[(modes.index(view.mode) + 1) % len(modes)]
         view.refresh()
         self._show_legend()
 
@@ -407,9 +428,9 @@ class TokensScreen(InspectorScreen):
 
 
 def _spell(
-    interaction: Interaction, spell: Spell | None, is_trained: bool
+    interaction: Interaction, spell: Spell | None, is_trained: bool, proximal: ProximalLogprobs
 ) -> tuple[list[TokenRow], list[str]]:
-    tokens = list_tokens(interaction, is_trained=is_trained)
+    tokens = list_tokens(interaction, is_trained=is_trained, proximal=proximal)
     if spell is None:
         return tokens, [f"{row.token_id} " for row in tokens]
     # A token without any text still has a place.

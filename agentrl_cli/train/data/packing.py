@@ -61,6 +61,11 @@ class MicroBatch:
         parts = [by_sample[id(sample)] for sample in self.samples]
         return torch.cat(parts).to(self.input_ids.device)
 
+    def split(self, values: Tensor) -> dict[int, Tensor]:
+        """Values [targets] of all targets by ``id(sample)``, float32 on the CPU."""
+        parts = torch.split(values.detach().float().cpu(), [s.num_targets for s in self.samples])
+        return {id(s): part for s, part in zip(self.samples, parts, strict=True)}
+
     def spread(self, values: Sequence[float]) -> Tensor:
         """One value per sample, repeated over its targets: float32 [targets]."""
         of_samples = torch.tensor(values, dtype=torch.float32, device=self.input_ids.device)

@@ -114,9 +114,7 @@ class ModelPasses(Generic[Output]):
         """
         scored: dict[int, Tensor] = {}
         for batch in packed.batches:
-            values = self._take_values(self.forward(batch)).float().cpu()
-            parts = torch.split(values, [s.num_targets for s in batch.samples])
-            scored |= {id(s): part for s, part in zip(batch.samples, parts, strict=True)}
+            scored |= batch.split(self._take_values(self.forward(batch)))
         for _ in range(packed.num_missing):
             self.forward(self._nothing)
         if isinstance(self._root, FSDPModule):

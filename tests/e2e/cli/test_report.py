@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
@@ -221,6 +222,47 @@ def test_every_view_is_reached_by_keyboard(tab: Callable[..., Tab], page_url: st
     columns.nth(1).wait_for()
     assert "391" in columns.nth(0).inner_text()
     assert "It is 40." in columns.nth(1).inner_text()
+
+
+def test_where_engine_and_trainer_disagree(
+    tab: Callable[..., Tab], run_config: Callable[..., ExperimentConfig], tmp_path: Path
+) -> None:
+    with RunFolder.create_or_resume(run_config()) as folder:
+        calls = [
+            make_call(f"{n}", None, (QUESTION,), {"role": "assistant", "content": "391"})
+            for n in range(3)
+        ]
+        rows = [make(1, 0, n, float(n), interactions=(call,)) for n, call in enumerate(calls)]
+        folder.write_trajectories(1, rows)
+        # The second token of one stands out; the last trajectory did not pass forward.
+        computed = {"0": (-0.1, -4.01, -0.25), "1": (-0.1, -2.5, -0.24)}
+        values = {name: np.array(each, np.float32) for name, each in computed.items()}
+        folder.write_proximal_logprobs(1, values)
+        write_report(folder, tmp_path / "page.html", chr)
+    one = tab((tmp_path / "page.html").as_uri())
+    card = one.page.locator(".card", has_text="Largest gaps between engine and trainer")
+    assert "1.5 nats" in card.locator("li").first.inner_text()
+    card.get_by_role("link", name="List them").click()
+    one.see("largest gap ↓")
+    assert "1.5" in one.page.locator("#row-0").inner_text()
+    one.page.locator("#row-0").click()
+    one.see("largest gap 1.5")
+    one.page.get_by_role("link", name="tokens").click()
+    one.page.get_by_role("combobox", name="Colour").select_option("gap")
+    one.see("0.5 nats and above")
+    tokens = one.page.locator("[data-token]")
+    heats = [tokens.nth(n).evaluate("e => e.style.getPropertyValue('--heat')") for n in range(3)]
+    assert heats == ["0%", "70%", "1%"]
+    tokens.nth(1).hover()
+    said = one.see("token 2 of 3", ".token-said").inner_text()
+    assert "logprob −4 (probability 0.018), gap 1.5 (the trainer's logprob −2.5)" in said
+    # Where the trainer has computed none, the choice is not there.
+    one.open(f"{one.page.url.split('#')[0]}#/tokens/step-000001/2?by=gap")
+    one.see("Tokens of 000001.000/2")
+    colours = one.page.get_by_role("combobox", name="Colour")
+    colours.wait_for()
+    assert colours.input_value() == "logprob"
+    assert "gap" not in colours.inner_text()
 
 
 def test_search_filters_and_order(tab: Callable[..., Tab], page_url: str) -> None:

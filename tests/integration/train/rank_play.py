@@ -103,6 +103,11 @@ def do_logprobs(learner: Learner, ids: Sequence[Sequence[int]], **more: Any) -> 
     return learner.compute_logprobs(ids, **more)
 
 
+def do_proximal(learner: Learner) -> Any:
+    """Those of the last update, by interaction."""
+    return {name: values.tolist() for name, values in learner.proximal_logprobs.items()}
+
+
 def do_weights(learner: Learner) -> Any:
     return {name: tensor.clone() for name, tensor in learner.weights().items()}
 

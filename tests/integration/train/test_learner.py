@@ -33,6 +33,32 @@ def differ(left: dict, right: dict) -> bool:
     return any(not torch.equal(left[name], right[name]) for name in left)
 
 
+@pytest.mark.parametrize("updates", [{}, {"num_minibatches": 2, "num_epochs": 2}])
+def test_proximal_logprobs_are_those_from_before_the_step(
+    build_model, build_config, build_trajectory, ragged_batch, updates
+):
+    learner = Learner(build_model(), build_config(learning_rate=1e-2, **updates))
+    # Nothing stands before the first token of a call without a prompt.
+    bare = [build_trajectory("bare", n, float(n), [([], [7, 8 + n])]) for n in range(2)]
+    calls = [call for t in (*ragged_batch, *bare) for call in t.interactions]
+    sequences = [[*call.prompt_ids, *call.completion_ids] for call in calls]
+    before = learner.compute_logprobs(sequences, starts=[len(c.prompt_ids) for c in calls])
+    metrics = learner.update([*ragged_batch, *bare], 0)
+    assert metrics["num_updates"] == (4 if updates else 1)
+    # The group without signal and the trajectory without a reward have not passed forward.
+    expected = {
+        call.id: [math.nan] * (len(call.completion_ids) - len(logprobs)) + logprobs
+        for call, logprobs in zip(calls, before, strict=True)
+        if not call.id.startswith(("g1/", "g2/2/")) and call.id[:4] != "g0/2"
+    }
+    assert learner.proximal_logprobs.keys() == expected.keys()
+    for name, values in learner.proximal_logprobs.items():
+        assert values.tolist() == pytest.approx(expected[name], abs=1e-4, nan_ok=True), name
+    # A step that passes nothing forward has none.
+    learner.update([build_trajectory("alone", 0, 1.0, [([1, 2], [3])])], 1)
+    assert learner.proximal_logprobs == {}
+
+
 def test_a_rewarded_token_becomes_probable(build_model, build_config, build_trajectory):
     learner = Learner(build_model(), build_config(learning_rate=1e-2))
     prompt, wanted = [5, 6, 7], 42

@@ -138,9 +138,9 @@ def test_updates_are_those_of_one_process(run_ranks, save_model, build_config, r
     part = Play(
         model_folder=save_model(tied=True),
         config=config,
-        steps=[*steps, ("logprobs", probes), ("weights",)],
+        steps=[*steps, ("logprobs", probes), ("weights",), ("proximal",)],
     )
-    before, first, second, after, weights = acts["play"](part)
+    before, first, second, after, weights, proximal = acts["play"](part)
     assert before != after
     assert first["grad_norm"] > 0.5, "nothing was clipped"
     results = run_ranks(count, part)
@@ -150,6 +150,9 @@ def test_updates_are_those_of_one_process(run_ranks, save_model, build_config, r
             assert mine == pytest.approx(theirs, abs=1e-4)
         assert_same_metrics(found[1], first)
         assert_same_metrics(found[2], second)
+        assert found[5].keys() == proximal.keys() != set()
+        for name, values in proximal.items():
+            assert found[5][name] == pytest.approx(values, abs=1e-4), name
     assert_same(results[0][4], weights, 2e-5)
     assert [found[4] for found in results[1:]] == [{}] * (count - 1)
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from textual.events import Key
 from textual.pilot import Pilot
@@ -262,6 +263,20 @@ async def test_tokens_are_coloured_by_logprob_version_and_mask(folder: RunFolder
         assert "mask: trained not trained" in await ui.press("m")
         assert styles()[3] == styles()[4] != styles()[0]
         assert "0: id 1  prompt  not trained" in await ui.press("left", "left", "left")
+
+
+async def test_tokens_are_coloured_by_the_gap_where_the_trainer_has_computed_any(
+    folder: RunFolder,
+) -> None:
+    folder.write_proximal_logprobs(1, {"c1": np.array([-1.25, -0.25], np.float32)})
+    async with opened(folder) as ui:
+        await ui.press("end", "up", "enter", "enter", "enter", "enter")
+        assert "gap |engine - trainer|: 0.5 nats and more 0.2" in await ui.press("m")
+        view = ui.app.screen.view
+        styles = [view.style_token(token) for token in view.tokens[2:]]
+        assert len(set(styles)) == 3
+        assert "3: id 4  logprob -0.5000  gap 0.7500  version 3" in ui.text
+        assert "policy version: 3 4" in await ui.press("m")
 
 
 async def test_the_mouse_moves_opens_and_sorts(folder: RunFolder) -> None:

@@ -3,8 +3,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -274,6 +276,16 @@ def test_one_trajectory_with_its_tokens(show) -> None:
     assert text.count("trained") == 4
     assert "--tokenizer" in text
     assert "no token ids are stored" in text
+
+
+def test_tokens_have_their_gap_to_the_trainer(folder: RunFolder, show, show_json) -> None:
+    assert "gap" not in show("000001.000/0", tokens=True)
+    folder.write_proximal_logprobs(1, {"c1": np.array([math.nan, -1.0], np.float32)})
+    text = show("000001.000/0", tokens=True)
+    assert text.count("gap") == 1
+    assert "0.7500" in text
+    calls = show_json("000001.000/0", tokens=True)["interactions"]
+    assert [call["proximal_logprobs"] for call in calls] == [[None, -1.0], None, None, None]
 
 
 def test_token_texts_come_from_the_last_checkpoint(folder: RunFolder, show) -> None:

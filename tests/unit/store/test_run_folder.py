@@ -23,6 +23,7 @@ def names(path: Path) -> list[str]:
 
 def test_layout_is_the_one_that_is_documented(folder: RunFolder, make_config) -> None:
     folder.write_trajectories(12, [trajectory(12)])
+    folder.write_proximal_logprobs(12, {})
     folder.append_metrics({"step": 12, "reward_mean": 0.5})
     with folder.new_checkpoint(50) as path:
         (path / "weights").write_text("w")
@@ -37,6 +38,7 @@ def test_layout_is_the_one_that_is_documented(folder: RunFolder, make_config) ->
         "manifest.json",
         "metrics.jsonl",
         "trajectories/step-000012.parquet",
+        "proximal_logprobs/step-000012.parquet",
         "trajectories/eval-000020.parquet",
         "trajectories/eval-000020.json",
         "checkpoints/step-000050/checksums.json",
@@ -170,6 +172,7 @@ def test_stale_temporaries_go_at_the_next_start_only(folder: RunFolder, make_con
 
 def test_overwrite_deletes_the_run_and_nothing_else(folder: RunFolder, make_config) -> None:
     folder.write_trajectories(1, [])
+    folder.write_proximal_logprobs(1, {})
     folder.append_metrics({"step": 1})
     with folder.new_checkpoint(1):
         pass
@@ -178,6 +181,7 @@ def test_overwrite_deletes_the_run_and_nothing_else(folder: RunFolder, make_conf
     folder.close()
     with RunFolder.create_or_resume(make_config(seed=9), overwrite=True) as again:
         assert again.trajectory_steps() == []
+        assert not (again.path / "proximal_logprobs").exists()
         assert again.read_metrics() == []
         assert again.latest_checkpoint() is None
         assert yaml.safe_load(again.config_path.read_text())["seed"] == 9

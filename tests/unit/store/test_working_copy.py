@@ -6,6 +6,7 @@ import math
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from agentrl_cli.errors import RunFolderError, StoreError
@@ -14,6 +15,7 @@ from agentrl_cli.store import layout, working_copy
 from agentrl_cli.store.remote import lease, remote_files
 from agentrl_cli.store.remote.object_store import ObjectStore
 from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.store.trajectory_file import read_proximal_logprobs
 from agentrl_cli.train.resume import DataCursor
 
 
@@ -36,6 +38,7 @@ def files(s3_bucket: str) -> ObjectStore:
 def write_all(run: RunFolder) -> None:
     run.append_metrics({"step": 1, "reward_mean": 0.5, "kl": math.nan})
     run.write_trajectories(1, [make(1, 1), make(1, 2)], {0: ["a"]})
+    run.write_proximal_logprobs(1, {"call": np.array([-0.5, math.nan], np.float32)})
     run.write_eval(0, [make(0)], {"mean_reward": 0.5})
     run.add_pending(make(2))
     run.add_pending(make(3))
@@ -57,6 +60,7 @@ def read_all(run: RunFolder) -> list[object]:
         run.trajectory_steps(),
         run.read_trajectories(1),
         run.read_open_rounds(1),
+        str(read_proximal_logprobs(run.find_trajectory_file(1), ["call"])["call"]),
         run.list_evals(),
         run.read_eval(0),
         [step for step, _ in run.list_checkpoints()],

@@ -30,6 +30,7 @@ function parseTrajectory(row, tokens) {
     completion_ids: unpack(interactions.completion_ids, Int32Array),
     versions: unpack(interactions.versions, Int32Array),
     rollout_logprobs: unpack(interactions.rollout_logprobs, Int16Array),
+    logprob_gaps: unpack(interactions.logprob_gaps, Float32Array),
   };
   const columns = { ...interactions, ...lists };
   const messages = row.messages_json.map((text) => parseJson(text, { content: text }));
@@ -86,6 +87,15 @@ const logprobAt = (call, index) => {
   const value = call.rollout_logprobs[index];
   return value === undefined || value === NO_NUMBER ? null : value / 1000;
 };
+
+// How far the trainer's logprob is above the engine's; null where the trainer has computed none.
+const gapAt = (call, index) => {
+  const value = call.logprob_gaps[index];
+  return value === undefined || Number.isNaN(value) ? null : value;
+};
+
+const largestGap = (call) =>
+  call.logprob_gaps.reduce((most, gap) => (Math.abs(gap) > most ? Math.abs(gap) : most), 0);
 
 // The messages of a request that its parent's turn did not have; all, where history differs.
 function newMessages(trajectory, call) {

@@ -44,7 +44,7 @@ function Highlight({ highlight }) {
   const share = total ? `, ${formatNumber((100 * count) / total, 1)} % of all` : "";
   return html`<article class="card">
     <h3>${title}</h3>
-    <p class="count">${["logprobs"].includes(kind) ? "" : html`<b>${count.toLocaleString("en")}</b>${share}`}</p>
+    <p class="count">${["logprobs", "gaps"].includes(kind) ? "" : html`<b>${count.toLocaleString("en")}</b>${share}`}</p>
     <p class="note">${why}</p>
     <ul class="plain">
       ${items.map((item) => html`<li><${Example} item=${item} /></li>`)}
@@ -81,7 +81,6 @@ function Whereabouts() {
     <p>${place} Made ${made.replace("T", " ").replace("+00:00", " UTC")}.
       Logprobs are rounded to 0.001 nats; lists show and search the first 200 characters of texts.${" "}
       ${hasTokenizer ? "" : "No tokenizer was found: tokens are shown as ids. Name one with --tokenizer. "}
-      Proximal logprobs of single tokens are not stored, so the gap to them has a curve, and no map of tokens.
     </p>
   </footer>`;
 }

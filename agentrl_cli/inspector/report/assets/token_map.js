@@ -1,10 +1,12 @@
 // The tokens of a model call, coloured by what is stored of them.
 
 const TOKEN_VALUES = {
-  logprob: "logprob", probability: "probability", advantage: "advantage", version: "policy version", mask: "trained or not",
+  logprob: "logprob", probability: "probability", gap: "gap |engine − trainer|", advantage: "advantage", version: "policy version", mask: "trained or not",
 };
 const MAX_TOKENS = 1500;
 const PROMPT_SHOWN = 120;
+// Nats between an engine and a trainer of one model: rounding to bfloat16 rarely makes so much.
+const LARGE_GAP = 0.5;
 
 function TokenView({ path, query }) {
   const row = findRow(path[1], path[2]);
@@ -15,8 +17,10 @@ function TokenView({ path, query }) {
 function LoadedTokens({ row, query }) {
   const { value, error } = useLoaded(() => readDetails(row), row);
   const number = Number(query.get("call") ?? 0);
-  const by = query.get("by") in TOKEN_VALUES ? query.get("by") : "logprob";
   const call = value?.calls[number];
+  const { gap, ...others } = TOKEN_VALUES;
+  const options = value?.calls.some((c) => c.logprob_gaps.length) ? TOKEN_VALUES : others;
+  const by = query.get("by") in options ? query.get("by") : "logprob";
   return html`
     <h1 tabindex="-1">Tokens of ${spell(nameOf(row))}</h1>
     <p class="crumbs"><a href=${trajectoryAddress(row)}>conversation</a> <a href=${groupAddress(row)}>group</a></p>
@@ -25,7 +29,7 @@ function LoadedTokens({ row, query }) {
     ${value && html`<form class="filters" onSubmit=${(event) => event.preventDefault()}>
       <${Choice} label="Model call" name="call" value=${String(number)}
         options=${Object.fromEntries(value.calls.map((c, i) => [i, `${i + 1}: ${c.completion_ids.length} tokens, ${c.finish_reason ?? c.status}`]))} />
-      <${Choice} label="Colour" name="by" value=${by} options=${TOKEN_VALUES} />
+      <${Choice} label="Colour" name="by" value=${by} options=${options} />
     </form>`}
     ${value && (call ? html`<${Tokens} key=${`${number}`} row=${row} trajectory=${value} call=${call} by=${by} />` : html`<${NotThere} what="call" />`)}
   `;
@@ -46,12 +50,13 @@ function Tokens({ row, trajectory, call, by }) {
   }, [call]);
   const text = (id) => trajectory.tokens?.[id] ?? null;
   const describe = (i) => {
-    const logprob = logprobAt(call, i);
+    const [logprob, gap] = [logprobAt(call, i), gapAt(call, i)];
     const id = call.completion_ids[i];
     return [
       `token ${i + 1} of ${call.completion_ids.length}`, `id ${id}`,
       text(id) === null ? null : JSON.stringify(spell(text(id))),
       logprob === null ? "no logprob" : `logprob ${formatNumber(logprob)} (probability ${formatNumber(Math.exp(logprob))})`,
+      gap === null ? null : `gap ${formatNumber(Math.abs(gap))} (the trainer's logprob ${formatNumber(logprob + gap)})`,
       call.versions[i] === undefined ? null : `policy version ${call.versions[i]}`,
       advantage.value === undefined ? null : `advantage ${formatNumber(advantage.value)}`,
       trains && !untrained ? "trained" : "not trained",
@@ -77,7 +82,8 @@ function Tokens({ row, trajectory, call, by }) {
       style=${{ "--heat": `${shade(by, call, i, { advantage, versions, trained: trains && !untrained }).percent}%` }}
       title=${describe(i)}>${showToken(text(call.completion_ids[i]), call.completion_ids[i])}</span>`);
   }
-  const why = { advantage: advantage.why && `No advantage: ${advantage.why}.`, mask: untrained && `None of these tokens is trained on: ${untrained}.` }[by];
+  const noGap = "The trainer has computed no logprobs for this call: it teaches nothing (an advantage of 0), or is not trained on.";
+  const why = { gap: call.logprob_gaps.length ? null : noGap, advantage: advantage.why && `No advantage: ${advantage.why}.`, mask: untrained && `None of these tokens is trained on: ${untrained}.` }[by];
   return html`
     <${TokenLegend} by=${by} versions=${versions} />
     ${why && html`<p class="warn">${spell(why)}</p>`}
@@ -92,7 +98,6 @@ function Tokens({ row, trajectory, call, by }) {
       </span>`}${tokens}
     </div>
     ${call.completion_ids.length > limit && html`<button onClick=${() => setLimit(limit + MAX_TOKENS)}>Show more (${(call.completion_ids.length - limit).toLocaleString("en")} are left)</button>`}
-    <p class="note">Not stored for single tokens: proximal logprobs, hence no gap |rollout − proximal|; its mean and largest over a step have a curve.</p>
   `;
 }
 
@@ -108,6 +113,8 @@ function shade(by, call, i, { advantage, versions, trained }) {
       return { name: "low", percent: logprob === null ? 0 : clip(-logprob / 5) };
     case "probability":
       return { name: "low", percent: logprob === null ? 0 : clip(1 - Math.exp(logprob)) };
+    case "gap":
+      return { name: "low", percent: clip(Math.abs(gapAt(call, i) ?? 0) / LARGE_GAP) };
     case "advantage": {
       const value = advantage.value ?? 0;
       return { name: value < 0 ? "low" : "high", percent: clip(Math.abs(value) / 2) };
@@ -126,7 +133,7 @@ function shade(by, call, i, { advantage, versions, trained }) {
 function TokenLegend({ by, versions }) {
   const texts = {
     logprob: ["low", "0 nats", "−5 nats and below"], probability: ["low", "probability 1", "0"],
-    advantage: ["both", "−2 and below", "2 and above"],
+    gap: ["low", "gap 0", `${LARGE_GAP} nats and above`], advantage: ["both", "−2 and below", "2 and above"],
     version: ["high", `version ${versions[0]}`, `${versions[1]}`], mask: ["high", "not trained", "trained"],
   };
   const [name, from, to] = texts[by];

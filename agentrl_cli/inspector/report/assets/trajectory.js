@@ -104,6 +104,7 @@ function Turn({ row, trajectory, call }) {
     call.reward !== null ? `own reward ${formatNumber(call.reward)}` : null,
     call.turn_return !== null ? `return ${formatNumber(call.turn_return)}` : null,
     value !== undefined ? `advantage ${formatNumber(value)}` : null,
+    call.logprob_gaps.length ? `largest gap ${formatNumber(largestGap(call))}` : null,
   ].filter(Boolean);
   return html`
     ${newMessages(trajectory, call).map((message) => html`<${Message} message=${message} />`)}

@@ -6,6 +6,7 @@ const MAX_LISTED = 300000;
 const SORTS = {
   reward: "reward", turns: "turns", tokens: "tokens", seconds: "seconds", mismatches: "mismatches",
   logprob_min: "least likely token", logprob_mean: "mean logprob",
+  logprob_gap_max: "largest gap",
 };
 
 function parseSteps(text) {
@@ -142,6 +143,7 @@ function Filters({ query, isNarrow }) {
 const LIST_COLUMNS = [
   ["reward", "reward"], ["turns", "turns"], ["tokens", "tokens"], ["seconds", "seconds"], ["logprob_min", "least likely"],
 ];
+const GAP_COLUMN = ["logprob_gap_max", "largest gap"];
 
 function ListHead({ query, isNarrow }) {
   if (isNarrow) return html`<span role="columnheader">reward, end, question, answer</span>`;
@@ -150,7 +152,7 @@ function ListHead({ query, isNarrow }) {
   const sorted = (name) => (sort !== name ? "none" : order === "asc" ? "ascending" : "descending");
   return html`
     <span role="columnheader" class="from">from</span>
-    ${LIST_COLUMNS.map(([name, label]) => html`<span role="columnheader" class="number" aria-sort=${sorted(name)}>
+    ${[...LIST_COLUMNS, ...(run.head.hasGaps ? [GAP_COLUMN] : [])].map(([name, label]) => html`<span role="columnheader" class="number" aria-sort=${sorted(name)}>
       <button class="sort" onClick=${() => changeQuery(next(name))}>${label}${sort === name ? (order === "asc" ? " ↑" : " ↓") : ""}</button>
     </span>`)}
     <span role="columnheader" class="end">ended</span>
@@ -178,6 +180,7 @@ function ListRow({ row, isNarrow }) {
     <span role="gridcell" class="number">${columns.tokens[row]}</span>
     <span role="gridcell" class="number">${formatNumber(columns.seconds[row], 1)}</span>
     <span role="gridcell" class="number">${formatNumber(numberOf("logprob_min", row), 2)}</span>
+    ${run.head.hasGaps && html`<span role="gridcell" class="number">${formatNumber(numberOf("logprob_gap_max", row))}</span>`}
     <span role="gridcell" class="end one-line" title=${end}>${end}</span>
     <span role="gridcell" class="said one-line">${firstLine(textOf("question", row))}</span>
     <span role="gridcell" class="said one-line">${firstLine(answer)}</span>`;

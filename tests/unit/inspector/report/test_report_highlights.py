@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.evaluate.eval_report import build_report
 from agentrl_cli.inspector.report.report_data import ReportData
@@ -40,6 +42,22 @@ def test_a_quiet_run_has_nothing_to_look_at_but_its_least_likely_tokens(
         folder.write_trajectories(1, [make("g", 0), make("g", 1)])
         [found] = read_head(folder)["highlights"]
     assert found["kind"] == "logprobs"
+
+
+def test_the_largest_gaps_between_engine_and_trainer_come_first(
+    run_config: Callable[..., ExperimentConfig],
+) -> None:
+    with RunFolder.create_or_resume(run_config()) as folder:
+        rows = [make("g", n, call={"id": f"c{n}"}) for n in range(3)]
+        folder.write_trajectories(1, rows)
+        computed = {"c1": (-0.1, -0.25), "c2": (-1.6, -0.2)}
+        values = {name: np.array(each, np.float32) for name, each in computed.items()}
+        folder.write_proximal_logprobs(1, values)
+        head = read_head(folder)
+    assert head["hasGaps"]
+    [found] = [found for found in head["highlights"] if found["kind"] == "gaps"]
+    shown = [(item["name"], item["text"]) for item in found["items"]]
+    assert shown == [("g/2", "1.5 nats"), ("g/1", "0.05 nats")]
 
 
 def test_what_needs_attention_is_found_where_it_is(
