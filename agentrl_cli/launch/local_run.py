@@ -7,6 +7,7 @@ import os
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.import_paths import import_object
@@ -36,8 +37,10 @@ from agentrl_cli.secret_masking import find_secrets
 from agentrl_cli.store.layout import parse_label
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.tracking.gateway_socket import raise_file_limit
-from agentrl_cli.train.loop import StopFlag
 from agentrl_cli.train.monitor.loggers.logger_building import check_loggers
+
+if TYPE_CHECKING:
+    from agentrl_cli.train.loop import StopFlag
 
 
 def place_run(

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
@@ -21,9 +21,7 @@ from agentrl_cli.launch.placement import LocalPlacement, Placement
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers, TrainerSpec
 from agentrl_cli.launch.rollout_workers.rollout_pool import RemoteWorkflow, RolloutWorkers
 from agentrl_cli.launch.run_models import find_tied_names, find_unseen_models, load_learner
-from agentrl_cli.launch.run_resolution import (
-    resolve_run_here,
-)
+from agentrl_cli.launch.run_resolution import resolve_run_here
 from agentrl_cli.log import Observer, SilentObserver, file_log
 from agentrl_cli.rollout.background_loop import BackgroundLoop, frozen_heap
 from agentrl_cli.rollout.dataset import (
@@ -42,16 +40,11 @@ from agentrl_cli.store.layout import describe, eval_name, is_url
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.working_copy import FolderOwner, open_location
 from agentrl_cli.tracking.formats.format_choice import collect_template_text
-from agentrl_cli.train.checkpoint import seed_generators
-from agentrl_cli.train.learner import Learner
-from agentrl_cli.train.loop import RunCoordinator, StopFlag, TrainingLoop
 from agentrl_cli.train.monitor.loggers.logger_building import (
     build_loggers,
     check_loggers,
     check_packages,
 )
-from agentrl_cli.train.publish import build_probes
-from agentrl_cli.train.ranks import Ranks, open_ranks
 from agentrl_cli.train.rendezvous import Rendezvous
 from agentrl_cli.train.resume import (
     CheckpointSaver,
@@ -60,6 +53,11 @@ from agentrl_cli.train.resume import (
     read_open_rounds,
     read_unused,
 )
+
+if TYPE_CHECKING:
+    from agentrl_cli.train.learner import Learner
+    from agentrl_cli.train.loop import StopFlag
+    from agentrl_cli.train.ranks import Ranks
 
 _CLOSE_SECONDS = 20.0
 
@@ -220,8 +218,6 @@ class PPOTrainer:
             one.use(self.config.rollout, gconfig)
             one.log_to(folder.log_dir())
         self.check_rows(workflow, eval_workflow)
-        # Here and not when a checkpoint is loaded: critics and adapters begin with random weights.
-        seed_generators(self.config.seed)
         with ExitStack() as stack:
             return self._run_loop(folder, workflow, eval_workflow, stack)
 
@@ -236,9 +232,16 @@ class PPOTrainer:
         cursor = open_cursor(folder, self._train_rows, template)
         self.observer.on_stage("load model")
         background = stack.enter_context(BackgroundLoop())
-        # They start while the learner is loaded.
+        # They start while torch and the learner are loaded.
         self.source.start_servers(folder.log_dir(), stack)
         self.source.start_workers(folder.log_dir(), background, stack)
+        from agentrl_cli.train.checkpoint import seed_generators
+        from agentrl_cli.train.loop import RunCoordinator, TrainingLoop
+        from agentrl_cli.train.publish import build_probes
+        from agentrl_cli.train.ranks import open_ranks
+
+        # Here and not when a checkpoint is loaded: critics and adapters begin with random weights.
+        seed_generators(self.config.seed)
         ranks = stack.enter_context(
             open_ranks(self._rendezvous, on_gpu=self.source.run.trains_on_gpu)
         )
@@ -419,6 +422,10 @@ def train_beside(
         RankLostError: another rank has ended, or has not come to an exchange in time.
         RunFolderError: the checkpoints that rank 0 writes cannot be read here.
     """
+    from agentrl_cli.train.checkpoint import seed_generators
+    from agentrl_cli.train.loop import TrainingLoop
+    from agentrl_cli.train.ranks import open_ranks
+
     source = EngineSource(config, run, SilentObserver())
     seed_generators(config.seed)
     with ExitStack() as stack:

@@ -168,7 +168,7 @@ class TrackingClient(SessionClient, AsyncOpenAI):
             if engine is None or tokenizer is None:
                 raise TypeError("TrackingClient needs engine and tokenizer (or a gateway)")
             if isinstance(tokenizer, str):
-                from agentrl_cli.models.pretrained import load_tokenizer
+                from agentrl_cli.models.model_files import load_tokenizer
 
                 tokenizer = load_tokenizer(tokenizer)
             gateway = get_gateway(

@@ -62,7 +62,8 @@ CELLS = [
 def calculator(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """The built-in model and its tokenizer, made in a minute where no cache has it."""
     from agentrl_cli.models.builtin_models import resolve_model_folder
-    from agentrl_cli.models.pretrained import load_model, load_tokenizer
+    from agentrl_cli.models.model_files import load_tokenizer
+    from agentrl_cli.models.pretrained import load_model
 
     folder = resolve_model_folder("builtin:calculator", SilentObserver())
     assert Path(folder).is_dir()

@@ -202,7 +202,7 @@ def _open_log(spec: Message, stack: ExitStack) -> Path:
 
 def _load_tokenizer(spec: Message, config: ExperimentConfig) -> Any:
     if spec["tokenizer_files"] is None:
-        from agentrl_cli.models.pretrained import load_tokenizer_of
+        from agentrl_cli.models.model_files import load_tokenizer_of
 
         return load_tokenizer_of(
             spec["model_folder"], config.tokenizer_path, config.model.chat_template
