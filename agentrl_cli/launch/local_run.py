@@ -23,9 +23,9 @@ from agentrl_cli.launch.run_resolution import check_supported, with_server_packa
 from agentrl_cli.launch.torchrun import TorchrunRank, place_rank
 from agentrl_cli.launch.trainer import (
     PPOTrainer,
-    build_workflows,
     check_input,
     evaluate_rows,
+    open_workflows,
     run_trainer,
     take_rows,
 )
@@ -193,7 +193,7 @@ def try_input(config: ExperimentConfig, run: ResolvedRun, *, overwrite: bool) ->
     has_tokenizer = not unseen.keys() & {"model.path", "tokenizer_path"}
     with ExitStack() as stack:
         if has_tokenizer or config.workflow_path is None:
-            workflows = build_workflows(config, source, observer, stack, ("train", "eval"))
+            workflows = open_workflows(config, source, observer, stack, ("train", "eval"))
             for workflow, key in zip(workflows, ("train_dataset", "valid_dataset"), strict=True):
                 if key in rows:
                     workflow.check_rows(rows[key], key)
@@ -235,7 +235,7 @@ def run_evaluation(
         )
     rows = take_rows(None, dataset, key)[:limit]
     with ExitStack() as stack:
-        [workflow] = build_workflows(config, source, observer, stack, ["eval"])
+        [workflow] = open_workflows(config, source, observer, stack, ["eval"])
         workflow.check_rows(rows, key)
         source.prepare()
         folder = stack.enter_context(RunFolder.for_evaluation(config))

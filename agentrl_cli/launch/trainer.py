@@ -35,7 +35,7 @@ from agentrl_cli.rollout.external.external_workflow import ExternalListener
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.step_planner import StepPlanner
 from agentrl_cli.rollout.workflow import RolloutWorkflow
-from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
+from agentrl_cli.rollout.workflow_building import build_workflows, open_workers
 from agentrl_cli.store.layout import describe, eval_name, is_url
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.working_copy import FolderOwner, open_location
@@ -269,13 +269,8 @@ class PPOTrainer:
             background=background,
             probes=build_probes(self.tokenizer, self.config.engine.max_model_len),
             evaluate=lambda step: evaluate_rows(
-                self.config,
-                self._valid_rows or [],
-                eval_workflow,
-                engine,
-                background,
-                folder,
-                self.observer,
+                *(self.config, self._valid_rows or [], eval_workflow, engine),
+                *(background, folder, self.observer),
                 step=step,
             ).list_metrics(),
             observer=self.observer,
@@ -452,7 +447,7 @@ def load_trainer_config(spec: TrainerSpec) -> ExperimentConfig:
     return RunFolder(open_location(spec.owner.location)).load_config(spec.secrets)
 
 
-def build_workflows(
+def open_workflows(
     config: ExperimentConfig,
     source: CompletionSource,
     observer: Observer,
@@ -474,20 +469,16 @@ def build_workflows(
     # Workers have processes of their own for agents and rewards.
     local = stack.enter_context(ExitStack())
     workers = local.enter_context(open_workers(config))
-    workflows: list[RolloutWorkflow] = []
-    for split in splits:
-        workflow = build_workflow(
-            config,
-            tokenizer,
-            gconfig=config.gconfig if split == "train" else config.resolve_eval_gconfig(),
-            open_client=source.open_client,
-            seed=config.seed,
-            workers=workers,
-            external=external,
-            split=split,
-        )
+    workflows = build_workflows(
+        config,
+        tokenizer,
+        splits,
+        open_client=source.open_client,
+        workers=workers,
+        external=external,
+    )
+    for workflow in workflows:
         local.callback(workflow.close)
-        workflows.append(workflow)
     if not isinstance(source, EngineSource) or not source.run.num_rollout_workers:
         return workflows
     local.close()
@@ -527,7 +518,7 @@ def run_trainer(trainer: PPOTrainer) -> bool:
 
 
 def _build_both_workflows(trainer: PPOTrainer, stack: ExitStack) -> list[RolloutWorkflow]:
-    workflows = build_workflows(
+    workflows = open_workflows(
         trainer.config, trainer.source, trainer.observer, stack, ("train", "eval")
     )
     trainer.check_rows(*workflows)

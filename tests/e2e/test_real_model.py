@@ -94,6 +94,7 @@ async def test_real_conversations_export_what_was_sampled(
             f"agent_builder_path={builder}",
             f"agent_builder_kwargs={kwargs}",
             f"rollout.agent_mode={mode}",
+            "seed=7",
             "rollout.subprocess.max_processes=2",
         ],
     )
@@ -108,9 +109,7 @@ async def test_real_conversations_export_what_was_sampled(
         if mode == "subprocess":
             workers = await asyncio.to_thread(WorkerAgents, config)
             stack.callback(workers.close)
-        workflow = build_workflow(
-            config, calculator[1], seed=7, workers=workers, open_client=open_client
-        )
+        workflow = build_workflow(config, calculator[1], workers=workers, open_client=open_client)
         stack.callback(workflow.close)
         trajectories = await run_tasks(
             workflow, engine, build_eval_tasks(build_rows("test")[:16]),
