@@ -13,6 +13,7 @@ from typing import Any, cast
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
+from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
 from agentrl_cli.errors import ConfigError, UserInputError
 from agentrl_cli.launch.placement import LocalPlacement, Placement, Servers
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
@@ -182,12 +183,13 @@ class EngineSource:
             self._server_group.wait()
         engine: InferenceEngine
         if servers.run.servers:
-            transfer = self._placement.build_transfer(
+            transfer = build_weight_transfer(
                 self._config,
-                servers,
-                self.model_folder,
-                tied_names if tied_names and servers.run.untied_head else {},
-                self._observer.on_message,
+                model_folder=self.model_folder,
+                kind=servers.run.weight_transfer,
+                tied_names=tied_names if tied_names and servers.run.untied_head else {},
+                on_message=self._observer.on_message,
+                deliver=self._placement.deliver,
             )
             follow = self._placement.follow_servers
             opening = open_router(self._config, servers, transfer, version, follow)
