@@ -9,10 +9,12 @@ import ast
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl_cli.records import Boundary, Failure, FailureCause, Interaction, InteractionStatus
-from agentrl_cli.tracking.session import Session
+
+if TYPE_CHECKING:
+    from agentrl_cli.tracking.session import Session
 
 #: What frameworks raise for a reply that they cannot use, or for too many turns; known by name,
 #: not to load what nobody uses.
