@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -91,6 +91,15 @@ class Observer(Protocol):
 
     def on_message(self, text: str) -> None:
         """Something worth one line."""
+
+
+#: Called several times a second by what takes long; what it raises ends that, of which nothing is
+#: kept.
+CheckStop = Callable[[], None]
+
+
+def never_stop() -> None:
+    """For callers whom nothing stops."""
 
 
 class SilentObserver:

@@ -144,7 +144,7 @@ def is_refused(model: Path) -> bool:
 
 
 def _load_tokenizer(model: Path) -> Any:
-    from agentrl_cli.models.pretrained import load_tokenizer
+    from agentrl_cli.models.model_files import load_tokenizer
 
     return load_tokenizer(str(model))
 

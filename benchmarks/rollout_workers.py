@@ -241,7 +241,7 @@ def run(options: argparse.Namespace) -> None:
         servers = stack.enter_context(null_servers(config))
         router = background.run(open_router(config, servers), 60)
         stack.callback(lambda: background.run(router.close(), 10))
-        local = build_workflow(config, tokenizer, seed=config.seed)
+        local = build_workflow(config, tokenizer)
         stack.callback(local.close)
         ways: dict[str, RolloutWorkflow] = {"in process": local}
         for num_workers, way in ((1, "1 worker"), (2, "2 workers")):

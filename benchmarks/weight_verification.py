@@ -42,7 +42,8 @@ from agentrl_cli.errors import WeightMismatchError
 from agentrl_cli.launch.run_resolution import with_output_head
 from agentrl_cli.launch.servers.server_group import ServerGroup
 from agentrl_cli.log import SilentObserver
-from agentrl_cli.models.pretrained import load_model, load_tokenizer
+from agentrl_cli.models.model_files import load_tokenizer
+from agentrl_cli.models.pretrained import load_model
 from agentrl_cli.models.tokenizer_training import train_tokenizer
 from agentrl_cli.train import publish
 from agentrl_cli.train.learner import Learner

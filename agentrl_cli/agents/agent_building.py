@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from openai import AsyncOpenAI
 
@@ -15,10 +15,12 @@ from agentrl_cli.agents.camel_agents import CamelAgentRunner, RolePlayingRunner
 from agentrl_cli.agents.langgraph import GraphRun, GraphRunner
 from agentrl_cli.agents.openai_agents import AgentRun, OpenAIAgentRunner
 from agentrl_cli.agents.plain_python import CallableRunner, is_async
-from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.import_paths import advise_extra, import_object
 from agentrl_cli.config.user_code import find_own_line
 from agentrl_cli.errors import BuilderError, InlineLimitError
+
+if TYPE_CHECKING:
+    from agentrl_cli.config.experiment import ExperimentConfig
 
 #: What a builder gets besides ``agent_builder_kwargs``, if its signature names it.
 SUPPLIED = ("client", "model")

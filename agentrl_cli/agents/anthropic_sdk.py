@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from openai import AsyncOpenAI, OpenAI
 
+from agentrl_cli.blocking_clients import build_blocking_client
 from agentrl_cli.errors import MissingExtraError
-from agentrl_cli.tracking.client import build_blocking_client
 
 if TYPE_CHECKING:
     from anthropic import Anthropic, AsyncAnthropic

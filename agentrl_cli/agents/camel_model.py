@@ -10,8 +10,8 @@ from typing import Any
 
 from openai import AsyncOpenAI, OpenAI
 
+from agentrl_cli.blocking_clients import build_client_pair
 from agentrl_cli.errors import MissingExtraError
-from agentrl_cli.tracking.client import build_client_pair
 
 try:
     from camel.models import OpenAICompatibleModel

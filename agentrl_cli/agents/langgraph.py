@@ -16,9 +16,9 @@ from agentrl_cli.agents.agent_runner import (
     BoundaryError,
     find_input,
 )
+from agentrl_cli.blocking_clients import build_client_pair
 from agentrl_cli.errors import BuilderError, MissingExtraError
 from agentrl_cli.records import Boundary
-from agentrl_cli.tracking.client import build_client_pair
 from agentrl_cli.tracking.message_meaning import extract_text
 
 if TYPE_CHECKING:

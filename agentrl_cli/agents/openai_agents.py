@@ -18,9 +18,9 @@ from agentrl_cli.agents.agent_runner import (
     BoundaryError,
     find_input,
 )
+from agentrl_cli.blocking_clients import BlockingCallError
 from agentrl_cli.log import get_logger
 from agentrl_cli.records import Boundary
-from agentrl_cli.tracking.client import BlockingCallError
 
 if TYPE_CHECKING:
     from agents import Agent, Model, ModelProvider, ModelSettings, RunConfig

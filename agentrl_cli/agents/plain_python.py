@@ -14,8 +14,8 @@ from agentrl_cli.agents.anthropic_sdk import (
     build_blocking_anthropic_client,
     check_anthropic,
 )
+from agentrl_cli.blocking_clients import build_blocking_client
 from agentrl_cli.errors import BuilderError
-from agentrl_cli.tracking.client import build_blocking_client
 
 #: What is passed, by keyword, besides the row: all of it to ``**kwargs``, else what is named.
 SUPPLIED = ("base_url", "api_key", "http_client", "client", "model", "max_turns")

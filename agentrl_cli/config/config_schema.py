@@ -40,6 +40,7 @@ class StrictConfig(BaseModel):
         strict=True,
         use_attribute_docstrings=True,
         allow_inf_nan=False,
+        defer_build=True,
     )
 
     @field_validator("*")

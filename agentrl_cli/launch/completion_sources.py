@@ -13,6 +13,7 @@ from typing import Any, cast
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
+from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
 from agentrl_cli.errors import ConfigError, UserInputError
 from agentrl_cli.launch.placement import LocalPlacement, Placement, Servers
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
@@ -20,15 +21,8 @@ from agentrl_cli.launch.rollout_workers.rollout_pool import RolloutWorkers
 from agentrl_cli.launch.run_models import load_embedded_engine
 from agentrl_cli.launch.run_resolution import with_output_head, with_server_package
 from agentrl_cli.launch.servers.server_group import open_router
-from agentrl_cli.log import Observer
+from agentrl_cli.log import CheckStop, Observer, never_stop
 from agentrl_cli.models.builtin_models import resolve_model_folder
-from agentrl_cli.models.pretrained import (
-    check_model_files,
-    check_weight_files,
-    load_tokenizer_of,
-    open_whole_model,
-)
-from agentrl_cli.models.sft_training import CheckStop, never_stop
 from agentrl_cli.rollout.background_loop import BackgroundLoop
 from agentrl_cli.store.checksums import check_checksums
 from agentrl_cli.store.layout import describe, parse_label
@@ -104,6 +98,8 @@ class EngineSource:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer; whoever watches is told if its calls are read by a guess."""
+        from agentrl_cli.models.model_files import load_tokenizer_of
+
         config = self._config
         tokenizer = load_tokenizer_of(
             self.model_folder, config.tokenizer_path, config.model.chat_template
@@ -116,6 +112,8 @@ class EngineSource:
     def prepare(self) -> None:
         """Looks for what servers run on, makes a built-in model, and checks its files and its
         tokenizer."""
+        from agentrl_cli.models.model_files import check_model_files
+
         if self._servers is None and not self.run.on_cluster:
             self.run = with_server_package(self.run, self._config)
         ChatTemplate(self.tokenizer, ReplyFormats()).check_shown(PLAIN_CONVERSATION)
@@ -127,7 +125,11 @@ class EngineSource:
             return self._servers
         self._servers = RunningServers(run=self.run)
         if self.run.servers:
+            from agentrl_cli.models.model_files import open_whole_model
+
             if self.run.purpose != "train":
+                from agentrl_cli.models.pretrained import check_weight_files
+
                 # A trainer loads the weights too, and so looks at them itself.
                 check_weight_files(self.model_folder)
             run = with_output_head(self.run, self._config, self.model_folder)
@@ -181,12 +183,13 @@ class EngineSource:
             self._server_group.wait()
         engine: InferenceEngine
         if servers.run.servers:
-            transfer = self._placement.build_transfer(
+            transfer = build_weight_transfer(
                 self._config,
-                servers,
-                self.model_folder,
-                tied_names if tied_names and servers.run.untied_head else {},
-                self._observer.on_message,
+                model_folder=self.model_folder,
+                kind=servers.run.weight_transfer,
+                tied_names=tied_names if tied_names and servers.run.untied_head else {},
+                on_message=self._observer.on_message,
+                deliver=self._placement.deliver,
             )
             follow = self._placement.follow_servers
             opening = open_router(self._config, servers, transfer, version, follow)

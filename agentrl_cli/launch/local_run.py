@@ -7,6 +7,7 @@ import os
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.import_paths import import_object
@@ -22,9 +23,9 @@ from agentrl_cli.launch.run_resolution import check_supported, with_server_packa
 from agentrl_cli.launch.torchrun import TorchrunRank, place_rank
 from agentrl_cli.launch.trainer import (
     PPOTrainer,
-    build_workflows,
     check_input,
     evaluate_rows,
+    open_workflows,
     run_trainer,
     take_rows,
 )
@@ -36,8 +37,10 @@ from agentrl_cli.secret_masking import find_secrets
 from agentrl_cli.store.layout import parse_label
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.tracking.gateway_socket import raise_file_limit
-from agentrl_cli.train.loop import StopFlag
 from agentrl_cli.train.monitor.loggers.logger_building import check_loggers
+
+if TYPE_CHECKING:
+    from agentrl_cli.train.loop import StopFlag
 
 
 def place_run(
@@ -190,7 +193,7 @@ def try_input(config: ExperimentConfig, run: ResolvedRun, *, overwrite: bool) ->
     has_tokenizer = not unseen.keys() & {"model.path", "tokenizer_path"}
     with ExitStack() as stack:
         if has_tokenizer or config.workflow_path is None:
-            workflows = build_workflows(config, source, observer, stack, ("train", "eval"))
+            workflows = open_workflows(config, source, observer, stack, ("train", "eval"))
             for workflow, key in zip(workflows, ("train_dataset", "valid_dataset"), strict=True):
                 if key in rows:
                     workflow.check_rows(rows[key], key)
@@ -232,7 +235,7 @@ def run_evaluation(
         )
     rows = take_rows(None, dataset, key)[:limit]
     with ExitStack() as stack:
-        [workflow] = build_workflows(config, source, observer, stack, ["eval"])
+        [workflow] = open_workflows(config, source, observer, stack, ["eval"])
         workflow.check_rows(rows, key)
         source.prepare()
         folder = stack.enter_context(RunFolder.for_evaluation(config))

@@ -187,9 +187,7 @@ def serve_online(
     access = ExternalListener(config.rollout, shown.append, waits="ever", key=address.api_key)
     source = EngineSource(config, resolve_run_here(config, "eval"), observer, checkpoint)
     with ExitStack() as stack:
-        workflow = build_workflow(
-            config, None, open_client=source.open_client, seed=config.seed, external=access
-        )
+        workflow = build_workflow(config, None, open_client=source.open_client, external=access)
         stack.callback(workflow.close)
         workflow.check_rows(rows, "train_dataset")
         source.prepare()

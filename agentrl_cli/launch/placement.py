@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
-from agentrl_cli.engine.protocol import InferenceEngine, WeightTransfer
+from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.engine.router.engine_router import EngineRouter
-from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
+from agentrl_cli.engine.weights.weight_transfer import Deliver
 from agentrl_cli.launch.plan import PlannedProcess
 from agentrl_cli.launch.processes.managed_process import Process, start_with_socket
 from agentrl_cli.launch.processes.trainer_protocol import ClusterAddress, RunningServers
@@ -41,6 +40,11 @@ class Placement(Protocol):
     """What a trainer needs to do the same; None: nothing."""
     rendezvous: Rendezvous | None
     """Of this process, where it is itself rank 0 of several; None: it starts the ranks."""
+
+    @property
+    def deliver(self) -> Deliver | None:
+        """Brings files of weights to servers; None: they see them here."""
+        ...
 
     def describe(self, config: ExperimentConfig, run: ResolvedRun) -> list[str]:
         """Where the processes would be, a line each, as far as that is not this machine."""
@@ -83,17 +87,6 @@ class Placement(Protocol):
         """A new address at which the trainer's ranks meet, until the ``stack`` closes."""
         ...
 
-    def build_transfer(
-        self,
-        config: ExperimentConfig,
-        servers: RunningServers,
-        model_folder: str,
-        tied_names: Mapping[str, str],
-        on_message: Callable[[str], None],
-    ) -> WeightTransfer:
-        """How the trainer's weights reach the servers; see :func:`build_weight_transfer`."""
-        ...
-
     def follow_servers(self, router: EngineRouter) -> None:
         """Tells the router from now on when a server's endpoint changes."""
         ...
@@ -103,6 +96,7 @@ class LocalPlacement:
     """Everything is on this machine; see :class:`Placement`."""
 
     cluster: ClusterAddress | None = None
+    deliver: Deliver | None = None
 
     def __init__(self, rendezvous: Rendezvous | None = None) -> None:
         self.rendezvous = rendezvous
@@ -146,23 +140,6 @@ class LocalPlacement:
         """A file that only this user can open."""
         folder = stack.enter_context(ScratchFolder("ranks"))
         return f"file://{folder.path}/rendezvous"
-
-    def build_transfer(
-        self,
-        config: ExperimentConfig,
-        servers: RunningServers,
-        model_folder: str,
-        tied_names: Mapping[str, str],
-        on_message: Callable[[str], None],
-    ) -> WeightTransfer:
-        """Files that servers read here, or NCCL."""
-        return build_weight_transfer(
-            config,
-            model_folder=model_folder,
-            kind=servers.run.weight_transfer,
-            tied_names=tied_names,
-            on_message=on_message,
-        )
 
     def follow_servers(self, router: EngineRouter) -> None:
         """A server of this machine keeps its endpoint."""

@@ -13,15 +13,15 @@ from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.errors import ModelError
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.models.builtin_models import find_model_folder, resolve_model_folder
-from agentrl_cli.models.pretrained import check_model_files, load_model
 from agentrl_cli.store.checksums import check_checksums
 from agentrl_cli.store.run_folder import RunFolder
-from agentrl_cli.train.learner import Learner
-from agentrl_cli.train.ranks import SINGLE, Ranks
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+    from agentrl_cli.train.learner import Learner
+    from agentrl_cli.train.ranks import Ranks
 
 
 def load_learner(
@@ -30,7 +30,7 @@ def load_learner(
     model_folder: str,
     tokenizer: object,
     *,
-    ranks: Ranks = SINGLE,
+    ranks: Ranks,
     folder: RunFolder | None = None,
 ) -> Learner:
     """A learner on the model's exact weights, with the reference model that a KL term needs and
@@ -42,6 +42,9 @@ def load_learner(
         ModelError: the model cannot be loaded or followed.
         MissingExtraError: an adapter is to be trained and peft is not installed.
     """
+    from agentrl_cli.models.pretrained import load_model
+    from agentrl_cli.train.learner import Learner
+
     device = _open_device(run)
     # An adapter's reference is the model without it.
     needs_reference = config.train.algorithm.uses_reference and config.model.lora is None
@@ -109,6 +112,8 @@ def find_unseen_models(config: ExperimentConfig) -> dict[str, str]:
     Raises:
         ModelError: a folder that does not exist, or a critic's that holds no model.
     """
+    from agentrl_cli.models.model_files import check_model_files
+
     paths = {"model.path": config.model.path, "tokenizer_path": config.tokenizer_path}
     if config.train.critic is not None:
         paths["train.critic.path"] = config.train.critic.path
@@ -140,6 +145,8 @@ def _load_critic_model(
     config: ExperimentConfig, model_folder: str, tokenizer: Any, device: torch.device
 ) -> PreTrainedModel | None:
     """What the critic starts from: the policy's start weights, or ``train.critic.path``'s."""
+    from agentrl_cli.models.pretrained import load_model
+
     critic = config.train.critic
     if critic is None or critic.path is None:
         return None if critic is None else load_model(model_folder, "float32", device)
@@ -192,6 +199,7 @@ def load_embedded_engine(
         ModelError: the model cannot be loaded.
     """
     from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
+    from agentrl_cli.models.pretrained import load_model
 
     return EmbeddedEngine(
         load_model(model_folder, config.model.dtype, _open_device(run)),

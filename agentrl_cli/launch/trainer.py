@@ -8,7 +8,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from agentrl_cli.config.experiment import DatasetConfig, ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
@@ -21,9 +21,7 @@ from agentrl_cli.launch.placement import LocalPlacement, Placement
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers, TrainerSpec
 from agentrl_cli.launch.rollout_workers.rollout_pool import RemoteWorkflow, RolloutWorkers
 from agentrl_cli.launch.run_models import find_tied_names, find_unseen_models, load_learner
-from agentrl_cli.launch.run_resolution import (
-    resolve_run_here,
-)
+from agentrl_cli.launch.run_resolution import resolve_run_here
 from agentrl_cli.log import Observer, SilentObserver, file_log
 from agentrl_cli.rollout.background_loop import BackgroundLoop, frozen_heap
 from agentrl_cli.rollout.dataset import (
@@ -37,21 +35,16 @@ from agentrl_cli.rollout.external.external_workflow import ExternalListener
 from agentrl_cli.rollout.scheduler import RolloutScheduler
 from agentrl_cli.rollout.step_planner import StepPlanner
 from agentrl_cli.rollout.workflow import RolloutWorkflow
-from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
+from agentrl_cli.rollout.workflow_building import build_workflows, open_workers
 from agentrl_cli.store.layout import describe, eval_name, is_url
 from agentrl_cli.store.run_folder import RunFolder
 from agentrl_cli.store.working_copy import FolderOwner, open_location
 from agentrl_cli.tracking.formats.format_choice import collect_template_text
-from agentrl_cli.train.checkpoint import seed_generators
-from agentrl_cli.train.learner import Learner
-from agentrl_cli.train.loop import RunCoordinator, StopFlag, TrainingLoop
 from agentrl_cli.train.monitor.loggers.logger_building import (
     build_loggers,
     check_loggers,
     check_packages,
 )
-from agentrl_cli.train.publish import build_probes
-from agentrl_cli.train.ranks import Ranks, open_ranks
 from agentrl_cli.train.rendezvous import Rendezvous
 from agentrl_cli.train.resume import (
     CheckpointSaver,
@@ -60,6 +53,11 @@ from agentrl_cli.train.resume import (
     read_open_rounds,
     read_unused,
 )
+
+if TYPE_CHECKING:
+    from agentrl_cli.train.learner import Learner
+    from agentrl_cli.train.loop import StopFlag
+    from agentrl_cli.train.ranks import Ranks
 
 _CLOSE_SECONDS = 20.0
 
@@ -220,8 +218,6 @@ class PPOTrainer:
             one.use(self.config.rollout, gconfig)
             one.log_to(folder.log_dir())
         self.check_rows(workflow, eval_workflow)
-        # Here and not when a checkpoint is loaded: critics and adapters begin with random weights.
-        seed_generators(self.config.seed)
         with ExitStack() as stack:
             return self._run_loop(folder, workflow, eval_workflow, stack)
 
@@ -236,9 +232,16 @@ class PPOTrainer:
         cursor = open_cursor(folder, self._train_rows, template)
         self.observer.on_stage("load model")
         background = stack.enter_context(BackgroundLoop())
-        # They start while the learner is loaded.
+        # They start while torch and the learner are loaded.
         self.source.start_servers(folder.log_dir(), stack)
         self.source.start_workers(folder.log_dir(), background, stack)
+        from agentrl_cli.train.checkpoint import seed_generators
+        from agentrl_cli.train.loop import RunCoordinator, TrainingLoop
+        from agentrl_cli.train.publish import build_probes
+        from agentrl_cli.train.ranks import open_ranks
+
+        # Here and not when a checkpoint is loaded: critics and adapters begin with random weights.
+        seed_generators(self.config.seed)
         ranks = stack.enter_context(
             open_ranks(self._rendezvous, on_gpu=self.source.run.trains_on_gpu)
         )
@@ -266,13 +269,8 @@ class PPOTrainer:
             background=background,
             probes=build_probes(self.tokenizer, self.config.engine.max_model_len),
             evaluate=lambda step: evaluate_rows(
-                self.config,
-                self._valid_rows or [],
-                eval_workflow,
-                engine,
-                background,
-                folder,
-                self.observer,
+                *(self.config, self._valid_rows or [], eval_workflow, engine),
+                *(background, folder, self.observer),
                 step=step,
             ).list_metrics(),
             observer=self.observer,
@@ -419,6 +417,10 @@ def train_beside(
         RankLostError: another rank has ended, or has not come to an exchange in time.
         RunFolderError: the checkpoints that rank 0 writes cannot be read here.
     """
+    from agentrl_cli.train.checkpoint import seed_generators
+    from agentrl_cli.train.loop import TrainingLoop
+    from agentrl_cli.train.ranks import open_ranks
+
     source = EngineSource(config, run, SilentObserver())
     seed_generators(config.seed)
     with ExitStack() as stack:
@@ -445,7 +447,7 @@ def load_trainer_config(spec: TrainerSpec) -> ExperimentConfig:
     return RunFolder(open_location(spec.owner.location)).load_config(spec.secrets)
 
 
-def build_workflows(
+def open_workflows(
     config: ExperimentConfig,
     source: CompletionSource,
     observer: Observer,
@@ -467,20 +469,16 @@ def build_workflows(
     # Workers have processes of their own for agents and rewards.
     local = stack.enter_context(ExitStack())
     workers = local.enter_context(open_workers(config))
-    workflows: list[RolloutWorkflow] = []
-    for split in splits:
-        workflow = build_workflow(
-            config,
-            tokenizer,
-            gconfig=config.gconfig if split == "train" else config.resolve_eval_gconfig(),
-            open_client=source.open_client,
-            seed=config.seed,
-            workers=workers,
-            external=external,
-            split=split,
-        )
+    workflows = build_workflows(
+        config,
+        tokenizer,
+        splits,
+        open_client=source.open_client,
+        workers=workers,
+        external=external,
+    )
+    for workflow in workflows:
         local.callback(workflow.close)
-        workflows.append(workflow)
     if not isinstance(source, EngineSource) or not source.run.num_rollout_workers:
         return workflows
     local.close()
@@ -520,7 +518,7 @@ def run_trainer(trainer: PPOTrainer) -> bool:
 
 
 def _build_both_workflows(trainer: PPOTrainer, stack: ExitStack) -> list[RolloutWorkflow]:
-    workflows = build_workflows(
+    workflows = open_workflows(
         trainer.config, trainer.source, trainer.observer, stack, ("train", "eval")
     )
     trainer.check_rows(*workflows)

@@ -10,12 +10,9 @@ import hashlib
 import json
 import os
 import time
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
 
-import tokenizers
-import torch
-import transformers
 from filelock import FileLock, Timeout
 
 from agentrl_cli.config.sft_config import (
@@ -26,8 +23,7 @@ from agentrl_cli.config.sft_config import (
     SftTrainConfig,
 )
 from agentrl_cli.errors import ModelError, RunError, format_nearest
-from agentrl_cli.log import Observer, SilentObserver
-from agentrl_cli.models.sft_training import CheckStop, never_stop, train_and_save
+from agentrl_cli.log import CheckStop, Observer, SilentObserver, never_stop
 
 #: Another process that makes the model is waited for this long: ten times what it takes.
 _LOCK_TIMEOUT_SECONDS = 1200.0
@@ -89,6 +85,9 @@ def _make_calculator_model(observer: Observer, check_stop: CheckStop) -> Path:
     folder = _locate_calculator_model()
     if folder.is_dir():
         return folder
+    # Here, since it loads torch: seconds that who finds the model does without.
+    from agentrl_cli.models.sft_training import train_and_save
+
     cache = folder.parent
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -156,8 +155,8 @@ def compute_digest() -> str:
     digest = hashlib.sha256()
     recipe = build_calculator_config("").model_dump(mode="json")
     digest.update(json.dumps(recipe, sort_keys=True).encode())
-    for module in (torch, transformers, tokenizers):
-        digest.update(f"{module.__name__} {module.__version__}\n".encode())
+    for name in ("torch", "transformers", "tokenizers"):
+        digest.update(f"{name} {metadata.version(name)}\n".encode())
     room = resources.files("agentrl_cli.models")
     for source in sorted(room.iterdir(), key=lambda source: source.name):
         if source.is_file():

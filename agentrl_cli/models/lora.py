@@ -15,18 +15,11 @@ from agentrl_cli.errors import MissingExtraError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_FILE_NAME = "adapter_model.safetensors"
 #: peft's name of a model's only adapter, a part of its parameters' names.
 ADAPTER_NAME = "default"
 #: What peft puts before the names in its files.
 SAVED_PREFIX = "base_model.model."
-
-
-def is_adapter_folder(path: str | Path) -> bool:
-    """True for a folder with an adapter alone, such as a checkpoint of a LoRA run."""
-    folder = Path(path)
-    return (folder / ADAPTER_CONFIG_NAME).is_file() and not (folder / "config.json").is_file()
 
 
 def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers and models from folders or the hub, and what of a model is frozen."""
+"""Models from folders or the hub, and what of a model is frozen."""
 
 from __future__ import annotations
 
@@ -12,71 +12,21 @@ from typing import Any, cast
 
 import torch
 from safetensors import safe_open
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from agentrl_cli.errors import MissingExtraError, ModelError, format_nearest
-from agentrl_cli.models.chat_templates import REMEDY, read_chat_template
-from agentrl_cli.models.lora import ADAPTER_CONFIG_NAME, import_peft, is_adapter_folder
-from agentrl_cli.scratch_folders import ScratchFolder
+from agentrl_cli.models.lora import import_peft
+from agentrl_cli.models.model_files import (
+    ADAPTER_CONFIG_NAME,
+    SAFE_LOADING,
+    explain_unloadable,
+    is_adapter_folder,
+)
 
-#: agentrl never runs code that a model brings, and unpickles nothing.
-_SAFE_LOADING: Any = {"trust_remote_code": False}
-_SAFE_WEIGHTS: Any = {**_SAFE_LOADING, "use_safetensors": True}
+_SAFE_WEIGHTS: Any = {**SAFE_LOADING, "use_safetensors": True}
 #: Of tensors in a message.
 _MAX_NAMES = 8
-
-
-def load_tokenizer(path: str, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """The tokenizer of a folder or hub id; it has a chat template.
-
-    Args:
-        path: the folder or hub id.
-        chat_template: name or file of a template to use instead of its own.
-
-    Raises:
-        ModelError: there is no tokenizer, or it has no chat template.
-    """
-    folder = Path(path)
-    if folder.is_dir() and not any(
-        (folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")
-    ):
-        raise ModelError(
-            f"{path}: found a folder without tokenizer.json. Type "
-            "tokenizer_path=FOLDER_OR_HUB_ID to name the tokenizer of the model it was made from, "
-            "or copy tokenizer.json and tokenizer_config.json into the folder"
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **_SAFE_LOADING)
-    except Exception as error:
-        raise ModelError(_explain(path, "tokenizer", error)) from error
-    if chat_template is not None:
-        tokenizer.chat_template = read_chat_template(chat_template)
-    problem = None
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        problem = f"is a {type(tokenizer).__name__}, which has no fast version (tokenizer.json)"
-    elif not tokenizer.chat_template:
-        problem = (
-            "has no chat template (chat_template.jinja), so messages cannot become tokens: it may "
-            f"be that of a base model. {REMEDY}"
-        )
-    elif tokenizer.eos_token_id is None:
-        problem = (
-            "names no end token (eos_token in tokenizer_config.json), so no turn would ever end"
-        )
-    if problem:
-        raise ModelError(
-            f"{path}: its tokenizer {problem}. Type tokenizer_path=FOLDER_OR_HUB_ID to name "
-            "another, such as that of the instruct version, or model.path= with another model"
-        )
-    return tokenizer
 
 
 def load_model(
@@ -106,7 +56,7 @@ def load_model(
             except ModelError:
                 raise
             except Exception as error:
-                raise ModelError(_explain(path, "model", error)) from error
+                raise ModelError(explain_unloadable(path, "model", error)) from error
     model = model.to(device).eval()
     _check_finite(model, path)
     return model
@@ -148,31 +98,6 @@ def _load_complete(path: str, dtype: torch.dtype, *, needs_head: bool = True) ->
     return cast("PreTrainedModel", model)
 
 
-def check_model_files(path: str) -> None:
-    """Returns if what a folder has of a model can be read, without its weights: a second at most.
-
-    Raises:
-        ModelError: naming what is missing or damaged.
-    """
-    folder = Path(path)
-    if not folder.is_dir() or is_adapter_folder(path):
-        return
-    missing = [name for name in ("config.json", "*.safetensors") if not any(folder.glob(name))]
-    if missing:
-        pickled = " (pickled weights are never loaded)" if any(folder.glob("*.bin")) else ""
-        raise ModelError(
-            f"{path}: found a folder without {' and '.join(missing)}{pickled}. Type model.path= "
-            "with a folder that holds config.json, tokenizer.json and *.safetensors"
-        )
-    try:
-        AutoConfig.from_pretrained(path, **_SAFE_LOADING)
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, framework="pt"):
-                pass
-    except Exception as error:
-        raise ModelError(_explain(path, "model", error)) from error
-
-
 def check_weight_files(path: str) -> None:
     """As :func:`load_model` does, without loading the model: for servers that would sample of it.
 
@@ -190,7 +115,7 @@ def check_weight_files(path: str) -> None:
                     if tensor.itemsize > 1 and not torch.isfinite(tensor).all():
                         damaged.append(name)
     except Exception as error:
-        raise ModelError(_explain(path, "model", error)) from error
+        raise ModelError(explain_unloadable(path, "model", error)) from error
     _refuse(damaged, num_tensors, path)
 
 
@@ -248,21 +173,6 @@ def load_merged_model(folder: str | Path, dtype: torch.dtype) -> PreTrainedModel
 
 
 @contextmanager
-def open_whole_model(folder: str, dtype: str) -> Iterator[str]:
-    """A folder that an engine server can load: ``folder``, or a merged adapter in a temporary one.
-
-    Raises as :func:`load_merged_model`.
-    """
-    if not is_adapter_folder(folder):
-        yield folder
-        return
-    with ScratchFolder("merged") as merged:
-        load_merged_model(folder, getattr(torch, dtype)).save_pretrained(merged.path)
-        AutoTokenizer.from_pretrained(folder, **_SAFE_LOADING).save_pretrained(merged.path)
-        yield str(merged.path)
-
-
-@contextmanager
 def without_progress_bars() -> Iterator[None]:
     """Hides transformers' own bars and reports: agentrl shows, and says, what matters of them."""
     shown = transformers_logging.is_progress_bar_enabled()
@@ -275,27 +185,6 @@ def without_progress_bars() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if shown:
             transformers_logging.enable_progress_bar()
-
-
-def _explain(path: str, what: str, error: Exception) -> str:
-    first_lines = " ".join(str(error).split())[:300].rstrip(".")
-    if "trust_remote_code" in str(error):
-        return (
-            f"{path}: its {what} brings its own code (auto_map), which agentrl never runs. Type "
-            "model.path= with a model whose architecture transformers has itself"
-        )
-    if Path(path).is_dir():
-        return (
-            f"{path}: its {what} cannot be loaded: {type(error).__name__}: {first_lines}. Type "
-            "model.path= with a folder that holds config.json, tokenizer.json and *.safetensors"
-        )
-    found = "a file, not a folder" if Path(path).exists() else "no folder of that name"
-    return (
-        f"{path}: {found}, and no {what} came from the hub: "
-        f"{type(error).__name__}: {first_lines}. Allowed: a folder, a hub id such as "
-        "Qwen/Qwen2.5-1.5B-Instruct (with a connection or in the cache; gated ones need `hf auth "
-        "login`), or builtin:calculator"
-    )
 
 
 def make_savable(model: PreTrainedModel) -> PreTrainedModel:
@@ -321,63 +210,6 @@ def _is_valid(flags: GenerationConfig) -> bool:
     except ValueError:
         return False
     return True
-
-
-def load_tokenizer_of(
-    model_path: str, tokenizer_path: str | None = None, chat_template: str | None = None
-) -> Any:
-    """The tokenizer of a model, its own unless another is named, and one that fits it.
-
-    ``chat_template``: as :func:`load_tokenizer` has it.
-
-    Raises:
-        ModelError: there is none, it cannot be used, or it belongs to another model.
-    """
-    tokenizer = load_tokenizer(tokenizer_path or model_path, chat_template)
-    # Loading the model refuses a folder without one, with a better message.
-    if not Path(model_path).is_dir() or (Path(model_path) / "config.json").is_file():
-        check_tokenizer(tokenizer, model_path)
-    return tokenizer
-
-
-def check_tokenizer(tokenizer: PreTrainedTokenizerFast, model_path: str) -> None:
-    """Refuses a tokenizer that makes ids which the model has no embedding for.
-
-    Added tokens that neither a text nor the template produces may lie beyond the vocabulary: some
-    text-only models keep the image markers of larger models of their family.
-
-    Raises:
-        ModelError: naming the first id too many and the size of the vocabulary.
-    """
-    try:
-        model_config = AutoConfig.from_pretrained(model_path, **_SAFE_LOADING)
-    except Exception as error:
-        raise ModelError(_explain(model_path, "config.json", error)) from error
-    vocab_size = model_config.get_text_config().vocab_size
-    largest = _find_largest_id(tokenizer)
-    if vocab_size is not None and largest >= vocab_size:
-        raise ModelError(
-            f"{tokenizer.name_or_path}: its tokenizer makes ids up to {largest}, and the model "
-            f"{model_path} has a vocabulary of {vocab_size} (largest id {vocab_size - 1}): they do "
-            "not belong together. Type tokenizer_path=null for the model's own tokenizer, or "
-            "model.path= with the model that this tokenizer was made for"
-        )
-
-
-def _find_largest_id(tokenizer: PreTrainedTokenizerFast) -> int:
-    """The largest id that text, a turn of the chat template, or its end is made of."""
-    added = set(tokenizer.get_added_vocab().values())
-    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
-    try:
-        turn = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception as error:
-        raise ModelError(
-            f"{tokenizer.name_or_path}: its chat template does not render one question with its "
-            f"answer: {type(error).__name__}: {' '.join(str(error).split())[:300]}. {REMEDY}, or "
-            "correct the template"
-        ) from error
-    made = {*tokenizer.encode(turn, add_special_tokens=False), tokenizer.eos_token_id}
-    return max(made | (set(tokenizer.get_vocab().values()) - added))
 
 
 def freeze_weights(model: PreTrainedModel, frozen: Sequence[str]) -> None:

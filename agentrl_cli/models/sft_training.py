@@ -7,7 +7,7 @@ import math
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, 
 
 from agentrl_cli.config.sft_config import NewModelConfig, SftConfig, SftTrainConfig
 from agentrl_cli.errors import DatasetError, ModelError, RunError
-from agentrl_cli.log import Observer
-from agentrl_cli.models.pretrained import load_model, load_tokenizer, without_progress_bars
+from agentrl_cli.log import CheckStop, Observer, never_stop
+from agentrl_cli.models.model_files import load_tokenizer
+from agentrl_cli.models.pretrained import load_model, without_progress_bars
 from agentrl_cli.models.sft_rows import (
     EncodedRow,
     build_batches,
@@ -36,15 +37,6 @@ _MAX_TOKENIZER_ROWS = 2000
 
 #: Targets with this value have no loss.
 _IGNORED = -100
-
-
-#: Called several times a second, save during longer waits; what it raises ends the warm start, of
-#: which nothing is kept.
-CheckStop = Callable[[], None]
-
-
-def never_stop() -> None:
-    """For callers whom nothing stops."""
 
 
 def train_and_save(

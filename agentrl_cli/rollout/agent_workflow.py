@@ -6,16 +6,13 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from agentrl_cli.agents.agent_building import AgentSource
 from agentrl_cli.agents.agent_environment import running_environment
-from agentrl_cli.agents.agent_runner import (
-    AgentCall,
-    AgentOutcome,
-    run_in_thread,
-)
+from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome, run_in_thread
 from agentrl_cli.config.experiment import GenerationConfig, RolloutConfig
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.errors import (
@@ -88,11 +85,10 @@ class AgentRolloutWorkflow(RolloutWorkflow):
     ) -> None:
         self._sources = {**agents}
         self._workers = workers
-        self._gconfig = gconfig
         self._rollout = rollout
         self._open_client = open_client
         self._seed = seed
-        self.use(rollout, reward=reward)
+        self.use(rollout, gconfig, reward)
 
     def check_rows(self, rows: list[dict[str, Any]], where: str) -> None:
         """Refuses rows without an agent, without anything to ask it, or without a reward's field.
@@ -209,18 +205,10 @@ class AgentRolloutWorkflow(RolloutWorkflow):
             self._workers.log_to(folder)
 
     def _open(self, engine: InferenceEngine, seed: str | None) -> TrackingClient:
-        sampling = Sampling(
-            max_tokens=self._gconfig.max_tokens,
-            temperature=self._gconfig.temperature,
-            top_p=self._gconfig.top_p,
-            seed=None if seed is None else _derive_seed(seed),
-        )
-        budget = Budget(
-            max_turns=self._rollout.max_turns,
-            max_tokens=self._rollout.max_tokens_per_trajectory,
-            max_seconds=self._rollout.timeout_seconds,
-        )
-        return self._open_client(engine, sampling, budget)
+        assert self._sampling is not None
+        assert self._budget is not None
+        number = None if seed is None else _derive_seed(seed)
+        return self._open_client(engine, replace(self._sampling, seed=number), self._budget)
 
     @property
     def _is_inline(self) -> bool:

@@ -9,10 +9,12 @@ import ast
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentrl_cli.records import Boundary, Failure, FailureCause, Interaction, InteractionStatus
-from agentrl_cli.tracking.session import Session
+
+if TYPE_CHECKING:
+    from agentrl_cli.tracking.session import Session
 
 #: What frameworks raise for a reply that they cannot use, or for too many turns; known by name,
 #: not to load what nobody uses.
@@ -133,24 +135,25 @@ def _list_calls(interaction: Interaction) -> list[tuple[str, str]]:
 
 
 def _fits(arguments: str, schema: Mapping[str, Any]) -> bool:
-    """Whether arguments have the required keys, no unknown ones, and values of the right types."""
+    """Whether arguments have the required keys, no unknown ones, and values of the right types, as
+    far as the schema, which nobody has checked, says so."""
     try:
         given = json.loads(arguments)
     except ValueError:
         return False
     if not isinstance(given, dict):
         return False
-    known = schema.get("properties")
-    if not isinstance(known, Mapping) or not {*schema.get("required", ())} <= given.keys():
-        return not schema.get("required")
+    known, required = schema.get("properties"), _as_list(schema.get("required"))
+    if not isinstance(known, Mapping) or any(str(key) not in given for key in required):
+        return not required
     if not schema.get("additionalProperties") and not given.keys() <= known.keys():
         return False
     return all(_has_type(v, known[k]) for k, v in given.items() if isinstance(known.get(k), dict))
 
 
 def _has_type(value: Any, schema: Mapping[str, Any]) -> bool:
-    kinds = schema.get("type")
-    allowed = [t for k in ([kinds] if isinstance(kinds, str) else kinds or ()) for t in _types(k)]
+    kinds = _as_list(schema.get("type"))
+    allowed = [t for kind in kinds for t in _JSON_TYPES.get(str(kind), (object,))]
     if isinstance(value, bool):
         return not allowed or bool in allowed
     if isinstance(value, float) and value.is_integer():
@@ -158,8 +161,8 @@ def _has_type(value: Any, schema: Mapping[str, Any]) -> bool:
     return not allowed or isinstance(value, tuple(allowed))
 
 
-def _types(kind: Any) -> tuple[type, ...]:
-    return _JSON_TYPES.get(kind, (object,))
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value] if isinstance(value, str) else []
 
 
 def _wrote(interaction: Interaction, text: str) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentrl_cli.agents.agent_runner import BoundaryError
+from agentrl_cli.blocking_clients import IN_PROCESS_URL, BlockingCallError
 from agentrl_cli.config.user_code import format_user_traceback
 from agentrl_cli.errors import (
     AgentrlError,
@@ -24,8 +25,9 @@ from agentrl_cli.rollout.policy_failures import (
     list_refused,
     walk_causes,
 )
-from agentrl_cli.tracking.client import IN_PROCESS_URL, BlockingCallError
-from agentrl_cli.tracking.session import Session
+
+if TYPE_CHECKING:
+    from agentrl_cli.tracking.session import Session
 
 _MAX_TRACEBACK_CHARS = 8_000
 _SHOWN_LINES, _FIRST_LINES = 12, 5

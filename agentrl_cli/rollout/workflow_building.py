@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from typing import Any
 
@@ -25,55 +25,67 @@ from agentrl_cli.tracking.session import Budget
 SUPPLIED = ("tokenizer", "gconfig", "config", "reward")
 
 
-def build_workflow(
+def build_workflow(config: ExperimentConfig, tokenizer: Any, **options: Any) -> RolloutWorkflow:
+    """The workflow that makes the trajectories to train on; see :func:`build_workflows`."""
+    [workflow] = build_workflows(config, tokenizer, ["train"], **options)
+    return workflow
+
+
+def build_workflows(
     config: ExperimentConfig,
     tokenizer: Any,
+    splits: Sequence[str],
     *,
-    gconfig: GenerationConfig | None = None,
     open_client: ClientFactory | None = None,
-    seed: int | None = None,
     workers: WorkerAgents | None = None,
     external: ExternalListener | None = None,
-    split: str = "train",
-) -> RolloutWorkflow:
-    """The workflow of a configuration, its builders and reward function imported and tried.
+) -> list[RolloutWorkflow]:
+    """The workflows of a configuration, its builders and reward function imported and tried.
+
+    They share the agents, and the processes that the reward function runs in.
 
     Args:
         config: the configuration.
         tokenizer: the model's tokenizer.
-        gconfig: sampling; None: the configuration's ``gconfig``. Evaluations pass
-            ``config.resolve_eval_gconfig()``.
+        splits: what the tasks of each are for: ``train``, or ``eval``, which is sampled as
+            ``config.resolve_eval_gconfig()`` says.
         open_client: makes the client of a trajectory; None: a TrackingClient on the engine.
-        seed: see :class:`AgentRolloutWorkflow`.
         workers: run the agents, if they are started or an agent cannot run here; None: agents
             run here, whatever ``rollout.agent_mode`` says.
         external: the way in for programs elsewhere, for ``agent_mode: external``.
-        split: what the tasks are for; shown to such programs.
 
     Raises:
         UserInputError: an import path, a builder, a signature or a combination that cannot work.
     """
-    gconfig = gconfig or config.gconfig
+    gconfigs = [
+        config.gconfig if split == "train" else config.resolve_eval_gconfig() for split in splits
+    ]
     if config.workflow_path is not None and external is None:
-        return _build_own_workflow(config, tokenizer, gconfig)
-    options: dict[str, Any] = {
-        "gconfig": gconfig,
-        "rollout": config.rollout,
-        "open_client": open_client or _make_client_factory(tokenizer, config.engine),
-        "seed": seed,
-    }
-    if external is not None:
-        return ExternalWorkflow(external, split=split, reward=_build_reward(config), **options)
+        return _build_own_workflows(config, tokenizer, gconfigs)
     agents: dict[str | None, AgentSource] = {}
     remote = workers.agents if workers is not None else {}
-    if not remote:
+    if external is None and not remote:
         # Before the reward: of a file that holds both, clients are the agent's.
         with building_environment():
             agents = {name: spec.load() for name, spec in list_agent_specs(config).items()}
-    reward = options["reward"] = _build_reward(config)
+    reward = _build_reward(config)
+    options: dict[str, Any] = {
+        "reward": reward,
+        "rollout": config.rollout,
+        "open_client": open_client or _make_client_factory(tokenizer, config.engine),
+        "seed": config.seed,
+    }
+    if external is not None:
+        return [
+            ExternalWorkflow(external, split=split, gconfig=gconfig, **options)
+            for split, gconfig in zip(splits, gconfigs, strict=True)
+        ]
     if reward is None:
         _check_rewarded(agents or remote)
-    return AgentRolloutWorkflow(agents, workers=workers, **options)
+    return [
+        AgentRolloutWorkflow(agents, workers=workers, gconfig=gconfig, **options)
+        for gconfig in gconfigs
+    ]
 
 
 def _make_client_factory(tokenizer: Any, config: EngineConfig) -> ClientFactory:
@@ -136,30 +148,34 @@ def _check_rewarded(agents: Mapping[str | None, Any]) -> None:
             )
 
 
-def _build_own_workflow(
-    config: ExperimentConfig, tokenizer: Any, gconfig: GenerationConfig
-) -> RolloutWorkflow:
-    """The user's RolloutWorkflow: gets ``workflow_kwargs``, and what else its signature names."""
+def _build_own_workflows(
+    config: ExperimentConfig, tokenizer: Any, gconfigs: Sequence[GenerationConfig]
+) -> list[RolloutWorkflow]:
+    """Of the user's RolloutWorkflow: each gets ``workflow_kwargs``, and what else its signature
+    names."""
     where = f"workflow_path: {config.workflow_path!r}"
     factory = import_object(config.workflow_path or "", "workflow_path")
     if not callable(factory):
         raise ImportPathError(f"{where} is {type(factory).__name__}; name a RolloutWorkflow class")
     named = inspect.signature(factory).parameters
     reward = _build_reward(config)
-    supplied = dict(zip(SUPPLIED, (tokenizer, gconfig, config, reward), strict=True))
-    chosen = {k: v for k, v in supplied.items() if k in named and k not in config.workflow_kwargs}
-    try:
-        workflow = factory(**config.workflow_kwargs, **chosen)
-    except Exception as error:
-        raise ImportPathError(
-            f"{where} raised {type(error).__name__}: {error}. It is called with workflow_kwargs "
-            f"({', '.join(config.workflow_kwargs) or 'empty'}) and, of {', '.join(SUPPLIED)}, what "
-            "its signature names"
-        ) from error
-    if not isinstance(workflow, RolloutWorkflow):
-        raise ImportPathError(
-            f"{where} gave {type(workflow).__name__}. Allowed: a class derived from "
-            "agentrl_cli.RolloutWorkflow, or a function that returns an object of one"
-        )
-    workflow.use(config.rollout, gconfig, reward)
-    return workflow
+    workflows = []
+    for gconfig in gconfigs:
+        supplied = dict(zip(SUPPLIED, (tokenizer, gconfig, config, reward), strict=True))
+        chosen = {name: value for name, value in supplied.items() if name in named}
+        try:
+            workflow = factory(**{**chosen, **config.workflow_kwargs})
+        except Exception as error:
+            raise ImportPathError(
+                f"{where} raised {type(error).__name__}: {error}. It is called with "
+                f"workflow_kwargs ({', '.join(config.workflow_kwargs) or 'empty'}) and, of "
+                f"{', '.join(SUPPLIED)}, what its signature names"
+            ) from error
+        if not isinstance(workflow, RolloutWorkflow):
+            raise ImportPathError(
+                f"{where} gave {type(workflow).__name__}. Allowed: a class derived from "
+                "agentrl_cli.RolloutWorkflow, or a function that returns an object of one"
+            )
+        workflow.use(config.rollout, gconfig, reward)
+        workflows.append(workflow)
+    return workflows

@@ -5,33 +5,28 @@ from __future__ import annotations
 import asyncio
 import functools
 import marshal
-import ssl
 from collections.abc import Callable
 from typing import Any, Self
 
-import httpx2
 from openai import AsyncOpenAI, OpenAI
 from openai._base_client import get_platform
 from openai._utils import maybe_transform
 from pydantic import BaseModel
 
+from agentrl_cli.blocking_clients import (
+    IN_PROCESS_URL,
+    BlockingCallError,
+    build_loopback_http,
+)
 from agentrl_cli.engine.protocol import InferenceEngine, Sampling
 from agentrl_cli.records import ExportStyle, Interaction
 from agentrl_cli.tracking.credit import TokenSequence
 from agentrl_cli.tracking.gateway import BaseGateway, get_gateway
 from agentrl_cli.tracking.session import Budget, Session
 
-#: Parsed once, and with the slash that the SDK would add to it for every client.
-IN_PROCESS_URL = httpx2.URL("http://agentrl.invalid/v1/")
 #: After a session's time every call has been refused: a silence that lasts longer has another
 #: cause, such as an event loop that waits for the very thread that asks it.
 _GRACE_SECONDS = 60.0
-#: Deadline of a blocking call in a session without one.
-_MAX_CALL_SECONDS = 3600.0
-
-
-class BlockingCallError(Exception):
-    """A call that blocks where none can be answered, or a client used in the wrong form."""
 
 
 class SessionClient:
@@ -168,7 +163,7 @@ class TrackingClient(SessionClient, AsyncOpenAI):
             if engine is None or tokenizer is None:
                 raise TypeError("TrackingClient needs engine and tokenizer (or a gateway)")
             if isinstance(tokenizer, str):
-                from agentrl_cli.models.pretrained import load_tokenizer
+                from agentrl_cli.models.model_files import load_tokenizer
 
                 tokenizer = load_tokenizer(tokenizer)
             gateway = get_gateway(
@@ -215,9 +210,7 @@ class BlockingTrackingClient(SessionClient, OpenAI):
         options: dict[str, Any] = {
             "base_url": gateway.open_socket(),
             "max_retries": 0,
-            "http_client": build_loopback_http(
-                _MAX_CALL_SECONDS if left is None else left + _GRACE_SECONDS
-            ),
+            "http_client": build_loopback_http(None if left is None else left + _GRACE_SECONDS),
         }
         super().__init__(**(options | openai_options | {"api_key": session.key}))
 
@@ -245,54 +238,3 @@ class BlockingTrackingClient(SessionClient, OpenAI):
                 "is blocked, perhaps by code that waits for this thread. Await such code instead: "
                 "await asyncio.to_thread(function, ...)"
             ) from None
-
-
-def build_blocking_client(client: AsyncOpenAI) -> OpenAI:
-    """An ``OpenAI`` that reaches what ``client`` reaches, with the same key."""
-    # Clients of this package know their own form for code that blocks.
-    build = getattr(client, "build_blocking_client", None)
-    if build is not None:
-        return build()
-    return OpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=client.max_retries)
-
-
-def build_client_pair(client: AsyncOpenAI | OpenAI) -> tuple[OpenAI, Any]:
-    """The blocking and the async form of a client, for frameworks that want both.
-
-    An agent function that blocks is given the blocking form; there the async one refuses calls.
-    """
-    if isinstance(client, AsyncOpenAI):
-        return build_blocking_client(client), client
-    return client, _BlockingOnly()
-
-
-class _BlockingOnly:
-    """Stands in for the async form where there is none.
-
-    Raises:
-        BlockingCallError: on any use.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise BlockingCallError(
-            "an async call was made with the client of an agent function that blocks. Call the "
-            "form that blocks (CAMEL: step, LangChain: invoke), or write the function as async def"
-        )
-
-
-def build_loopback_http(timeout_seconds: float = _MAX_CALL_SECONDS) -> httpx2.Client:
-    """The connections of a client that blocks to this machine.
-
-    Every request opens one of its own: only at that moment can a client be refused that blocks the
-    event loop it waits for. Neither certificates nor the environment's proxies are read, which
-    takes 25 ms.
-    """
-    transport = httpx2.HTTPTransport(
-        verify=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
-        limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
-        trust_env=False,
-    )
-    timeout = httpx2.Timeout(timeout_seconds)
-    return httpx2.Client(transport=transport, timeout=timeout, trust_env=False)

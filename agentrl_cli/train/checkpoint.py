@@ -22,7 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from agentrl_cli.errors import RunFolderError, StoreError
-from agentrl_cli.models.lora import is_adapter_folder, load_adapter_weights
+from agentrl_cli.models.lora import load_adapter_weights
+from agentrl_cli.models.model_files import is_adapter_folder
 from agentrl_cli.models.pretrained import without_progress_bars
 from agentrl_cli.store.atomic_files import store_errors
 from agentrl_cli.store.layout import describe

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from agentrl_cli.config.experiment import RolloutConfig
 from agentrl_cli.config.train_config import TrainConfig
@@ -22,7 +22,9 @@ from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import write_text
 from agentrl_cli.store.run_folder import RunFolder, find_best_checkpoint, find_best_eval
 from agentrl_cli.store.trajectory_summary import OpenRounds
-from agentrl_cli.train.learner import Learner
+
+if TYPE_CHECKING:
+    from agentrl_cli.train.learner import Learner
 
 
 @dataclass(frozen=True, slots=True)

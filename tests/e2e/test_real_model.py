@@ -62,7 +62,8 @@ CELLS = [
 def calculator(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """The built-in model and its tokenizer, made in a minute where no cache has it."""
     from agentrl_cli.models.builtin_models import resolve_model_folder
-    from agentrl_cli.models.pretrained import load_model, load_tokenizer
+    from agentrl_cli.models.model_files import load_tokenizer
+    from agentrl_cli.models.pretrained import load_model
 
     folder = resolve_model_folder("builtin:calculator", SilentObserver())
     assert Path(folder).is_dir()
@@ -93,6 +94,7 @@ async def test_real_conversations_export_what_was_sampled(
             f"agent_builder_path={builder}",
             f"agent_builder_kwargs={kwargs}",
             f"rollout.agent_mode={mode}",
+            "seed=7",
             "rollout.subprocess.max_processes=2",
         ],
     )
@@ -107,9 +109,7 @@ async def test_real_conversations_export_what_was_sampled(
         if mode == "subprocess":
             workers = await asyncio.to_thread(WorkerAgents, config)
             stack.callback(workers.close)
-        workflow = build_workflow(
-            config, calculator[1], seed=7, workers=workers, open_client=open_client
-        )
+        workflow = build_workflow(config, calculator[1], workers=workers, open_client=open_client)
         stack.callback(workflow.close)
         trajectories = await run_tasks(
             workflow, engine, build_eval_tasks(build_rows("test")[:16]),

@@ -238,7 +238,7 @@ def test_files_of_a_model_are_looked_at_before_anything_is_written(tmp_path) -> 
     import torch
     from safetensors.torch import save_file
 
-    from agentrl_cli.models.pretrained import check_model_files
+    from agentrl_cli.models.model_files import check_model_files
 
     (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     weights = tmp_path / "model.safetensors"
@@ -253,7 +253,7 @@ def test_files_of_a_model_are_looked_at_before_anything_is_written(tmp_path) -> 
 
 
 def test_a_template_that_raises_is_refused(tmp_path, chat_tokenizer) -> None:
-    from agentrl_cli.models.pretrained import load_tokenizer_of
+    from agentrl_cli.models.model_files import load_tokenizer_of
 
     chat_tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 400}')

@@ -50,9 +50,12 @@ def build_weight_transfer(
             the servers hold both (a head that was untied when they started).
         kind: the way that was chosen for this run.
         on_message: gets what a person should know, a line each.
-        deliver: gives a server's machine a copy of a folder; None: the server sees it as it is.
+        deliver: gives a server's machine a copy of a folder; None: the server sees it as it is, as
+            all do that of ``engine.weight_transfer.dir``.
     """
     engine = config.engine
+    if engine.weight_transfer.dir is not None:
+        deliver = None
     directory, timeout_seconds = engine.weight_transfer.dir, engine.publish_timeout_seconds
     if kind == "lora":
         if config.model.lora is None:

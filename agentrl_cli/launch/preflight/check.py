@@ -325,7 +325,7 @@ def _try_agent(
 
 def _check_template(config: ExperimentConfig, trial: Trial) -> Iterator[Finding]:
     """What the real model's chat template does not show of what the agent sent to another."""
-    from agentrl_cli.models.pretrained import load_tokenizer_of
+    from agentrl_cli.models.model_files import load_tokenizer_of
 
     try:
         folder = resolve_model_folder(config.model.path, SilentObserver())

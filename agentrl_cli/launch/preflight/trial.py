@@ -155,14 +155,7 @@ def _run(
     workers = stack.enter_context(open_workers(config))
     tokenizer = source.tokenizer if config.workflow_path is not None else None
     recorded = _SessionRecorder(source, trial.sessions)
-    workflow = build_workflow(
-        config,
-        tokenizer,
-        gconfig=config.gconfig,
-        open_client=recorded.open_client,
-        seed=config.seed,
-        workers=workers,
-    )
+    workflow = build_workflow(config, tokenizer, open_client=recorded.open_client, workers=workers)
     stack.callback(workflow.close)
     reward = _build_recorded_reward(config, trial.scores)
     if reward is not None:

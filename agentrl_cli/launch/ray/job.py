@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import requests
@@ -31,7 +31,9 @@ from agentrl_cli.launch.ray.cluster import (
     silence,
 )
 from agentrl_cli.store.layout import run_dir_of
-from agentrl_cli.train.loop import StopFlag
+
+if TYPE_CHECKING:
+    from agentrl_cli.train.loop import StopFlag
 
 _RUN = "agentrl_run"
 #: How long a job that is asked to stop may take for the step in progress before it is killed.

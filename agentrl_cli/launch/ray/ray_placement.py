@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -22,14 +21,13 @@ from ray.util.scheduling_strategies import (
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import Machine, ResolvedRun
-from agentrl_cli.engine.protocol import ServerEndpoint, WeightTransfer
+from agentrl_cli.engine.protocol import ServerEndpoint
 from agentrl_cli.engine.router.engine_router import EngineRouter
-from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
 from agentrl_cli.errors import EngineError
 from agentrl_cli.launch.placement import Servers
 from agentrl_cli.launch.plan import PlannedProcess
 from agentrl_cli.launch.processes.managed_process import Process
-from agentrl_cli.launch.processes.trainer_protocol import ClusterAddress, RunningServers
+from agentrl_cli.launch.processes.trainer_protocol import ClusterAddress
 from agentrl_cli.launch.ray import cluster
 from agentrl_cli.launch.ray.hosted_folder import ACTOR, SCHEME, FolderHost, HostedFiles
 from agentrl_cli.launch.ray.remote_process import RemoteProcess, find_own_host
@@ -149,27 +147,8 @@ class RayPlacement:
         finding = ray.remote(num_cpus=0)(_find_free_port).options(scheduling_strategy=strategy)
         return str(ray.get(finding.remote(), timeout=self._start_seconds))
 
-    def build_transfer(
-        self,
-        config: ExperimentConfig,
-        servers: RunningServers,
-        model_folder: str,
-        tied_names: Mapping[str, str],
-        on_message: Callable[[str], None],
-    ) -> WeightTransfer:
-        """NCCL, or files: in ``engine.weight_transfer.dir``, which all nodes see, else through
-        Ray's object store into the memory of each node."""
-        return build_weight_transfer(
-            config,
-            model_folder=model_folder,
-            kind=servers.run.weight_transfer,
-            tied_names=tied_names,
-            on_message=on_message,
-            deliver=self._deliver if config.engine.weight_transfer.dir is None else None,
-        )
-
-    async def _deliver(self, server: str, folder: Path) -> Path:
-        """The folder's copy on the node of the server."""
+    async def deliver(self, server: str, folder: Path) -> Path:
+        """The folder's copy in the memory of the server's node, through Ray's object store."""
         # The last one only: the object store is no place for what must last.
         if self._parts is None or self._parts[0] != folder:
             self._parts = folder, await asyncio.to_thread(_put_files, folder)

@@ -31,7 +31,7 @@ from agentrl_cli.launch.run_resolution import with_server_package
 from agentrl_cli.launch.servers.server_group import ServerGroup
 from agentrl_cli.log import Observer, SilentObserver, get_logger
 from agentrl_cli.models.builtin_models import resolve_model_folder
-from agentrl_cli.models.pretrained import open_whole_model
+from agentrl_cli.models.model_files import open_whole_model
 from agentrl_cli.scratch_folders import MEMORY_FOLDER, ScratchFolder
 
 _log = get_logger(__name__)

@@ -8,8 +8,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import InferenceEngine
 from agentrl_cli.engine.router.engine_router import EngineRouter
@@ -349,6 +347,8 @@ class RemoteWorkflow(RolloutWorkflow):
 def _read_tokenizer_files(tokenizer: Any) -> dict[str, str] | None:
     """The files from which any process loads the same tokenizer without its model's code; None
     where that would be another one."""
+    from transformers import PreTrainedTokenizerFast
+
     with ScratchFolder("tokenizer") as scratch:
         folder = scratch.path / "tokenizer"
         tokenizer.save_pretrained(folder)

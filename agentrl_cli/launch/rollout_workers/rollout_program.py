@@ -40,7 +40,7 @@ from agentrl_cli.rollout.dataset import Task
 from agentrl_cli.rollout.external.external_workflow import ExternalListener
 from agentrl_cli.rollout.workers.worker_pool import LOG_NAME
 from agentrl_cli.rollout.workflow import Attempt, RolloutWorkflow
-from agentrl_cli.rollout.workflow_building import build_workflow, open_workers
+from agentrl_cli.rollout.workflow_building import build_workflows, open_workers
 from agentrl_cli.scratch_folders import ScratchFolder
 from agentrl_cli.secret_masking import find_secrets, hide_text
 from agentrl_cli.store.trajectory_record import format_record, parse_record
@@ -79,17 +79,10 @@ class RolloutProgram:
         self._engine = self._background.run(self._open_engine(spec, config), _OPEN_SECONDS)
         agents = stack.enter_context(open_workers(config))
         external = self._build_listener(spec, config)
-        gconfigs = {"train": config.gconfig, "eval": config.resolve_eval_gconfig()}
-        for split in spec["splits"]:
-            workflow = build_workflow(
-                config,
-                tokenizer,
-                gconfig=gconfigs[split],
-                seed=config.seed,
-                workers=agents,
-                external=external,
-                split=split,
-            )
+        workflows = build_workflows(
+            config, tokenizer, spec["splits"], workers=agents, external=external
+        )
+        for split, workflow in zip(spec["splits"], workflows, strict=True):
             stack.callback(workflow.close)
             workflow.log_to(log_dir)
             self._workflows[split] = workflow
@@ -202,7 +195,7 @@ def _open_log(spec: Message, stack: ExitStack) -> Path:
 
 def _load_tokenizer(spec: Message, config: ExperimentConfig) -> Any:
     if spec["tokenizer_files"] is None:
-        from agentrl_cli.models.pretrained import load_tokenizer_of
+        from agentrl_cli.models.model_files import load_tokenizer_of
 
         return load_tokenizer_of(
             spec["model_folder"], config.tokenizer_path, config.model.chat_template

@@ -31,6 +31,7 @@ from openai import AsyncOpenAI, OpenAI
 from agentrl_cli.agents.agent_building import AgentSource, AgentSpec
 from agentrl_cli.agents.agent_environment import keep_no_connections, list_changes
 from agentrl_cli.agents.agent_runner import AgentCall, AgentOutcome
+from agentrl_cli.blocking_clients import build_loopback_http
 from agentrl_cli.config.user_code import is_of_user
 from agentrl_cli.errors import BuilderError, RewardError, UserInputError
 from agentrl_cli.log import get_logger
@@ -39,7 +40,6 @@ from agentrl_cli.records import Boundary
 from agentrl_cli.rollout.policy_failures import list_refused
 from agentrl_cli.rollout.reward_process import parse_reward_result
 from agentrl_cli.rollout.rollout_failures import describe_failure
-from agentrl_cli.tracking.client import build_loopback_http
 from agentrl_cli.tracking.credit import parse_reward
 
 _log = get_logger(__name__)

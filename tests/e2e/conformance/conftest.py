@@ -13,7 +13,7 @@ from agentrl_cli.config.experiment import EngineConfig, ExperimentConfig
 from agentrl_cli.config.resolved_run import Machine, resolve_run
 from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.engine.protocol import Sampling
-from agentrl_cli.launch.placement import LocalPlacement
+from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
 from agentrl_cli.log import SilentObserver
@@ -117,7 +117,12 @@ async def engine(
     if request.param == "vllm":
         config = request.getfixturevalue("vllm_config")
         servers = request.getfixturevalue("vllm_servers")
-        transfer = LocalPlacement().build_transfer(config, servers, config.model.path, {}, print)
+        transfer = build_weight_transfer(
+            config,
+            model_folder=config.model.path,
+            kind=servers.run.weight_transfer,
+            tied_names={},
+        )
         inner = await open_router(config, servers, transfer, 0)
     else:
         settings = EngineConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=8, num_threads=1)

@@ -15,7 +15,7 @@ import pytest
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import WeightTransfer
-from agentrl_cli.launch.placement import LocalPlacement
+from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
 from agentrl_cli.launch.processes.trainer_protocol import RunningServers
 from agentrl_cli.launch.rollout_workers.rollout_pool import RemoteWorkflow, RolloutWorkers
 from agentrl_cli.launch.servers.server_group import ServerGroup, open_router
@@ -35,7 +35,12 @@ NUM_SAMPLES = 2
 
 
 def build_transfer(config: Any, servers: RunningServers) -> WeightTransfer:
-    return LocalPlacement().build_transfer(config, servers, config.model.path, {}, print)
+    return build_weight_transfer(
+        config,
+        model_folder=config.model.path,
+        kind=servers.run.weight_transfer,
+        tied_names={},
+    )
 
 
 @pytest.fixture

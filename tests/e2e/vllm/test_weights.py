@@ -32,7 +32,8 @@ from agentrl_cli.engine.weights.weight_transfer import build_weight_transfer
 from agentrl_cli.errors import WeightMismatchError
 from agentrl_cli.launch.run_models import find_tied_names
 from agentrl_cli.launch.servers.server_group import ServerGroup
-from agentrl_cli.models.pretrained import load_model, load_tokenizer
+from agentrl_cli.models.model_files import load_tokenizer
+from agentrl_cli.models.pretrained import load_model
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.publish import build_probes, publish_and_verify
 

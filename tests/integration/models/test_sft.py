@@ -13,7 +13,8 @@ from agentrl_cli.config.sft_config import SftConfig
 from agentrl_cli.errors import ConfigError, DatasetError, ModelError, RunError, StoppedError
 from agentrl_cli.log import Observer, SilentObserver
 from agentrl_cli.models import sft_training
-from agentrl_cli.models.pretrained import load_model, load_tokenizer
+from agentrl_cli.models.model_files import load_tokenizer
+from agentrl_cli.models.pretrained import load_model
 from agentrl_cli.models.sft_rows import EncodedRow
 from agentrl_cli.models.sft_training import (
     compute_learning_rate,

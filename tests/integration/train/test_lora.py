@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from agentrl_cli.engine.weights.weight_transfer import build_adapter_config
 from agentrl_cli.errors import ModelError, RunFolderError, StoreError
-from agentrl_cli.models.pretrained import load_merged_model, load_model, open_whole_model
+from agentrl_cli.models.model_files import open_whole_model
+from agentrl_cli.models.pretrained import load_merged_model, load_model
 from agentrl_cli.train.learner import Learner
 
 pytest.importorskip("peft", reason="needs peft (extra lora)")

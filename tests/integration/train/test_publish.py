@@ -12,7 +12,8 @@ from agentrl_cli.config.experiment import EngineConfig
 from agentrl_cli.engine.embedded.embedded_engine import EmbeddedEngine
 from agentrl_cli.engine.protocol import Sampling
 from agentrl_cli.errors import WeightMismatchError
-from agentrl_cli.models.pretrained import load_model, load_tokenizer
+from agentrl_cli.models.model_files import load_tokenizer
+from agentrl_cli.models.pretrained import load_model
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.publish import build_probes, publish_and_verify
 

@@ -15,13 +15,8 @@ from transformers import BertConfig, BertForMaskedLM
 from agentrl_cli.errors import ModelError
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.models.builtin_models import resolve_model_folder
-from agentrl_cli.models.pretrained import (
-    check_tokenizer,
-    check_weight_files,
-    load_model,
-    load_tokenizer,
-    load_tokenizer_of,
-)
+from agentrl_cli.models.model_files import check_tokenizer, load_tokenizer, load_tokenizer_of
+from agentrl_cli.models.pretrained import check_weight_files, load_model
 
 
 @pytest.fixture

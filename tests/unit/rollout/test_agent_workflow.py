@@ -334,6 +334,22 @@ async def test_whose_failure_it_is_tells_what_the_policy_said(run, said, use, is
     assert trajectory.reward == trajectory.interactions[0].turn_return == reward
 
 
+@pytest.mark.parametrize(("kind", "required"), [([{}], None), (1, True)])
+async def test_a_failure_beside_a_schema_that_is_none_is_a_failure(run, kind, required):
+    """Nobody has checked what a framework makes of a tool's parameters."""
+    parameters = {"properties": {"n": {"type": kind}}, "required": required}
+    tool = {"type": "function", "function": {"name": "double", "parameters": parameters}}
+
+    async def agent(data, client):
+        messages = [{"role": "user", "content": data["question"]}]
+        reply = await client.chat.completions.create(model="m", messages=messages, tools=[tool])
+        dispatch(reply.choices[0].message)
+
+    said = '<tool_call>\n{"name": "double", "arguments": {"n": 0}}\n</tool_call>'
+    trajectory = await run(agent, fail_if_asked, replies=[said])
+    assert (trajectory.failure.kind, trajectory.is_policy_failure) == ("ZeroDivisionError", False)
+
+
 @pytest.mark.parametrize(
     ("rewarded", "error", "reward"),
     [(0, "policy", 0.0), (1, "policy", 0.7), (1, "surroundings", None)],

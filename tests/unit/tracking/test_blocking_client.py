@@ -9,12 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from agentrl_cli.tracking.client import (
-    BlockingCallError,
-    BlockingTrackingClient,
-    TrackingClient,
-    build_blocking_client,
-)
+from agentrl_cli.blocking_clients import BlockingCallError, build_blocking_client
+from agentrl_cli.tracking.client import BlockingTrackingClient, TrackingClient
 from agentrl_cli.tracking.gateway_socket import OwnLoopError
 
 Open = Callable[..., TrackingClient]

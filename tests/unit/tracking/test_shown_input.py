@@ -11,7 +11,7 @@ import pytest
 
 from agentrl_cli.errors import ModelError
 from agentrl_cli.models.chat_templates import DEFAULT_TEMPLATE, read_chat_template
-from agentrl_cli.models.pretrained import load_tokenizer
+from agentrl_cli.models.model_files import load_tokenizer
 from agentrl_cli.tracking.template import (
     ChatTemplate,
     TemplateError,
