@@ -64,12 +64,9 @@ def evaluate_command(
     _check_task_file(save_tasks)
     check_checkpoint(checkpoint)
     from agentrl_cli.config.config_file import load_config
-    from agentrl_cli.rollout.dataset import check_files
-
-    experiment = load_config(config, overrides or [])
-    check_files(experiment)
     from agentrl_cli.launch.run_resolution import resolve_run_here
 
+    experiment = load_config(config, overrides or [])
     run = resolve_run_here(experiment, "eval") if base_url is None else None
 
     from agentrl_cli.cli.command_exit import crashes_logged

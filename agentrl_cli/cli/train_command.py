@@ -63,7 +63,6 @@ def train_command(
     """Train an agent; typed again, it resumes where it stopped."""
     from agentrl_cli.config.config_file import load_config
     from agentrl_cli.launch.torchrun import TorchrunRank, reported_once
-    from agentrl_cli.rollout.dataset import check_files
     from agentrl_cli.store.layout import run_dir_of
 
     rank = TorchrunRank.take(os.environ)
@@ -73,9 +72,6 @@ def train_command(
             raise typer.Exit(code)
         experiment = load_config(config, overrides or [])
         experiment.check_trainable()
-        if experiment.launcher.kind != "ray":
-            # Of a cluster, only its nodes know.
-            check_files(experiment)
         from agentrl_cli.launch.local_run import find_dashboard, place_run
         from agentrl_cli.launch.trainer import train_beside
 

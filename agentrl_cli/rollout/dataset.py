@@ -347,22 +347,6 @@ def load_rows(config: DatasetConfig, key: str) -> list[Row]:
     return _choose_by_pass_rate(rows, config, where)[: config.limit] if by_pass_rate else rows
 
 
-def check_files(config: ExperimentConfig) -> None:
-    """Refuses datasets whose files are not there: sooner than :func:`load_rows`, which is called
-    when everything is loaded that takes seconds.
-
-    Raises:
-        DatasetError: no such file, or one that is not read.
-    """
-    for key in ("train_dataset", "valid_dataset"):
-        dataset: DatasetConfig | None = getattr(config, key)
-        if dataset is None or ":" in dataset.path or is_on_hub(dataset):
-            continue
-        path = Path(dataset.path)
-        if path.suffix.lower() not in _READERS or not path.is_file():
-            raise DatasetError(_describe_missing(path, f"{key}.path: {dataset.path!r}"))
-
-
 def _choose_by_pass_rate(rows: list[Row], config: DatasetConfig, where: str) -> list[Row]:
     low = 0.0 if config.min_pass_rate is None else config.min_pass_rate
     high = 1.0 if config.max_pass_rate is None else config.max_pass_rate

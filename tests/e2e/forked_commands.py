@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 _PRELOADED = (
     *("agentrl_cli.cli.app", "agentrl_cli.launch.local_run", "agentrl_cli.evaluate.eval_run"),
     *("agentrl_cli.engine.embedded.embedded_engine", "agentrl_cli.inspector.inspect_run"),
+    *("agentrl_cli.launch.trainer", "agentrl_cli.launch.run_models", "agentrl_cli.train.learner"),
     *("transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama"),
 )
 #: Variables that Python and libraries read when they are loaded.

@@ -19,7 +19,6 @@ from agentrl_cli.rollout.dataset import (
     TaskStream,
     build_eval_tasks,
     build_task_stream,
-    check_files,
     list_outcomes,
     load_rows,
     recall_outcomes,
@@ -57,29 +56,6 @@ def test_missing_file_names_the_nearest(tmp_path):
     (tmp_path / "train.jsonl").unlink()
     with pytest.raises(DatasetError, match=r"no such file; its folder has no file of rows"):
         _load(tmp_path / "trian.jsonl")
-
-
-def test_files_that_are_missing_are_found_without_reading_any(tmp_path):
-    (tmp_path / "train.jsonl").write_text("not read")
-
-    def check(train: str, valid: str) -> None:
-        check_files(
-            ExperimentConfig(
-                experiment_name="e",
-                model={"path": "m"},
-                agent_builder_path="a.b",
-                train_dataset={"path": train},
-                valid_dataset={"path": valid},
-            )
-        )
-
-    check(str(tmp_path / "train.jsonl"), "openai/gsm8k")
-    check("my_rows:build", str(tmp_path / "train.jsonl"))
-    with pytest.raises(DatasetError, match=r"^valid_dataset.path: .*: no such file"):
-        check("openai/gsm8k", str(tmp_path / "valid.jsonl"))
-    (tmp_path / "rows.xml").touch()
-    with pytest.raises(DatasetError, match=r"^train_dataset.path: .*'.xml' are not read"):
-        check(str(tmp_path / "rows.xml"), "openai/gsm8k")
 
 
 @pytest.mark.parametrize(
