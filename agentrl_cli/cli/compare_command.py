@@ -54,8 +54,17 @@ def compare_command(
         bool, typer.Option("--again", help="Evaluate once more what has been evaluated before.")
     ] = False,
     curves: Annotated[
-        bool, typer.Option("--curves", help="Show the reward curves of runs; evaluate nothing.")
+        bool, typer.Option("--curves", help="Show the curves of runs; evaluate nothing.")
     ] = False,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            "--html",
+            help="Also write a page: tasks and conversations side by side, curves of runs in one "
+            "picture.",
+            metavar="FILE",
+        ),
+    ] = None,
     markdown: Annotated[
         Path | None,
         typer.Option(help="Also write a table to paste into a pull request.", metavar="FILE"),
@@ -69,7 +78,10 @@ def compare_command(
     overrides = [name for name in names if _OVERRIDE.match(name)]
     _check_names(models)
     _check_markdown(markdown)
+    from agentrl_cli.cli.stored_runs.report_command import check_page
     from agentrl_cli.inspector.inspect_run import build_console
+
+    check_page(page, "comparison.html")
 
     report: ComparisonReport | RewardCurves
     # What agents print, too, would stand in the JSON.
@@ -78,16 +90,30 @@ def compare_command(
             report = _read_curves(models)
         else:
             report = _compare(models, config, overrides, limit=limit, best=best, again=again)
-    if markdown is not None:
-        from agentrl_cli.store.atomic_files import write_text
-
-        write_text(markdown, report.format_markdown())
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
     else:
         report.print(build_console())
+    _write_files(report, markdown, page, err=as_json)
+
+
+def _write_files(
+    report: ComparisonReport | RewardCurves,
+    markdown: Path | None,
+    page: Path | None,
+    *,
+    err: bool,
+) -> None:
+    from agentrl_cli.cli.stored_runs.report_command import say_what_belongs_to
+    from agentrl_cli.store.atomic_files import write_text
+
     if markdown is not None:
-        typer.echo(f"written: {markdown}", err=as_json)
+        write_text(markdown, report.format_markdown())
+        typer.echo(f"written: {markdown}", err=err)
+    if page is not None:
+        written = report.write_page(page)
+        typer.echo(f"written: {page}", err=err)
+        say_what_belongs_to(written, err=err)
 
 
 def _check_markdown(path: Path | None) -> None:
@@ -134,7 +160,7 @@ def _compare(
         notes: list[str] = []
         if run is not None:
             notes = compared_models.list_differences(run.load_config(), models, run.location)
-        return ComparisonReport.build(stored, notes)
+        return ComparisonReport.build(stored, notes, [model.run for model in models])
     experiment = compared_models.load_shared_config(config, overrides, models)
     owner = str(config) if config is not None or run is None else run.location
     notes = compared_models.list_differences(experiment, models, owner)
@@ -146,7 +172,7 @@ def _compare(
         made = list(
             compared_models.evaluate_models(experiment, models, observer=observer, **options)
         )
-    return ComparisonReport.build(made, notes)
+    return ComparisonReport.build(made, notes, [model.run for model in models])
 
 
 def _read_curves(names: Sequence[str]) -> RewardCurves:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,12 +19,35 @@ from agentrl_cli.cli.command_exit import run_reporting_failures
 from agentrl_cli.errors import AgentrlError, ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from agentrl_cli.config.experiment import ExperimentConfig
+    from agentrl_cli.store.run_folder import RunFolder
 
 #: Exit codes above it are of commands that were stopped.
 _STOPPED = 128
 #: What the table has of each run.
 _COLUMNS = ("first reward", "last reward", "first evaluation", "last evaluation")
+
+
+@dataclass(frozen=True, slots=True)
+class SeedResults:
+    """What the runs of several seeds came to."""
+
+    exit_code: int
+    _table: Table
+    _runs: Sequence[RunFolder]
+
+    def print(self, console: Console) -> None:
+        """Prints the results, and what to type to see the curves of the runs."""
+        from agentrl_cli.cli.display.comparison_report import MAX_MODELS
+
+        console.print(self._table)
+        runs = [run.location for run in self._runs if _has_curve(run)][:MAX_MODELS]
+        if len(runs) > 1:
+            words = ["agentrl", "compare", "--curves", *runs]
+            line = f"\nsee their curves in one picture:  {shlex.join(words)} --html curves.html"
+            console.print(line, markup=False, soft_wrap=True)
 
 
 def train_seeds(
@@ -32,8 +57,8 @@ def train_seeds(
     typed: str,
     *,
     skip_finished: bool,
-) -> tuple[int, Table]:
-    """Calls ``train`` with the overrides of each seed, and gives the exit code and the results.
+) -> SeedResults:
+    """Calls ``train`` with the overrides of each seed, and gives what the runs came to.
 
     A run that fails does not keep the others from running; one that is stopped does.
 
@@ -54,10 +79,10 @@ def train_seeds(
         run = partial(_train_one, train, experiments[seed], words, skip_finished=skip_finished)
         codes[seed] = run_reporting_failures(run)
         if codes[seed] > _STOPPED:
-            return codes[seed], _build_table(experiments, codes)
+            return _read_runs(experiments, codes, codes[seed])
     failed = set(codes.values()) - {0}
     code = 0 if not failed else 2 if set(codes.values()) == {2} else 1
-    return code, _build_table(experiments, codes)
+    return _read_runs(experiments, codes, code)
 
 
 def _train_one(
@@ -92,15 +117,34 @@ def _parse_seeds(typed: str) -> list[int]:
 
 def _is_finished(experiment: ExperimentConfig) -> bool:
     """True where the run's last step is done, with the same configuration."""
-    from agentrl_cli.store.layout import run_dir_of
     from agentrl_cli.store.run_folder import RunFolder
 
     RunFolder.check_resumable(experiment)
-    try:
-        latest = RunFolder.open(run_dir_of(experiment)).latest_checkpoint()
-    except AgentrlError:
-        return False
+    run = _find_run(experiment)
+    latest = None if run is None else run.latest_checkpoint()
     return latest is not None and latest[0] >= experiment.train.total_steps
+
+
+def _read_runs(
+    experiments: Mapping[int, ExperimentConfig], codes: Mapping[int, int], code: int
+) -> SeedResults:
+    runs = (_find_run(experiments[seed]) for seed in codes)
+    return SeedResults(code, _build_table(experiments, codes), [run for run in runs if run])
+
+
+def _has_curve(run: RunFolder) -> bool:
+    return any(math.isfinite(line.get("reward_mean", math.nan)) for line in run.read_metrics())
+
+
+def _find_run(experiment: ExperimentConfig) -> RunFolder | None:
+    """The run's folder; None where a cluster has it, on a disk of its own."""
+    from agentrl_cli.store.layout import run_dir_of
+    from agentrl_cli.store.run_folder import RunFolder
+
+    try:
+        return RunFolder.open(run_dir_of(experiment))
+    except AgentrlError:
+        return None
 
 
 def _build_table(experiments: Mapping[int, ExperimentConfig], codes: Mapping[int, int]) -> Table:
@@ -129,13 +173,10 @@ def _build_table(experiments: Mapping[int, ExperimentConfig], codes: Mapping[int
 
 def _read_results(experiment: ExperimentConfig) -> list[float]:
     """The numbers of the table; NaN where there is none."""
-    from agentrl_cli.store.layout import run_dir_of
-    from agentrl_cli.store.run_folder import RunFolder, read_metric
+    from agentrl_cli.store.run_folder import read_metric
 
-    try:
-        folder = RunFolder.open(run_dir_of(experiment))
-    except AgentrlError:
-        # A cluster has run it, on a disk of its own.
+    folder = _find_run(experiment)
+    if folder is None:
         return [math.nan] * len(_COLUMNS)
     rewards = [m["reward_mean"] for m in folder.read_metrics() if "reward_mean" in m]
     steps = folder.eval_steps()

@@ -116,10 +116,10 @@ def _train_seeds(
         train_command(config, words, dry_run=dry_run, overwrite=overwrite)
 
     skip = not (dry_run or overwrite)
-    code, table = train_seeds(train, config, overrides, seeds, skip_finished=skip)
+    results = train_seeds(train, config, overrides, seeds, skip_finished=skip)
     if not dry_run:
-        build_console().print(table)
-    return code
+        results.print(build_console())
+    return results.exit_code
 
 
 def _run_as_job(experiment: ExperimentConfig, url: str, config: Path, words: list[str]) -> int:

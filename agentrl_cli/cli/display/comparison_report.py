@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from agentrl_cli.sparkline import format_sparkline
 if TYPE_CHECKING:
     from agentrl_cli.evaluate.comparison import Flip, PairedComparison, TaskResult
     from agentrl_cli.evaluate.eval_report import EvalReport
+    from agentrl_cli.inspector.report.comparison_data import ComparedEvaluation, ComparedRun
+    from agentrl_cli.inspector.report.report_page import WrittenReport
     from agentrl_cli.launch.compared_models import StoredEvaluation
     from agentrl_cli.store.run_folder import RunFolder
 
@@ -57,12 +60,22 @@ class ComparisonReport:
     comparisons: Sequence[PairedComparison]
     """Of every model after the first, in their order."""
     notes: Sequence[str]
+    runs: Sequence[ComparedRun]
+    """Those that the models are from."""
 
     @classmethod
     def build(
-        cls, evaluations: Iterable[StoredEvaluation], notes: Iterable[str]
+        cls,
+        evaluations: Iterable[StoredEvaluation],
+        notes: Iterable[str],
+        runs: Iterable[RunFolder | None],
     ) -> ComparisonReport:
-        """The report of stored evaluations; ``notes`` come before those that it adds.
+        """The report of stored evaluations.
+
+        Args:
+            evaluations: one of each model.
+            notes: what comes before the notes that it adds.
+            runs: of each model, the run that it is from.
 
         Raises:
             StoreError: an evaluation cannot be read.
@@ -79,8 +92,12 @@ class ComparisonReport:
                 _Measured(letter=letter, evaluation=evaluation, report=report, tasks=tasks)
             )
         comparisons = [compare_tasks(models[0].tasks, model.tasks) for model in models[1:]]
-        own = _list_notes(models, comparisons)
-        return cls(models=models, comparisons=comparisons, notes=[*notes, *own])
+        return cls(
+            models=models,
+            comparisons=comparisons,
+            notes=[*notes, *_list_notes(models, comparisons)],
+            runs=_list_runs(runs),
+        )
 
     def list_verdicts(self) -> list[str]:
         """A sentence about every model after the first."""
@@ -157,7 +174,8 @@ class ComparisonReport:
                     console.print(line, soft_wrap=True)
             if len(flips) > _MAX_FLIPS:
                 num_more = format_count(len(flips) - _MAX_FLIPS, "more task")
-                console.print(Text(f"  {kind.replace('_', ' ')}: {num_more} (--json lists all)"))
+                rest = f"  {kind.replace('_', ' ')}: {num_more} (--html and --json have all)"
+                console.print(Text(rest))
 
     def format_markdown(self) -> str:
         """Table, verdicts and notes, to be pasted into a pull request."""
@@ -168,6 +186,63 @@ class ComparisonReport:
         lines += ["", *(f"- **{_escape(verdict)}**" for verdict in self.list_verdicts())]
         lines += [f"- {_escape(sanitize(note))}" for note in self.notes]
         return "\n".join(lines) + "\n"
+
+    def write_page(self, path: Path) -> WrittenReport:
+        """Writes the page of the models: all tasks, what was said, and the curves of their runs.
+
+        Raises:
+            StoreError: the disk is full, or the file cannot be written to.
+        """
+        from agentrl_cli.inspector.report.comparison_data import read_comparison
+        from agentrl_cli.inspector.report.report_page import write_page
+
+        letters = [model.letter for model in self.models[1:]]
+        verdicts = dict(zip(letters, self.list_verdicts(), strict=True))
+        notes = [*map(sanitize, self.notes)]
+        evaluations = _list_evaluations(self.models)
+        return write_page(*read_comparison(evaluations, self.runs, verdicts, notes), path)
+
+
+def _list_evaluations(models: Sequence[_Measured]) -> list[ComparedEvaluation]:
+    from agentrl_cli.inspector.report.comparison_data import ComparedEvaluation
+
+    known: dict[str, list[str]] = {}
+    evaluations = []
+    for model in models:
+        names = {}
+        for key, task in model.tasks.items():
+            # In another dataset, another task has the same position.
+            rows = known.setdefault(task.task_id, [])
+            if key not in rows:
+                rows.append(key)
+            number = rows.index(key) + 1
+            names[task.task_id] = task.task_id if number == 1 else f"{task.task_id} (row {number})"
+        evaluations.append(
+            ComparedEvaluation(
+                letter=model.letter,
+                name=model.name,
+                folder=model.evaluation.run,
+                step=model.evaluation.step,
+                label=model.evaluation.label,
+                report=model.report.to_dict(),
+                task_names=names,
+            )
+        )
+    return evaluations
+
+
+def _list_runs(runs: Iterable[RunFolder | None]) -> list[ComparedRun]:
+    """Each run once, with the letters of all models that are from it."""
+    from agentrl_cli.inspector.report.comparison_data import ComparedRun
+
+    found: dict[str, tuple[RunFolder, list[str]]] = {}
+    for letter, run in zip(ascii_uppercase, runs, strict=False):
+        if run is not None:
+            found.setdefault(run.location, (run, []))[1].append(letter)
+    return [
+        ComparedRun(letters=", ".join(letters), name=sanitize(location), folder=run)
+        for location, (run, letters) in found.items()
+    ]
 
 
 def _list_flips(comparison: PairedComparison) -> list[tuple[str, Sequence[Flip]]]:
@@ -243,6 +318,7 @@ class RewardCurves:
 
     runs: Mapping[str, Sequence[float]]
     """By the name that was typed; NaN where a step has none."""
+    folders: Sequence[RunFolder]
 
     @classmethod
     def read(cls, folders: Mapping[str, RunFolder]) -> RewardCurves:
@@ -257,7 +333,7 @@ class RewardCurves:
             if not any(map(math.isfinite, rewards)):
                 raise UserInputError(f"{name}: no step of this run has a reward yet: no curve")
             runs[name] = rewards
-        return cls(runs=runs)
+        return cls(runs=runs, folders=[*folders.values()])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -302,3 +378,14 @@ class RewardCurves:
         table = [[head[0], "run", *head[1:]]]
         table += [[row[0], name, *row[1:]] for row, name in zip(rows, names, strict=True)]
         return "\n".join(_format_markdown_table(table)) + "\n"
+
+    def write_page(self, path: Path) -> WrittenReport:
+        """Writes a page with every curve of the runs.
+
+        Raises:
+            StoreError: the disk is full, or the file cannot be written to.
+        """
+        from agentrl_cli.inspector.report.comparison_data import read_comparison
+        from agentrl_cli.inspector.report.report_page import write_page
+
+        return write_page(*read_comparison([], _list_runs(self.folders)), path)

@@ -226,6 +226,7 @@ def _list_next_commands(
     lines = []
     if folder.trajectory_steps():
         lines.append(f"look at what it did:  agentrl inspect-trajectories {run}")
+        lines.append(f"see it as a page:     agentrl report {run}")
     latest = folder.latest_checkpoint()
     if latest is not None:
         checkpoint = shlex.quote(describe(latest[1]))

@@ -52,10 +52,7 @@ def report_command(
         raise UserInputError("--serve writes no file. Leave out --html, or --serve")
     if port is not None and not serve:
         raise UserInputError("--port is of --serve. Add --serve")
-    if to is not None and (to.is_dir() or to.suffix.lower() not in (".html", ".htm")):
-        problem = "is a folder" if to.is_dir() else "does not end in .html"
-        hint = to / _NAME if to.is_dir() else to.with_name(f"{to.name}.html")
-        raise UserInputError(f"--html {to}: {problem}. Type --html {hint}")
+    check_page(to)
 
     from agentrl_cli.inspector.trajectory_view import load_spell
     from agentrl_cli.store.layout import is_url
@@ -71,6 +68,14 @@ def report_command(
         return
     default = Path(_NAME) if is_url(folder.location) else folder.path / _NAME
     _say_what_was_written(_write(folder, to or default, spell))
+
+
+def check_page(path: Path | None, name: str = _NAME) -> None:
+    """Refuses what ``--html`` cannot name; ``name`` is what a page in a folder may be called."""
+    if path is not None and (path.is_dir() or path.suffix.lower() not in (".html", ".htm")):
+        problem = "is a folder" if path.is_dir() else "does not end in .html"
+        hint = path / name if path.is_dir() else path.with_name(f"{path.name}.html")
+        raise UserInputError(f"--html {path}: {problem}. Type --html {hint}")
 
 
 def _write(folder: RunFolder, path: Path, spell: Spell | None) -> WrittenReport:
@@ -91,18 +96,23 @@ def _write(folder: RunFolder, path: Path, spell: Spell | None) -> WrittenReport:
 
 
 def _say_what_was_written(written: WrittenReport) -> None:
+    count = written.num_trajectories
+    plural = "trajectory" if count == 1 else "trajectories"
+    typer.echo(f"{written.path}: {count:,} {plural}, {written.num_bytes / 1e6:.1f} MB")
+    say_what_belongs_to(written)
+
+
+def say_what_belongs_to(written: WrittenReport, *, err: bool = False) -> None:
+    """Prints what could not be read for a page, and which folder it needs beside it."""
     from agentrl_cli.log import format_count, sanitize
 
     for problem in written.problems:
         typer.echo(sanitize(problem), err=True)
-    size = f"{written.num_bytes / 1e6:.1f} MB"
-    count = written.num_trajectories
-    plural = "trajectory" if count == 1 else "trajectories"
-    typer.echo(f"{written.path}: {count:,} {plural}, {size}")
     if written.folder is not None:
         typer.echo(
             f"the details of its trajectories are in {written.folder} "
-            f"({format_count(written.num_files, 'file')}): keep that folder beside the page"
+            f"({format_count(written.num_files, 'file')}): keep that folder beside the page",
+            err=err,
         )
 
 

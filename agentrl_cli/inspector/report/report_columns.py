@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,16 +60,28 @@ _NUMBERS = {
 class ReportSource:
     """A step or an evaluation as the page knows it."""
 
+    folder: RunFolder
     source: Source
-    columns: SummaryColumns | None
-    size: FileSize | None
+    columns: SummaryColumns | None = None
+    size: FileSize | None = None
     problem: str | None = None
     """Why it cannot be read."""
+    letter: str | None = None
+    """What stands for it in a comparison."""
 
     @property
     def key(self) -> str:
-        """Its name in addresses: ``step-000012``, ``eval-000020-label``."""
-        return name_source(self.source)
+        """Its name in addresses: its letter, else ``step-000012`` or ``eval-000020-label``."""
+        return self.letter or name_source(self.source)
+
+    @property
+    def name(self) -> str:
+        """Its name in lists."""
+        return self.letter or self.source.name
+
+    def find_file(self) -> Path:
+        """Where it is stored."""
+        return self.source.find_file(self.folder)
 
     @property
     def num_rows(self) -> int:
@@ -91,7 +104,8 @@ class ReportSource:
         """For the page; ``start``: the number of its first trajectory."""
         return {
             "key": self.key,
-            "name": self.source.name,
+            "name": self.name,
+            "letter": self.letter,
             "isEval": self.source.is_eval,
             "step": self.source.step,
             "label": self.source.label,
@@ -107,6 +121,16 @@ def name_source(source: Source) -> str:
     return eval_name(source.step, source.label) if source.is_eval else step_name(source.step)
 
 
+def read_source(folder: RunFolder, source: Source, letter: str | None = None) -> ReportSource:
+    """The trajectories of ``source``, or why they cannot be read."""
+    try:
+        path = source.find_file(folder)
+        columns, size = _shorten(read_summary_columns(path)), read_size(path)
+        return ReportSource(folder, source, columns, size, letter=letter)
+    except (AgentrlError, OSError) as error:
+        return ReportSource(folder, source, problem=sanitize(str(error)), letter=letter)
+
+
 class SourceCache:
     """The files of a run that were read; those of a live run are read when they are new."""
 
@@ -117,20 +141,23 @@ class SourceCache:
     def read(self) -> Iterator[ReportSource]:
         """Every step and evaluation that is stored."""
         for source in list_sources(self._folder):
-            try:
-                path = source.find_file(self._folder)
-                # What the trainer computed is stored later than what was sampled.
-                beside = proximal_path(path)
-                states = [path.stat(), *([beside.stat()] if beside.exists() else [])]
-                version = [(state.st_mtime_ns, state.st_size) for state in states]
-                if self._known.get(source, (None,))[0] != version:
-                    found = ReportSource(
-                        source, _shorten(read_summary_columns(path)), read_size(path)
-                    )
-                    self._known[source] = version, found
-                yield self._known[source][1]
-            except (AgentrlError, OSError) as error:
-                yield ReportSource(source, None, None, sanitize(str(error)))
+            version = self._read_version(source)
+            known, found = self._known.get(source, (None, None))
+            if found is None or version != known or found.problem:
+                found = read_source(self._folder, source)
+                self._known[source] = version, found
+            yield found
+
+    def _read_version(self, source: Source) -> Any:
+        """What changes when its files do."""
+        try:
+            path = source.find_file(self._folder)
+            # What the trainer computed is stored later than what was sampled.
+            beside = proximal_path(path)
+            states = [path.stat(), *([beside.stat()] if beside.exists() else [])]
+        except (AgentrlError, OSError):
+            return None
+        return [(state.st_mtime_ns, state.st_size) for state in states]
 
 
 def _shorten(columns: SummaryColumns) -> SummaryColumns:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from agentrl_cli.config.algorithm_config import ReinforcePlusPlusAdvantageConfig
 from agentrl_cli.errors import AgentrlError
-from agentrl_cli.inspector.report.report_columns import RunColumns, SourceCache
+from agentrl_cli.inspector.report.report_columns import ReportSource, RunColumns, SourceCache
 from agentrl_cli.inspector.report.report_highlights import find_highlights
 from agentrl_cli.log import sanitize
 from agentrl_cli.prefix_mismatches import REMEDIES
@@ -38,23 +38,18 @@ class ReportData:
     def read(self) -> tuple[RunColumns, dict[str, Any]]:
         """All trajectories in columns, and what the page shows before it has them."""
         run = RunColumns([*self._sources.read()])
-        evals = read_evals(self._folder, run)
+        evals = read_evals(run)
         alarms = self._folder.read_alarms()
         location = sanitize(self._folder.location)
         head = {
             "run": location,
             "name": "/".join(location.rstrip("/").split("/")[-2:]),
-            "made": datetime.now(UTC).isoformat(timespec="seconds"),
-            "numRows": run.num_rows,
-            "sources": run.describe_sources(),
             "metrics": read_curves(self._folder),
-            # The page has the rewards of tasks from its columns.
-            "evals": [{k: v for k, v in e.items() if k != "taskRewards"} for e in evals],
             "highlights": find_highlights(run, alarms, evals),
             "training": self._describe_training(),
             "hasTokenizer": self._has_tokenizer,
+            **describe_trajectories(run, evals),
             "hasGaps": bool(np.isfinite(run.columns["logprob_gap_max"]).any()),
-            "remedies": {cause.value: text for cause, text in REMEDIES.items()},
         }
         return run, head
 
@@ -77,6 +72,18 @@ class ReportData:
         }
 
 
+def describe_trajectories(run: RunColumns, evals: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What every page shows of its trajectories before it has them."""
+    return {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "numRows": run.num_rows,
+        "sources": run.describe_sources(),
+        # The page has the rewards of tasks from its columns.
+        "evals": [{k: v for k, v in e.items() if k != "taskRewards"} for e in evals],
+        "remedies": {cause.value: text for cause, text in REMEDIES.items()},
+    }
+
+
 def read_curves(folder: RunFolder) -> dict[str, list[float | None]]:
     """The metrics that have a curve, by step; None where a step has no finite number."""
     lines = {line["step"]: line for line in folder.read_metrics() if "step" in line}
@@ -93,7 +100,7 @@ def _round(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
 
 
-def read_evals(folder: RunFolder, run: RunColumns) -> list[dict[str, Any]]:
+def read_evals(run: RunColumns) -> list[dict[str, Any]]:
     """The reports of the evaluations; one that another version wrote lacks what it did not say."""
     evals = []
     for number, known in enumerate(run.sources):
@@ -101,31 +108,37 @@ def read_evals(folder: RunFolder, run: RunColumns) -> list[dict[str, Any]]:
         if not source.is_eval:
             continue
         try:
-            report = folder.read_eval_report(source.step, label=source.label)
+            report = known.folder.read_eval_report(source.step, label=source.label)
         except AgentrlError:
             # Its trajectories are there all the same.
             report = {}
-        interval = report.get("interval") or []
-        has_interval = [type(end) for end in interval] in ([float, float], [int, int])
-        evals.append(
-            {
-                "source": number,
-                "key": known.key,
-                "name": source.name,
-                "step": source.step,
-                "label": source.label,
-                "mean": _read_number(report, "mean_reward"),
-                "interval": interval if has_interval else None,
-                "threshold": _read_number(report, "pass_threshold") or 1.0,
-                "numTasks": _read_number(report, "num_tasks"),
-                "passAt": _read_numbers(report, "pass_at_k"),
-                "policyFailures": _read_number(report, "num_policy_failures"),
-                "surroundingsFailures": _read_number(report, "num_surroundings_failures"),
-                "unscored": _read_number(report, "num_unscored"),
-                "taskRewards": _read_numbers(report, "task_rewards"),
-            }
-        )
+        evals.append(describe_eval(number, known, report))
     return evals
+
+
+def describe_eval(number: int, known: ReportSource, report: Mapping[str, Any]) -> dict[str, Any]:
+    """An evaluation for the page; ``number``: the position of its source."""
+    interval = report.get("interval") or []
+    has_interval = [type(end) for end in interval] in ([float, float], [int, int])
+    return {
+        "source": number,
+        "key": known.key,
+        "name": known.name,
+        "step": known.source.step,
+        "label": known.source.label,
+        "mean": _read_number(report, "mean_reward"),
+        "interval": interval if has_interval else None,
+        "threshold": _read_number(report, "pass_threshold") or 1.0,
+        "numTasks": _read_number(report, "num_tasks"),
+        "passAt": _read_numbers(report, "pass_at_k"),
+        "turns": _read_numbers(report, "turns").get("mean"),
+        "tokens": _read_numbers(report, "completion_tokens").get("mean"),
+        "seconds": _read_numbers(report, "seconds").get("mean"),
+        "policyFailures": _read_number(report, "num_policy_failures"),
+        "surroundingsFailures": _read_number(report, "num_surroundings_failures"),
+        "unscored": _read_number(report, "num_unscored"),
+        "taskRewards": _read_numbers(report, "task_rewards"),
+    }
 
 
 def _read_numbers(report: Mapping[str, Any], name: str) -> dict[str, float]:

@@ -24,7 +24,7 @@ import orjson
 
 from agentrl_cli.errors import AgentrlError
 from agentrl_cli.inspector.report.block_format import to_text
-from agentrl_cli.inspector.report.report_columns import ReportSource
+from agentrl_cli.inspector.report.report_columns import ReportSource, RunColumns
 from agentrl_cli.inspector.report.report_data import ReportData
 from agentrl_cli.inspector.report.report_details import DetailReader
 from agentrl_cli.inspector.trajectory_view import Spell
@@ -40,10 +40,10 @@ _SCRIPTS = (
     "vendor/uPlot.iife.min.js", "vendor/htm-preact.umd.js", "page_data.js", "formatting.js",
     "navigation.js", "conversation.js", "charts.js", "overview.js", "task_map.js",
     "trajectory_list.js", "trajectory.js", "token_map.js", "side_by_side.js", "evaluations.js",
-    "application.js",
+    "comparison.js", "application.js",
 )  # fmt: skip
 _SELF, _NONE = "'self'", "'none'"
-_SIDE_FILE = re.compile(r"(step|eval)-\d+[\w.\-]*\.[0-9a-f]{8}\.js")
+_SIDE_FILE = re.compile(r"((step|eval)-\d+[\w.\-]*|[A-Z]\.\d+)\.[0-9a-f]{8}\.js")
 
 #: Is told how many of all trajectories are written.
 OnProgress = Callable[[int, int], None]
@@ -77,13 +77,36 @@ def write_report(
         StoreError: the disk is full, or the file cannot be written to.
     """
     run, head = ReportData(folder, has_tokenizer=spell is not None).read()
+    return write_page(run, head, path, spell, on_progress=on_progress)
+
+
+def write_page(
+    run: RunColumns,
+    head: dict[str, Any],
+    path: Path,
+    spell: Spell | None = None,
+    *,
+    on_progress: OnProgress = lambda _done, _total: None,
+) -> WrittenReport:
+    """Writes the page of some trajectories; an earlier one stays until the new one is complete.
+
+    Args:
+        run: the trajectories.
+        head: what the page shows before it has them.
+        path: where the page is written.
+        spell: gives the texts of tokens.
+        on_progress: is told how many trajectories are written.
+
+    Raises:
+        StoreError: the disk is full, or the file cannot be written to.
+    """
     problems = [s.problem for s in run.sources if s.problem]
     details = _Details(path)
     reader = DetailReader(spell)
     num_done = 0
     for source in run.sources:
         try:
-            for name, rows, block in _read_details(folder, source, reader):
+            for name, rows, block in _read_details(source, reader):
                 details.add(name, block)
                 num_done += rows
                 on_progress(num_done, run.num_rows)
@@ -107,14 +130,11 @@ def write_report(
     )
 
 
-def _read_details(
-    folder: RunFolder, source: ReportSource, reader: DetailReader
-) -> Iterator[tuple[str, int, bytes]]:
+def _read_details(source: ReportSource, reader: DetailReader) -> Iterator[tuple[str, int, bytes]]:
     """Name, number of trajectories and content of every block of a source."""
     if not source.num_rows:
         return
-    path = source.source.find_file(folder)
-    blocks = reader.read_blocks(path, source.num_rows, source.block_rows)
+    blocks = reader.read_blocks(source.find_file(), source.num_rows, source.block_rows)
     for number, (num_rows, block) in enumerate(blocks):
         yield f"{source.key}.{number}", num_rows, block
 

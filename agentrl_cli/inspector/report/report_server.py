@@ -86,7 +86,7 @@ class _LiveReport:
                 return None
             start = int(number) * source.block_rows
             stop = min(start + source.block_rows, source.num_rows)
-            return self._details.read_block(source.source.find_file(self._folder), start, stop)
+            return self._details.read_block(source.find_file(), start, stop)
 
 
 def build_app(folder: RunFolder, spell: Spell | None, hosts: set[str], key: str) -> Starlette:

@@ -140,6 +140,52 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
+class Tab:
+    """A page that is open, and what went wrong in it."""
+
+    def __init__(self, browser: Any, **options: Any) -> None:
+        context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | options)
+        context.set_default_timeout(20_000)
+        self.page = context.new_page()
+        self.errors: list[str] = []
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda m: m.type == "error" and self.errors.append(m.text))
+
+    def open(self, address: str) -> None:
+        self.page.goto(address)
+
+    def see(self, text: str, within: str = "main") -> Any:
+        found = self.page.locator(within).get_by_text(text).first
+        found.wait_for()
+        return found
+
+    def focused(self) -> str:
+        return self.page.evaluate("document.activeElement.textContent")
+
+    def tab_to(self, selector: str) -> None:
+        """Presses Tab until an element has the focus."""
+        for _ in range(80):
+            self.page.keyboard.press("Tab")
+            if self.page.evaluate(f"document.activeElement.matches({selector!r})"):
+                return
+        raise AssertionError(f"Tab does not reach {selector}")
+
+
+@pytest.fixture
+def tab(browser: Any) -> Iterator[Callable[..., Tab]]:
+    opened: list[Tab] = []
+
+    def open_tab(address: str, **options: Any) -> Tab:
+        opened.append(Tab(browser, **options))
+        opened[-1].open(address)
+        return opened[-1]
+
+    yield open_tab
+    for one in opened:
+        one.page.context.close()
+        assert one.errors == []
+
+
 @pytest.fixture
 def folder(tmp_path: Path, tiny: Path) -> Path:
     """A user's folder, with a random model of two layers in it."""

@@ -42,6 +42,7 @@ def test_seeds_are_runs_of_their_own_and_one_that_fails_keeps_no_other(
     assert "its last step is done already" in command.text
     assert "this run was started with another configuration" in command.text
     assert command.text.count("step 1/1") == 1
+    assert "--curves runs/demo/t0-seed1 runs/demo/t0-seed3 --html curves.html" in command.text
     rows = {line.split()[0]: line.split() for line in command.text.splitlines() if line.split()}
     assert rows["2"] == ["2", "exit", "code", "2"]
     for seed in ("1", "3"):

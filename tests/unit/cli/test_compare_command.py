@@ -9,6 +9,7 @@ import pytest
 from agentrl_cli.cli.compare_command import compare_command
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.evaluate.eval_report import build_report
+from agentrl_cli.inspector.report import report_page
 from agentrl_cli.launch import compared_models
 from agentrl_cli.launch.compared_models import (
     Checkpoint,
@@ -69,7 +70,7 @@ def test_stored_evaluations_are_compared_without_a_model(
     assert "C is better than A by 1.000" in text
     assert "--evals training --step 20 --task 0" in text
     assert "--evals strong --task 0" in text
-    assert "newly passed: 6 more tasks (--json lists all)" in text
+    assert "newly passed: 6 more tasks (--html and --json have all)" in text
     assert "B: 1 of 12 trajectories without a reward" in text
     assert "1 task of A and B left out of the difference" in text
     table = text[text.index("mean reward") :].splitlines()[:4]
@@ -98,6 +99,23 @@ def test_hostile_names_and_endpoints_neither_steer_a_terminal_nor_break_a_table(
     assert "\x1b" not in text + page
     assert "<img>" not in page
     assert "t\\\\x1b\\]0;\\|&lt;img&gt;" in page
+
+
+def test_a_page_replaces_the_earlier_one_with_the_files_beside_it(
+    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_page, "MAX_INLINE_BYTES", 0)
+    names = ["runs/exp/t0/eval-000000", "runs/exp/t0/strong"]
+    with pytest.raises(UserInputError, match=r"--html c\.md: does not end in \.html"):
+        compare_command(names, page=Path("c.md"))
+    compare_command(names, page=Path("c.html"))
+    first = {path.name for path in Path("c_files").iterdir()}
+    compare_command(names, page=Path("c.html"), as_json=True)
+    printed = capsys.readouterr()
+    assert "written: c.html" in printed.err
+    assert "in c_files (2 files): keep that folder beside the page" in printed.err
+    again = {path.name for path in Path("c_files").iterdir()}
+    assert (len(first), len(again), first & again) == (2, 2, set())
 
 
 def test_names_lead_to_models(run: RunFolder, tmp_path: Path) -> None:

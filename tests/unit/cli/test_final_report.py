@@ -63,6 +63,7 @@ def test_summary_of_a_run_that_learned(folder: RunFolder) -> None:
     assert "right zero" in text
     assert "still right" not in text
     assert f"agentrl inspect-trajectories '{folder.path}'" in text
+    assert f"see it as a page:     agentrl report '{folder.path}'" in text
     assert "agentrl eval --config c.yaml --checkpoint" in text
     assert "step-000005' gconfig.n_samples=8" in text
 

@@ -1,7 +1,11 @@
 // The frame around the views.
 
+// Curves alone have no trajectories.
+const hasTrajectories = !run.head.comparison || run.head.evals.length > 0;
 const VIEWS = {
-  "": { title: "Overview", view: Overview, isEarly: true },
+  "": run.head.comparison
+    ? { title: "Comparison", view: ComparisonView, isEarly: true }
+    : { title: "Overview", view: Overview, isEarly: true },
   map: { title: "Tasks", view: TaskMap },
   evaluations: { title: "Evaluations", view: EvaluationsView },
   trajectories: { title: "Trajectories", view: TrajectoryList },
@@ -30,7 +34,7 @@ function Application() {
     <a class="skip" href="#main" onClick=${(event) => { event.preventDefault(); main.current.querySelector("h1")?.focus(); }}>Skip to the content</a>
     <header class="top">
       <nav aria-label="Views">
-        ${Object.entries(VIEWS).filter(([, v]) => v.title).map(([name, { title }]) => html`<a
+        ${Object.entries(VIEWS).filter(([, v]) => v.title && (v.isEarly || hasTrajectories)).map(([name, { title }]) => html`<a
           href=${formatAddress(name ? [name] : [])} aria-current=${path[0] === name ? "page" : undefined}>${title}</a>`)}
       </nav>
       <${ThemeButton} />

@@ -1,29 +1,35 @@
 // Curves over the steps of the run, on one axis: a cursor in one is a cursor in all.
 
-// What has a curve: [title, explanation, series]; a series without its metric is left out.
+// What has a curve: [title, explanation, series, options]; a series without its metric is left out.
+// `drawn` explains what the picture of one run has beside the lines.
 const CHARTS = [
-  ["Reward", "Mean of each step; the band is one standard deviation, within the smallest and the largest.",
-    [["reward_mean", "mean"]], { band: ["reward_mean", "reward_std", "reward_min", "reward_max"] }],
-  ["Evaluations", "Mean reward with its 95 % interval.", [["eval_mean", "mean reward"]], { isEval: true }],
+  ["Reward", "Mean of each step.", [["reward_mean", "mean"]],
+    { band: ["reward_mean", "reward_std", "reward_min", "reward_max"],
+      drawn: "The band is one standard deviation, within the smallest and the largest." }],
+  ["Evaluations", "Mean reward.", [["eval_mean", "mean reward"]],
+    { isEval: true, drawn: "Bars are 95 % intervals." }],
   ["Failures", "Trajectories of a step.",
     [["policy_failures", "by the policy"], ["surroundings_failures", "by the surroundings"], ["num_unscored", "unscored"]]],
   ["Cut replies", "Share of trajectories with a reply that reached its length limit.", [["truncated_fraction", "share"]]],
   ["Entropy", "Nats per token.", [["entropy", "entropy"]]],
-  ["Logprob gap", "|rollout − proximal| in nats: mean and largest.",
+  ["Logprob gap", "|rollout − proximal| in nats.",
     [["logprob_gap_mean", "mean"], ["logprob_gap_max", "largest"]]],
   ["Token age", "Weight updates between sampling and training a token.",
     [["token_age_mean", "mean"], ["token_age_max", "largest"]]],
-  ["Time of a step", "Seconds, one part on top of the other; the rest up to the whole is not measured apart.",
+  ["Time of a step", "Seconds.",
     [["rollout_seconds", "rollout"], ["train_seconds", "train"], ["publish_seconds", "publish"],
-      ["probe_seconds", "probe"], ["step_seconds", "whole step"]], { stacked: 4 }],
+      ["probe_seconds", "probe"], ["step_seconds", "whole step"]],
+    { isStacked: true, drawn: "One part on top of the other; the rest up to the whole is not measured apart." }],
   ["Sampled tokens", "Mean of a trajectory.", [["completion_tokens_mean", "tokens"]]],
   ["Turns", "Mean of a trajectory.", [["turns_mean", "turns"]]],
 ];
 
 const COLORS = ["accent", "second", "third", "fourth", "ink"];
+// Of the first lines in these colours, of the next, and so on; `report.css` has the legend's.
+const DASHES = [undefined, [8, 4], [2, 3], [14, 4], [8, 4, 2, 4], [2, 8]];
 const HEIGHT = 180;
 
-// Values by series name on the union of all steps.
+// What one run has of a chart.
 function chartData(columns, [, , series, options = {}]) {
   if (options.isEval) {
     const evals = run.head.evals.filter((e) => e.label === null && e.mean !== null);
@@ -31,7 +37,7 @@ function chartData(columns, [, , series, options = {}]) {
     const steps = evals.map((e) => e.step);
     const low = evals.map((e) => e.interval?.[0] ?? e.mean);
     const high = evals.map((e) => e.interval?.[1] ?? e.mean);
-    return { steps, names: ["mean reward"], values: [evals.map((e) => e.mean)], low, high, areBars: true };
+    return { steps, names: ["mean reward"], values: [evals.map((e) => e.mean)], low, high, areBars: true, numStacked: 0 };
   }
   const known = series.filter(([name]) => columns[name]?.some((v) => v !== null));
   if (!known.length || !columns.step.length) return null;
@@ -39,7 +45,7 @@ function chartData(columns, [, , series, options = {}]) {
     steps: columns.step,
     names: known.map(([, label]) => label),
     values: known.map(([name]) => columns[name]),
-    numStacked: options.stacked ? known.filter(([name]) => name !== "step_seconds").length : 0,
+    numStacked: options.isStacked ? known.filter(([name]) => name !== "step_seconds").length : 0,
   };
   if (options.band) {
     const [mean, std, min, max] = options.band.map((name) => columns[name]);
@@ -54,6 +60,35 @@ function chartData(columns, [, , series, options = {}]) {
     data.high = mean.map((_, i) => at(i, 1, max));
   }
   return data;
+}
+
+// One chart for each series, with a line for each of several runs.
+function sharedCharts(runs, [title, why, series, { isEval } = {}]) {
+  return series.map(([metric, label]) => {
+    const known = runs.map((each) => {
+      const columns = isEval ? each.evals : each.metrics;
+      return new Map(columns.step.map((step, i) => [step, columns[metric]?.[i] ?? null]));
+    });
+    const values = (steps) => known.map((at) => steps.map((step) => at.get(step) ?? null));
+    const hasValue = (step) => known.some((at) => (at.get(step) ?? null) !== null);
+    const steps = [...new Set(known.flatMap((at) => [...at.keys()]))].filter(hasValue).sort((a, b) => a - b);
+    return {
+      title: series.length > 1 ? `${title}: ${label}` : title, why,
+      data: steps.length ? { steps, names: runs.map((each) => each.letters), values: values(steps), numStacked: 0 } : null,
+    };
+  });
+}
+
+function listCharts({ comparison, metrics }) {
+  const charts = comparison
+    ? CHARTS.flatMap((spec) => sharedCharts(comparison.runs, spec))
+    : CHARTS.map((spec) => {
+        const [title, why, , { drawn = "", isEval } = {}] = spec;
+        const from = isEval ? "evaluations" : "training";
+        const open = (steps) => openAddress(formatAddress(["trajectories"], { from, steps }));
+        return { title, why: `${why} ${drawn}`, data: chartData(metrics, spec), open };
+      });
+  return charts.filter(({ data }) => data);
 }
 
 // From 0 where that is not far below, or where heights are read as sizes.
@@ -110,7 +145,7 @@ function buildPlot(data, width, range, element) {
     series.push({
       label: data.names[n], stroke, width: 1.75, spanGaps: true,
       fill: isStacked ? stroke : undefined,
-      dash: n === COLORS.length - 1 ? [4, 3] : undefined,
+      dash: n === COLORS.length - 1 ? [4, 3] : DASHES[Math.floor(n / COLORS.length)],
       points: { show: isSparse && !isStacked, size: 5, fill: stroke },
     });
     columns.push(shown[n]);
@@ -144,7 +179,7 @@ function buildPlot(data, width, range, element) {
   );
 }
 
-function Chart({ spec, data, range }) {
+function Chart({ title, why, data, range, open }) {
   const frame = useRef(null);
   const box = useRef(null);
   const plot = useRef(null);
@@ -159,7 +194,6 @@ function Chart({ spec, data, range }) {
     plot.current.root.addEventListener("mouseleave", () => setAt(null));
     return () => plot.current.destroy();
   }, [width, theme, data, range]);
-  const [title, why] = spec;
   const last = data.steps.length - 1;
   const index = Math.min(at ?? last, last);
   const move = (to) => {
@@ -170,7 +204,7 @@ function Chart({ spec, data, range }) {
   const onKeyDown = (event) => {
     const moves = { ArrowRight: index + 1, ArrowLeft: index - 1, Home: 0, End: last };
     if (event.key in moves) move(moves[event.key]);
-    else if (event.key === "Enter") openStep(data.steps[index], spec);
+    else if (event.key === "Enter" && open) open(data.steps[index]);
     else return;
     event.preventDefault();
   };
@@ -183,38 +217,32 @@ function Chart({ spec, data, range }) {
     <figcaption><h3>${title}</h3><p class="note">${why}</p></figcaption>
     <div
       class="plot" ref=${box} tabindex="0" role="application" aria-roledescription="chart"
-      aria-label=${`${title}, ${formatCount(last + 1, "step")}. Left and right move, Enter opens the step.`}
+      aria-label=${`${title}, ${formatCount(last + 1, "step")}. Left and right move${open ? ", Enter opens the step" : ""}.`}
       aria-describedby=${id} onKeyDown=${onKeyDown} onBlur=${() => setAt(null)}
-      onClick=${() => at !== null && openStep(data.steps[index], spec)}
+      onClick=${() => at !== null && open?.(data.steps[index])}
     ></div>
     <p class="legend" id=${id} aria-live=${at === null ? "off" : "polite"}>
       <span class="note">step ${data.steps[index]}</span>
       ${values.map((text, n) => html`<span class=${n < data.names.length ? "" : "note"}>
-        ${n < data.names.length && html`<i class="swatch s${n % COLORS.length}"></i>`}${text}
+        ${n < data.names.length && html`<${Swatch} number=${n} />`}${text}
       </span>`)}
     </p>
   </figure>`;
 }
 
-function openStep(step, [, , , options = {}]) {
-  const from = options.isEval ? "evaluations" : "training";
-  openAddress(formatAddress(["trajectories"], { from, steps: step }));
-}
+// The colour and dashes of a line.
+const Swatch = ({ number }) =>
+  html`<i class="swatch s${number % COLORS.length} d${Math.floor(number / COLORS.length)}"></i>`;
 
 function Charts() {
-  const { metrics, evals } = run.head;
-  const shown = useMemo(
-    () => CHARTS.map((spec) => [spec, chartData(metrics, spec)]).filter(([, data]) => data),
-    [run.head],
-  );
+  const shown = useMemo(() => listCharts(run.head), [run.head]);
   const range = useMemo(() => {
-    const steps = [...metrics.step, ...evals.filter((e) => e.label === null).map((e) => e.step)];
-    const low = steps.reduce((a, b) => Math.min(a, b), Infinity);
-    const high = steps.reduce((a, b) => Math.max(a, b), -Infinity);
+    const low = Math.min(...shown.map(({ data }) => data.steps[0]));
+    const high = Math.max(...shown.map(({ data }) => data.steps.at(-1)));
     return low === high ? [low - 1, high + 1] : [low, high];
-  }, [run.head]);
+  }, [shown]);
   if (!shown.length) return html`<p class="note">No step has ended yet: there are no curves.</p>`;
   return html`<div class="charts">
-    ${shown.map(([spec, data]) => html`<${Chart} key=${spec[0]} spec=${spec} data=${data} range=${range} />`)}
+    ${shown.map((chart) => html`<${Chart} key=${chart.title} ...${chart} range=${range} />`)}
   </div>`;
 }

@@ -209,10 +209,10 @@ const EPSILON = 1e-6; // As the trainer adds it to deviations.
 // none.
 function computeAdvantage(row, call) {
   const { training } = run.head;
+  if (sourceOf(row).isEval) return { why: "it is of an evaluation" };
   if (!training) return { why: "the run's configuration cannot be read" };
   if (training.advantage === "gae") return { why: "the critic's values are not stored" };
   if (training.isPenalized) return { why: "the penalties on length or divergence are not stored" };
-  if (sourceOf(row).isEval) return { why: "it is of an evaluation" };
   if (textOf("replaced_by", row)) return { why: "its group was replaced" };
   const score = numberOf("score", row);
   if (score === null || call.turn_return === null) return { why: "it is unscored" };

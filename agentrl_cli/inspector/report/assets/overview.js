@@ -67,7 +67,7 @@ function Example({ item }) {
 
 // What is where: nothing is left out in silence.
 function Whereabouts() {
-  const { details, hasTokenizer, made, problems } = run.head;
+  const { comparison, details, hasTokenizer, made, problems } = run.head;
   const place = {
     page: "Everything is inside this page.",
     files:
@@ -80,7 +80,7 @@ function Whereabouts() {
     ${problems.map((text) => html`<p class="problem">${spell(text)}</p>`)}
     <p>${place} Made ${made.replace("T", " ").replace("+00:00", " UTC")}.
       Logprobs are rounded to 0.001 nats; lists show and search the first 200 characters of texts.${" "}
-      ${hasTokenizer ? "" : "No tokenizer was found: tokens are shown as ids. Name one with --tokenizer. "}
+      ${comparison ? "Tokens are shown as ids; agentrl report RUN has their texts. " : hasTokenizer ? "" : "No tokenizer was found: tokens are shown as ids. Name one with --tokenizer. "}
     </p>
   </footer>`;
 }

@@ -164,6 +164,10 @@ function groupRows(row) {
   return rows;
 }
 
+// What lists begin with.
+const listedFirst = () =>
+  run.head.sources.length && run.head.sources.every((source) => source.isEval) ? "evaluations" : "training";
+
 // Details
 
 const MAX_BLOCKS = 24;

@@ -61,7 +61,7 @@ function Column({ row, said, name, isReference, divergence, onChoose }) {
   const end = describeEnd(row);
   return html`<section class="column ${isReference ? "reference" : ""}" aria-label=${name}>
     <header>
-      <h3><a href=${trajectoryAddress(row)}>${name}</a></h3>
+      <h3><a href=${trajectoryAddress(row)}>${spell(name)}</a></h3>
       <p class="legend"><b>${describeReward(row)}</b>
         <span>${formatCount(run.columns.turns[row], "turn")}</span><span>${formatCount(run.columns.tokens[row], "token")}</span>
         ${end && html`<span class="end">${end}</span>`}</p>

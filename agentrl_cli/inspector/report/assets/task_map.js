@@ -67,7 +67,7 @@ function orderTasks({ tasks }, order) {
 }
 
 function TaskMap({ query }) {
-  const isEval = query.get("from") === "evaluations";
+  const isEval = (query.get("from") ?? listedFirst()) === "evaluations";
   const color = query.get("color") in MAP_COLORS ? query.get("color") : "reward";
   const order = query.get("order") in MAP_ORDERS ? query.get("order") : "lowest";
   const map = useMemo(() => buildCells(isEval), [run.columns, isEval]);
@@ -177,10 +177,11 @@ function MapCanvas({ map, tasks, color }) {
     }
     pen.textAlign = "left";
     // A number needs the room of two cells or more.
-    const every = sources.some((s) => s.step > 99) ? 3 : 2;
+    const marks = sources.map((s) => s.letter ?? String(s.step));
+    const every = Math.min(Math.max(...marks.map((mark) => mark.length)), 3);
     for (let column = firstColumn; column < lastColumn; column++) {
       const x = ROW_HEAD + column * CELL - left + 2;
-      if (column % every === 0 && x >= ROW_HEAD) pen.fillText(String(sources[column].step), x, COLUMN_HEAD / 2);
+      if (column % every === 0 && x >= ROW_HEAD) pen.fillText(marks[column], x, COLUMN_HEAD / 2);
     }
   }, [width, height, theme, map, tasks, color, scroll, at]);
 

@@ -23,7 +23,7 @@ function findTrajectories(query) {
   const { columns, texts, head } = run;
   const get = (name) => query.get(name) ?? "";
   const checks = [];
-  const from = get("from") || "training";
+  const from = get("from") || listedFirst();
   const steps = parseSteps(get("steps"));
   const key = get("source");
   const matching = (name, accepts) => {
@@ -130,7 +130,7 @@ function Filters({ query, isNarrow }) {
   </div>`;
   return html`<form class="filter-form" onSubmit=${(event) => event.preventDefault()} role="search">
     <div class="filters">
-      <${Choice} label="From" name="from" value=${get("from") || "training"}
+      <${Choice} label="From" name="from" value=${get("from") || listedFirst()}
         options=${{ training: "training", evaluations: "evaluations", all: "both" }} />
       <label>Steps <input class="short" placeholder="3-7, 12" value=${get("steps")} onInput=${change("steps")} /></label>
       <label class="wide">Text <input type="search" placeholder="question, answer, failure, task" value=${get("text")} onInput=${change("text")} /></label>
