@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from agentrl_cli.errors import (
     AgentrlError,
@@ -65,10 +64,6 @@ class Finding:
     """A config key, or a line of the user's code."""
     remedy: str = ""
     """What to type or to change; empty only for notes."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
 
 
 def describe_error(error: AgentrlError, code: str | None = None) -> Finding:

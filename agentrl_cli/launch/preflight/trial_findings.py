@@ -39,8 +39,8 @@ _BUDGETS = {
 
 
 def find_in_trial(config: ExperimentConfig, trial: Trial) -> list[Finding]:
-    """Everything that a trial tells, the gravest first."""
-    found = [
+    """Everything that a trial tells."""
+    return [
         *_find_stalls(trial),
         *_find_end(trial),
         *_find_uncalled_model(trial),
@@ -52,8 +52,6 @@ def find_in_trial(config: ExperimentConfig, trial: Trial) -> list[Finding]:
         *_find_mismatches(trial),
         *judge_rewards(trial.trajectories, is_stand_in=trial.is_stand_in),
     ]
-    order = list(Severity)
-    return sorted(found, key=lambda finding: order.index(finding.severity))
 
 
 def _find_end(trial: Trial) -> Iterator[Finding]:
