@@ -25,7 +25,7 @@ from agentrl_cli.store.trajectory_record import format_record, parse_record
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.monitor.alarms import Alarms
 from agentrl_cli.train.monitor.batch_metrics import describe_hardness, summarize_trajectories
-from agentrl_cli.train.monitor.loggers.logger_building import MetricsLogger
+from agentrl_cli.train.monitor.loggers.background_logger import BackgroundLogger
 from agentrl_cli.train.monitor.run_trace import RunTrace
 from agentrl_cli.train.monitor.step_clock import StepClock
 from agentrl_cli.train.publish import publish_and_verify
@@ -122,7 +122,7 @@ class RunCoordinator:
     evaluate: Callable[[int], Mapping[str, float]]
     """Evaluates the published policy after a step and stores the report; gives its metrics."""
     observer: Observer
-    loggers: Sequence[MetricsLogger]
+    loggers: Sequence[BackgroundLogger]
     stop: StopFlag
     _clock: StepClock = field(default_factory=StepClock, init=False)
     _trace: RunTrace = field(default_factory=RunTrace, init=False)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentrl_cli import __version__
 from agentrl_cli.config.experiment import ExperimentConfig, LoggerConfig
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.records import Trajectory
+from agentrl_cli.train.monitor.loggers.background_logger import LoggerSink
 from agentrl_cli.train.monitor.trajectory_spans import (
     TrajectorySpan,
     build_spans,
@@ -26,7 +27,7 @@ _SEND_SECONDS = 10.0
 _LIBRARY = "opentelemetry.exporter.otlp.proto.http"
 
 
-class OtlpSink:
+class OtlpSink(LoggerSink):
     """Sends the spans of each trajectory in one request.
 
     The ids of traces are made of the run and the trajectory: a step that is done again after an
@@ -74,11 +75,7 @@ class OtlpSink:
         """
         self._send([])
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Leaves them out: there are spans alone."""
-
     def log_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Sends a trace for each."""
         for trajectory in trajectories:
             spans = build_spans(trajectory, self._model, with_content=self._with_content)
             self._ids.begin_trace(f"{self._run_id} {step} {trajectory.id}")
@@ -88,7 +85,6 @@ class OtlpSink:
             self._send(finished)
 
     def close(self, *, failed: bool) -> None:
-        """Closes connections."""
         self._exporter.shutdown()
         self._errors.close()
 
