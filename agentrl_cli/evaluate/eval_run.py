@@ -45,8 +45,8 @@ async def evaluate(
     def show(trajectory: Trajectory) -> None:
         nonlocal num_done
         num_done += 1
-        if trajectory.reward is not None and not math.isnan(trajectory.reward):
-            rewards.append(trajectory.reward)
+        if trajectory.known_reward is not None:
+            rewards.append(trajectory.known_reward)
         if trajectory.failure is not None:
             causes[trajectory.failure.cause] += 1
         mean = f"mean reward {math.fsum(rewards) / len(rewards):.3f}" if rewards else ""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from pathlib import Path
 
 from agentrl_cli.evaluate.eval_report import has_passed
-from agentrl_cli.records import Trajectory
 from agentrl_cli.store.atomic_files import write_text
 from agentrl_cli.store.run_folder import RunFolder
 
@@ -24,17 +22,17 @@ def save_pass_rates(folder: RunFolder, label: str, path: Path) -> int:
         StoreError: the file cannot be written.
     """
     trajectories, _ = folder.read_eval(0, label=label)
-    by_task: dict[str, list[Trajectory]] = {}
+    rows = {t.task_id: t.task for t in trajectories}
+    rewards: dict[str, list[float]] = {}
     for trajectory in trajectories:
-        if trajectory.reward is not None and not math.isnan(trajectory.reward):
-            by_task.setdefault(trajectory.task_id, []).append(trajectory)
+        if trajectory.known_reward is not None:
+            rewards.setdefault(trajectory.task_id, []).append(trajectory.known_reward)
     lines = []
-    for _, scored in sorted(by_task.items(), key=lambda item: int(item[0])):
-        rewards = [t.reward for t in scored if t.reward is not None]
+    for task_id, scored in sorted(rewards.items(), key=lambda item: int(item[0])):
         measured = {
-            "pass_rate": statistics.fmean(map(has_passed, rewards)),
-            "mean_reward": statistics.fmean(rewards),
+            "pass_rate": statistics.fmean(map(has_passed, scored)),
+            "mean_reward": statistics.fmean(scored),
         }
-        lines.append(json.dumps({**scored[0].task, **measured}, ensure_ascii=False))
+        lines.append(json.dumps({**rows[task_id], **measured}, ensure_ascii=False))
     write_text(path, "".join(f"{line}\n" for line in lines))
     return len(lines)
