@@ -136,7 +136,7 @@ class LinesView(ScrollView, can_focus=True, inherit_bindings=False):
                 self.action_open()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Column(Generic[RowT]):
     """One column of a table."""
 
@@ -150,8 +150,8 @@ class Column(Generic[RowT]):
     """Texts are; numbers stand on the right."""
     rank: int = 0
     """Where there is no room for all, those of the highest rank are left out first."""
-    says_something: Callable[[RowT], bool] | None = None
-    """The column is shown only if this is true of a row."""
+    says_something: Callable[[RowT], Any] | None = None
+    """The column is shown only if this is truthy of a row."""
     sort_key: Callable[[RowT], Any] | None = None
     """Rows are sorted by it, largest first; None: they cannot be. None of a row: it comes last."""
 
