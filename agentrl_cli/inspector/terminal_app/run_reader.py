@@ -131,14 +131,13 @@ class RunReader:
     def _list_rows(self) -> list[StepSummary]:
         rows = []
         for source in self._sources:
-            totals = self._totals.get(source)
-            is_damaged = isinstance(totals, str)
+            known = self._totals.get(source)
             metrics = {} if source.is_eval else self._metrics.get(source.step, {})
             rows.append(
                 StepSummary(
                     source=source,
-                    totals=None if is_damaged else totals,
-                    problem=totals if is_damaged else None,
+                    totals=None if isinstance(known, str) else known,
+                    problem=known if isinstance(known, str) else None,
                     deviation=read_metric(metrics, "reward_std"),
                     alarms=() if source.is_eval else tuple(self._alarms.get(source.step, ())),
                 )

@@ -14,7 +14,7 @@ from agentrl_cli.config.experiment import ExperimentConfig, count_usable_cores
 from agentrl_cli.config.resolved_run import Machine, ResolvedRun, resolve_run
 from agentrl_cli.errors import AgentrlError, ModelError
 from agentrl_cli.launch.local_run import try_input
-from agentrl_cli.launch.preflight.findings import Finding, Severity, describe_error
+from agentrl_cli.launch.preflight.findings import Finding, Severity, describe_error, note
 from agentrl_cli.launch.preflight.memory_findings import Changed, find_in_memory
 from agentrl_cli.launch.preflight.memory_fit import MemoryEstimate, NamedGpus
 from agentrl_cli.launch.preflight.step_cost import StepCost, measure_step_cost
@@ -58,11 +58,6 @@ class CheckReport:
     def list_of(self, severity: Severity) -> list[Finding]:
         """The findings of one severity."""
         return [finding for finding in self.findings if finding.severity is severity]
-
-    def add_note(self, code: str, where: str, found: str) -> None:
-        """Adds what is to be known, and needs no change."""
-        finding = Finding(code=code, severity=Severity.NOTE, found=found, where=where)
-        self.findings.append(finding)
 
     @property
     def errors(self) -> list[Finding]:
@@ -139,12 +134,12 @@ def run_check(
     if config.rollout.agent_mode == "external":
         found = "rollout.agent_mode: external: the agents are programs elsewhere, and none of them "
         found += "was run. agentrl serve --online lets one be tried"
-        report.add_note("trial_skipped", "rollout.agent_mode", found)
+        report.findings.append(note("trial_skipped", "rollout.agent_mode", found))
     elif can_run:
         _try_agent(plan, report, shape, observer)
     else:
         found = "the agent was not run, because of the errors above"
-        report.add_note("trial_skipped", "agentrl check", found)
+        report.findings.append(note("trial_skipped", "agentrl check", found))
     order = list(Severity)
     report.findings.sort(key=lambda finding: order.index(finding.severity))
     return report
@@ -190,9 +185,7 @@ def _check_input(config: ExperimentConfig, gpus: NamedGpus | None) -> Iterator[F
     try:
         run = resolve_run(alone, Machine.detect(), purpose="train")
         for line in try_input(alone, run, overwrite=False):
-            yield Finding(
-                code="not_looked_at", severity=Severity.NOTE, found=line, where=line.split(":")[0]
-            )
+            yield note("not_looked_at", line.split(":")[0], line)
     except AgentrlError as error:
         yield describe_error(error)
 
@@ -282,14 +275,14 @@ def _try_agent(
             "is not on this machine or too large for it: pass rates, lengths and tokens say "
             "nothing about yours. --base-url URL --model NAME lets a served one answer"
         )
-        report.add_note("stand_in", "model.path", found)
+        report.findings.append(note("stand_in", "model.path", found))
     report.findings += find_in_trial(config, trial)
     observer.on_stage("chat template")
     report.findings += _check_template(config, trial)
     report.step = measure_step_cost(config, trial.trajectories, trial.scores)
     if report.step is not None:
         described = report.step.describe(config, trial.model, is_stand_in=trial.is_stand_in)
-        report.add_note("step_cost", "train", described)
+        report.findings.append(note("step_cost", "train", described))
 
 
 def _check_template(config: ExperimentConfig, trial: Trial) -> Iterator[Finding]:
@@ -300,11 +293,10 @@ def _check_template(config: ExperimentConfig, trial: Trial) -> Iterator[Finding]
         folder = resolve_model_folder(config.model.path, SilentObserver())
         tokenizer = load_tokenizer_of(folder, config.tokenizer_path, config.model.chat_template)
     except AgentrlError as error:
-        reason = describe_error(error).found
-        yield Finding(
-            code="not_looked_at", severity=Severity.NOTE, where="tokenizer_path",
-            found=f"whether the chat template shows what the agent sends: {reason}",
-        )  # fmt: skip
+        found = (
+            f"whether the chat template shows what the agent sends: {describe_error(error).found}"
+        )
+        yield note("not_looked_at", "tokenizer_path", found)
         return
     template = ChatTemplate(tokenizer, ReplyFormats())
     try:

@@ -66,6 +66,11 @@ class Finding:
     """What to type or to change; empty only for notes."""
 
 
+def note(code: str, where: str, found: str) -> Finding:
+    """What is to be known, and needs no change."""
+    return Finding(code=code, severity=Severity.NOTE, found=found, where=where)
+
+
 def describe_error(error: AgentrlError, code: str | None = None) -> Finding:
     """The finding that an error's message is, parted into what was found and what to do.
 

@@ -12,7 +12,13 @@ from dataclasses import replace
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RolloutFailedError
 from agentrl_cli.evaluate.eval_report import compute_reward_interval, has_passed
-from agentrl_cli.launch.preflight.findings import Finding, Severity, describe_error, split_advice
+from agentrl_cli.launch.preflight.findings import (
+    Finding,
+    Severity,
+    describe_error,
+    note,
+    split_advice,
+)
 from agentrl_cli.launch.preflight.trial import Trial
 from agentrl_cli.log import format_count
 from agentrl_cli.prefix_mismatches import REMEDIES, summarize_prefix_mismatches
@@ -234,13 +240,8 @@ def _find_reward_problems(config: ExperimentConfig, trial: Trial) -> Iterator[Fi
         )
     others = sorted(set(kinds) - {"None", "NaN", "float", "int"})
     if others:
-        yield Finding(
-            code="reward_type",
-            severity=Severity.NOTE,
-            found=f"the reward function returned {', '.join(others)}, which counts as a number "
-            "(True is 1.0, False 0.0)",
-            where=where,
-        )
+        found = f"the reward function returned {', '.join(others)}, which counts as a number "
+        yield note("reward_type", where, found + "(True is 1.0, False 0.0)")
     slowest = max((score.run_seconds for score in trial.scores), default=0.0)
     limit = config.rollout.reward_timeout_seconds
     if slowest > _SLOW_REWARD_SHARE * limit:
