@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -111,7 +112,9 @@ def run_here(
     many seconds. ``run_here(2, "train", "--config", "c.yaml")``."""
 
     def run(code: int, *arguments: str, **env: str) -> str:
-        with monkeypatch.context() as here:
+        with monkeypatch.context() as here, warnings.catch_warnings():
+            # As Python does by default: the user's agents may leave files open.
+            warnings.simplefilter("ignore", ResourceWarning)
             here.chdir(tmp_path)
             here.setattr(sys, "path", [*sys.path])
             here.delenv("AGENTRL_API_KEY", raising=False)
