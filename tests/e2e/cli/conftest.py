@@ -122,7 +122,9 @@ def run_here(
                 here.setenv(name, value)
             capfd.readouterr()
             ended = run_reporting_failures(lambda: app([*arguments]))
-        printed = "".join(capfd.readouterr())
+        out, err = capfd.readouterr()
+        # Of a command that prints JSON, what comes before.
+        printed = err + out
         assert ended == code, printed
         assert "Traceback" not in printed
         return printed
