@@ -37,9 +37,9 @@ class SecretFilter(logging.Filter):
         return True
 
 
-def format_count(count: float, noun: str) -> str:
+def format_count(count: float, noun: str, plural: str | None = None) -> str:
     """``1 turn``, ``2 turns``, ``1,024 turns``."""
-    return f"{count:,.0f} {noun}{'' if count == 1 else 's'}"
+    return f"{count:,.0f} {noun if count == 1 else plural or f'{noun}s'}"
 
 
 def format_failures(num_policy: float, num_surroundings: float) -> str:

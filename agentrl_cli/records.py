@@ -7,6 +7,7 @@ and shown by ``inspector``; none of those changes them in place.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -292,6 +293,11 @@ class Trajectory:
     """Duration, from the start of the agent until the reward is known."""
     reward_seconds: float = 0.0
     """Duration of the reward's part."""
+
+    @property
+    def known_reward(self) -> float | None:
+        """The reward; None where it is missing or NaN: such a trajectory is unscored."""
+        return None if self.reward is None or math.isnan(self.reward) else self.reward
 
     @property
     def is_policy_failure(self) -> bool:

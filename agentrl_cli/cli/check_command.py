@@ -51,22 +51,21 @@ def check_command(
     agent on a few tasks; exits with 1 if there are errors."""
     check_endpoint(None, base_url, model)
     from agentrl_cli.cli.display.progress_display import build_observer
-    from agentrl_cli.launch.preflight.check import CheckRequest, run_check
+    from agentrl_cli.launch.preflight.check import run_check
     from agentrl_cli.launch.preflight.memory_fit import parse_gpus
+    from agentrl_cli.launch.preflight.trial import TrialPlan
 
-    request = CheckRequest(
-        config_path=config,
-        overrides=overrides or [],
+    gpus = None if gpu is None else parse_gpus(gpu)
+    plan = TrialPlan(
         num_tasks=tasks,
         n_samples=samples,
-        gpus=None if gpu is None else parse_gpus(gpu),
+        timeout_seconds=timeout_seconds,
         base_url=base_url,
         endpoint_model=model,
-        timeout_seconds=timeout_seconds,
     )
     # What agents print, too, would stand in the JSON.
     with redirect_stdout(sys.stderr) if as_json else nullcontext(), build_observer() as observer:
-        report = run_check(request, observer)
+        report = run_check(config, overrides or [], plan, gpus, observer)
     next_command = _build_next_command(report, config, overrides or [], gpu)
     if as_json:
         # What the user's code raised may hold a key.

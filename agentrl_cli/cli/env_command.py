@@ -38,8 +38,8 @@ _VARIABLES = (
 _SECONDS = 10.0
 _GPU_FIELDS = "name,memory.total,memory.used,driver_version"
 
-#: Lines by name; one that may fail or hang is a function that gives it.
-_Lines: TypeAlias = Mapping[str, str | Callable[[], str]]
+#: What gives each line of a section; it may fail or hang.
+_Section: TypeAlias = Mapping[str, Callable[[], object]]
 
 
 def env_command(
@@ -49,7 +49,12 @@ def env_command(
     from agentrl_cli.log import clean
     from agentrl_cli.secret_masking import mask_secrets
 
-    report = mask_secrets({name: _collect(list_lines) for name, list_lines in _SECTIONS.items()})
+    report = mask_secrets(
+        {
+            section: {name: _answer(find) for name, find in lines.items()}
+            for section, lines in _list_sections().items()
+        }
+    )
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return
@@ -59,24 +64,15 @@ def env_command(
             typer.echo(clean(f"  {name}: {value}"))
 
 
-def _collect(list_lines: Callable[[], _Lines]) -> dict[str, str]:
-    """The lines of a section; one that fails says why."""
-    try:
-        lines = list_lines()
-    except Exception as error:
-        return {"not known": _describe_error(error)}
-    return {name: _answer(line) if callable(line) else line for name, line in lines.items()}
-
-
-def _answer(find: Callable[[], str]) -> str:
+def _answer(find: Callable[[], object]) -> str:
     """What ``find`` gives, or why it gives nothing."""
     found: list[str] = []
 
     def run() -> None:
         try:
-            found.append(find())
+            found.append(str(find()))
         except Exception as error:
-            found.append(f"not known ({_describe_error(error)})")
+            found.append(f"not known ({type(error).__name__}: {error})")
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -84,33 +80,50 @@ def _answer(find: Callable[[], str]) -> str:
     return found[0] if found else f"not known (no answer in {_SECONDS:g} s)"
 
 
-def _describe_error(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _list_sections() -> Mapping[str, _Section]:
+    import resource
 
-
-def _describe_agentrl() -> _Lines:
     import agentrl_cli
 
-    return {"version": agentrl_cli.__version__, "folder": str(Path(agentrl_cli.__file__).parent)}
-
-
-def _describe_python() -> _Lines:
-    return {
-        "version": f"{platform.python_version()} ({platform.python_implementation()})",
-        "executable": sys.executable,
-        "environment": sys.prefix if sys.prefix != sys.base_prefix else "none",
+    limits = {
+        "open files": resource.RLIMIT_NOFILE,
+        "processes": resource.RLIMIT_NPROC,
+        "locked memory": resource.RLIMIT_MEMLOCK,
+        "address space": resource.RLIMIT_AS,
     }
-
-
-def _describe_machine() -> _Lines:
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    disks: dict[str, Callable[[], str | Path]] = {
+        "current folder": Path.cwd,
+        "temporary files": tempfile.gettempdir,
+        "agentrl's cache": lambda: os.environ.get("AGENTRL_CACHE") or f"{cache}/agentrl",
+        "models of the hub": lambda: os.environ.get("HF_HOME") or f"{cache}/huggingface",
+        "shared memory": lambda: "/dev/shm",
+    }
+    variables = {n: v for n, v in sorted(os.environ.items()) if n.upper().startswith(_VARIABLES)}
     return {
-        "system": platform.platform,
-        "libc": lambda: " ".join(platform.libc_ver()).strip() or "not known",
-        "processor": _find_processor,
-        "cores": _count_cores,
-        "load": lambda: " ".join(f"{load:.1f}" for load in os.getloadavg()),
-        "memory": _measure_memory,
-        "memory limit": _find_memory_limit,
+        "agentrl": {
+            "version": lambda: agentrl_cli.__version__,
+            "folder": lambda: Path(agentrl_cli.__file__).parent,
+        },
+        "python": {
+            "version": lambda: f"{platform.python_version()} ({platform.python_implementation()})",
+            "executable": lambda: sys.executable,
+            "environment": lambda: sys.prefix if sys.prefix != sys.base_prefix else "none",
+        },
+        "machine": {
+            "system": platform.platform,
+            "libc": lambda: " ".join(platform.libc_ver()).strip() or "not known",
+            "processor": _find_processor,
+            "cores": _count_cores,
+            "load": lambda: " ".join(f"{load:.1f}" for load in os.getloadavg()),
+            "memory": _measure_memory,
+            "memory limit": _find_memory_limit,
+        },
+        "gpus": {"visible": _list_visible_gpus, "nvidia-smi": _ask_nvidia},
+        "packages": {name: partial(_find_version, name) for name in _PACKAGES},
+        "limits (now, of at most)": {n: partial(_find_limit, kind) for n, kind in limits.items()},
+        "disks": {name: partial(_measure_disk, find) for name, find in disks.items()},
+        "variables": {name: partial(str, value) for name, value in variables.items()},
     }
 
 
@@ -144,10 +157,6 @@ def _find_memory_limit() -> str:
     return "none"
 
 
-def _describe_gpus() -> _Lines:
-    return {"visible": _list_visible_gpus, "nvidia-smi": _ask_nvidia}
-
-
 def _list_visible_gpus() -> str:
     from agentrl_cli.config.resolved_run import Machine
 
@@ -167,10 +176,6 @@ def _ask_nvidia() -> str:
     return "; ".join((done.stdout + done.stderr).split("\n")).strip("; ") or "no GPU"
 
 
-def _list_packages() -> _Lines:
-    return {name: partial(_find_version, name) for name in _PACKAGES}
-
-
 def _find_version(name: str) -> str:
     try:
         return metadata.version(name)
@@ -178,34 +183,11 @@ def _find_version(name: str) -> str:
         return "not installed"
 
 
-def _list_limits() -> _Lines:
+def _find_limit(kind: int) -> str:
     import resource
 
-    kinds = {
-        "open files": resource.RLIMIT_NOFILE,
-        "processes": resource.RLIMIT_NPROC,
-        "locked memory": resource.RLIMIT_MEMLOCK,
-        "address space": resource.RLIMIT_AS,
-    }
-
-    def find(kind: int) -> str:
-        limits = ("unlimited" if n == resource.RLIM_INFINITY else str(n) for n in getrlimit(kind))
-        return " of ".join(limits)
-
-    getrlimit = resource.getrlimit
-    return {name: partial(find, kind) for name, kind in kinds.items()}
-
-
-def _measure_disks() -> _Lines:
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    places: dict[str, Callable[[], Path | str]] = {
-        "current folder": Path.cwd,
-        "temporary files": tempfile.gettempdir,
-        "agentrl's cache": lambda: os.environ.get("AGENTRL_CACHE") or f"{cache}/agentrl",
-        "models of the hub": lambda: os.environ.get("HF_HOME") or f"{cache}/huggingface",
-        "shared memory": lambda: "/dev/shm",
-    }
-    return {name: partial(_measure_disk, find) for name, find in places.items()}
+    limits = resource.getrlimit(kind)
+    return " of ".join("unlimited" if n == resource.RLIM_INFINITY else str(n) for n in limits)
 
 
 def _measure_disk(find: Callable[[], Path | str]) -> str:
@@ -214,19 +196,3 @@ def _measure_disk(find: Callable[[], Path | str]) -> str:
     nearest = next(path for path in (place, *place.parents) if path.exists())
     usage = shutil.disk_usage(nearest)
     return f"{place}: {usage.free / 1e9:.1f} GB free of {usage.total / 1e9:.1f} GB"
-
-
-def _list_variables() -> _Lines:
-    return {n: v for n, v in sorted(os.environ.items()) if n.upper().startswith(_VARIABLES)}
-
-
-_SECTIONS: Mapping[str, Callable[[], _Lines]] = {
-    "agentrl": _describe_agentrl,
-    "python": _describe_python,
-    "machine": _describe_machine,
-    "gpus": _describe_gpus,
-    "packages": _list_packages,
-    "limits (now, of at most)": _list_limits,
-    "disks": _measure_disks,
-    "variables": _list_variables,
-}

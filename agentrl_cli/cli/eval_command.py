@@ -115,7 +115,7 @@ def _print_report(report: EvalReport, described: Mapping[str, str]) -> None:
 
 
 def _save_tasks(run_dir: str, name: str, path: Path) -> None:
-    from agentrl_cli.evaluate.pass_rates import save_pass_rates
+    from agentrl_cli.evaluate.eval_run import save_pass_rates
     from agentrl_cli.store.run_folder import RunFolder
 
     num_saved = save_pass_rates(RunFolder.open(run_dir), name, path)

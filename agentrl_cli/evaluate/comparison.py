@@ -54,6 +54,8 @@ class PairedComparison:
     num_tasks: int
     num_unpaired: int
     """Tasks of either that the other has not attempted, or that have no reward in one."""
+    before: float | None
+    """Mean over the tasks of the reward before; None: no task."""
     difference: float | None
     """Mean over the tasks of the reward after minus the reward before; None: no task."""
     interval: Interval | None
@@ -108,7 +110,7 @@ def measure_tasks(trajectories: Iterable[Trajectory]) -> dict[str, TaskResult]:
 
 
 def _measure_task(attempts: Sequence[Trajectory]) -> TaskResult:
-    rewards = [t.reward for t in attempts if t.reward is not None and not math.isnan(t.reward)]
+    rewards = [t.known_reward for t in attempts if t.known_reward is not None]
     return TaskResult(
         task_id=attempts[0].task_id,
         question=attempts[0].question,
@@ -121,6 +123,7 @@ def compare_tasks(
     before: Mapping[str, TaskResult], after: Mapping[str, TaskResult]
 ) -> PairedComparison:
     """The change from ``before`` to ``after``, paired by task."""
+    rewards: list[float] = []
     differences: list[float] = []
     newly_passed: list[Flip] = []
     newly_failed: list[Flip] = []
@@ -129,6 +132,7 @@ def compare_tasks(
         old, new = before[key], after[key]
         if old.reward is None or new.reward is None:
             continue
+        rewards.append(old.reward)
         differences.append(new.reward - old.reward)
         if old.has_passed != new.has_passed:
             flip = Flip(
@@ -141,6 +145,7 @@ def compare_tasks(
     return PairedComparison(
         num_tasks=len(differences),
         num_unpaired=len(before.keys() | after.keys()) - len(differences),
+        before=statistics.fmean(rewards) if rewards else None,
         difference=statistics.fmean(differences) if differences else None,
         interval=compute_paired_interval(differences),
         num_improved=sum(d > _ROUNDING for d in differences),

@@ -1,4 +1,4 @@
-"""What trajectories amount to: a report, the comparison of two, and their statistics; all pure."""
+"""What trajectories amount to: a report, and its statistics; all pure."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class EvalReport:
     prefix_mismatches: MismatchSummary
     """Turns whose tokens could not continue an earlier turn, and what that cost."""
     task_rewards: Mapping[str, float]
-    """Task id to its mean reward, for comparisons."""
+    """Task id to its mean reward."""
 
     def list_metrics(self) -> dict[str, float]:
         """What loggers get of it, beside the metrics of the step."""
@@ -95,20 +95,6 @@ class EvalReport:
         return TypeAdapter(EvalReport).validate_python(data)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """The change of the mean reward from one report to another, on the tasks of both."""
-
-    num_tasks: int
-    before: float
-    after: float
-    difference: float
-    interval: Interval | None
-    """95 % of the difference, paired by task; None: fewer than two tasks in common."""
-    num_improved: int
-    num_worse: int
-
-
 def build_report(
     trajectories: Sequence[Trajectory],
     *,
@@ -119,8 +105,7 @@ def build_report(
     rewards: dict[str, list[float]] = {}
     outcomes: dict[str, list[bool]] = {}
     for t in trajectories:
-        reward = None if t.reward is None or math.isnan(t.reward) else t.reward
-        known = [] if reward is None else [reward]
+        known = [] if t.known_reward is None else [t.known_reward]
         rewards.setdefault(t.task_id, []).extend(known)
         passed = [has_passed(r, pass_threshold) for r in known]
         outcomes.setdefault(t.task_id, []).extend(passed)
@@ -156,32 +141,6 @@ def build_report(
 def has_passed(reward: float, threshold: float = 1.0) -> bool:
     """Whether a reward is that of a solved task."""
     return reward >= threshold - _ROUNDING
-
-
-def compare_reports(before: EvalReport, after: EvalReport) -> Comparison | None:
-    """The change from ``before`` to ``after``, paired by task; None without tasks in common.
-
-    With d_t the difference of a task's mean rewards, the interval is the t interval of the
-    mean of d_t: what makes tasks differ from each other cancels. Rewards
-    from 0 to 1 change by at most 1, and the interval ends there.
-    """
-    tasks = [t for t in before.task_rewards if t in after.task_rewards]
-    if not tasks:
-        return None
-    differences = [after.task_rewards[t] - before.task_rewards[t] for t in tasks]
-    interval = compute_clustered_interval([[d] for d in differences])
-    rewards = [report.task_rewards[t] for report in (before, after) for t in tasks]
-    if interval is not None and min(rewards) >= 0.0 and max(rewards) <= 1.0:
-        interval = max(-1.0, interval[0]), min(1.0, interval[1])
-    return Comparison(
-        num_tasks=len(tasks),
-        before=statistics.fmean(before.task_rewards[t] for t in tasks),
-        after=statistics.fmean(after.task_rewards[t] for t in tasks),
-        difference=statistics.fmean(differences),
-        interval=interval,
-        num_improved=sum(d > 0 for d in differences),
-        num_worse=sum(d < 0 for d in differences),
-    )
 
 
 def _measure(values: Sequence[float]) -> Lengths | None:

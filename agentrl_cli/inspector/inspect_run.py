@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def _show_steps(folder: RunFolder, as_json: bool, console: Console) -> None:
         _hint(console, line)
     last = next((s.source.step for s in reversed(summaries) if not s.source.is_eval), None)
     options = "--evals all" if last is None else f"--step {last}"
-    _hint(console, f"its trajectories:  agentrl inspect-trajectories {folder.location} {options}")
+    _hint(console, f"its trajectories:  agentrl inspect-trajectories {_quote(folder)} {options}")
 
 
 def _show_selection(
@@ -105,7 +106,7 @@ def _show_selection(
         )
     if selection.found:
         name = selection.found[0].summary.id
-        _hint(console, f"the first one:  agentrl inspect-trajectories {folder.location} {name}")
+        _hint(console, f"the first one:  agentrl inspect-trajectories {_quote(folder)} {name}")
 
 
 def _show_one(
@@ -132,19 +133,20 @@ def _show_one(
         summarize_prefix_mismatches([trajectory]), "prefix mismatches in this trajectory", console
     )
     if not tokens:
-        hint = f"agentrl inspect-trajectories {folder.location} {trajectory.id} --tokens"
+        hint = f"agentrl inspect-trajectories {_quote(folder)} {trajectory.id} --tokens"
         _hint(console, f"its tokens:  {hint}")
         return
-    latest = folder.latest_checkpoint()
-    if latest is not None:
-        folder.fetch(latest[1] / "tokenizer.json")
-    spell = load_spell(tokenizer_path, latest[1] if latest else None)
+    spell = load_spell(folder, tokenizer_path)
     for table in build_token_tables(trajectory, spell, is_trained=is_trained, proximal=proximal):
         console.print(table)
     if untrained is not None:
         _hint(console, f"none of these tokens is trained on: {untrained}")
     if spell is None:
         _hint(console, "to see the tokens as text, add --tokenizer MODEL_FOLDER")
+
+
+def _quote(folder: RunFolder) -> str:
+    return shlex.quote(folder.location)
 
 
 def _show_prefix_mismatches(summary: MismatchSummary, title: str, console: Console) -> None:

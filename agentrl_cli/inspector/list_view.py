@@ -29,9 +29,13 @@ class StepSummary:
 
     source: Source
     totals: TrajectoryTotals | None = None
+    """None: they have not been read yet, or cannot be."""
     alarms: tuple[str, ...] = ()
     """Those that were active in the step."""
     problem: str | None = None
+    """Why they cannot be read."""
+    deviation: float | None = None
+    """Of the rewards; None: no metric has it, or nobody has asked."""
 
     @property
     def prefix_mismatches(self) -> MismatchSummary:

@@ -33,19 +33,17 @@ def format_versions(versions: Sequence[int]) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def format_content(content: Any) -> str:
-    """A message's content: text, or the texts of its parts; whatever else as JSON."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return clean(content)
-    if isinstance(content, list):
-        parts = [
-            p["text"] if isinstance(p, dict) and isinstance(p.get("text"), str) else _to_json(p)
-            for p in content
-        ]
-        return clean("\n".join(parts))
-    return clean(_to_json(content))
+def read_text(content: Any) -> str:
+    """A message's content as text: parts that are none, as JSON."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    parts = content if isinstance(content, list) else [content]
+    return "\n".join(
+        part["text"]
+        if isinstance(part, dict) and isinstance(part.get("text"), str)
+        else _to_json(part)
+        for part in parts
+    )
 
 
 def format_message(message: Any) -> Text:
@@ -58,7 +56,7 @@ def format_message(message: Any) -> Text:
     call_id = message.get("tool_call_id")
     if isinstance(call_id, str):
         text.append(f" ({clean(call_id)})", style="dim")
-    body = format_content(message.get("content"))
+    body = clean(read_text(message.get("content")))
     if body:
         text.append(": ").append(body)
     calls = message.get("tool_calls")

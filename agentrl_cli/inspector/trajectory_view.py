@@ -294,14 +294,19 @@ def build_token_tables(
     ]
 
 
-def load_spell(tokenizer_path: str | None, checkpoint: Path | None) -> Spell | None:
-    """Decodes ids with the tokenizer in a folder; by default, of the last checkpoint.
+def load_spell(run: RunFolder, tokenizer_path: str | None) -> Spell | None:
+    """Decodes ids with the tokenizer in a folder; by default, of the run's last checkpoint, and
+    None where that has none.
 
     Raises:
         UserInputError: the folder that was named has no tokenizer.
     """
-    folder = Path(tokenizer_path) if tokenizer_path is not None else checkpoint
-    if folder is None:
+    if tokenizer_path is not None:
+        folder = Path(tokenizer_path)
+    elif (latest := run.latest_checkpoint()) is not None:
+        folder = latest[1]
+        run.fetch(folder / "tokenizer.json")
+    else:
         return None
     path = folder / "tokenizer.json"
     if not path.is_file():

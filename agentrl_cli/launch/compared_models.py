@@ -126,10 +126,12 @@ def _parse_endpoint(name: str) -> Endpoint:
 def _choose_checkpoint(name: str, run: RunFolder, *, best: bool) -> Checkpoint:
     latest = run.latest_checkpoint()
     if latest is None:
+        stored = ", ".join(f"{name.rstrip('/')}/{n}" for n in _name_evaluations(run))
         raise UserInputError(
             f"{name}: this run has no checkpoint yet, which is saved every train.save_every_steps "
-            "and after the last step. "
-            + _list_evaluations(run, "Its evaluations can be compared: ", name)
+            "and after the last step."
+            + f" Its evaluations can be compared: {stored}"
+            * bool(stored)
         )
     if not best:
         return Checkpoint(name, latest[1], run)
@@ -144,21 +146,19 @@ def _choose_checkpoint(name: str, run: RunFolder, *, best: bool) -> Checkpoint:
 
 def _find_evaluation(name: str, run: RunFolder, typed: str) -> StoredEvaluation:
     """The evaluation called ``typed``: its label, or its file's name."""
-    stored = run.list_evals()
     wanted = typed.removesuffix(".json").removesuffix(".parquet")
     # The newest, if several steps have one of that label.
-    for step, label in reversed(stored):
+    for step, label in reversed(run.list_evals()):
         if wanted in (label, layout.eval_name(step, label)):
             return StoredEvaluation(name, run, step, label)
-    names = [label or layout.eval_name(step) for step, label in stored]
     raise UserInputError(
-        f"{name}: {run.location} has no evaluation {typed!r}; {format_nearest(typed, names)}"
+        f"{name}: {run.location} has no evaluation {typed!r}; "
+        f"{format_nearest(typed, _name_evaluations(run))}"
     )
 
 
-def _list_evaluations(run: RunFolder, before: str, name: str) -> str:
-    names = [label or layout.eval_name(step) for step, label in run.list_evals()]
-    return before + ", ".join(f"{name.rstrip('/')}/{n}" for n in names) if names else ""
+def _name_evaluations(run: RunFolder) -> list[str]:
+    return [label or layout.eval_name(step) for step, label in run.list_evals()]
 
 
 def find_configured_run(models: Sequence[ComparedModel]) -> RunFolder | None:

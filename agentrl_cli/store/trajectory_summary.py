@@ -73,9 +73,7 @@ class TrajectoryTotals:
     @classmethod
     def of(cls, trajectories: Collection[Trajectory]) -> Self:
         """The totals of ``trajectories``."""
-        rewards = [
-            t.reward for t in trajectories if t.reward is not None and not math.isnan(t.reward)
-        ]
+        rewards = [t.known_reward for t in trajectories if t.known_reward is not None]
         num_failed = sum(t.failure is not None for t in trajectories)
         num_policy_failures = sum(t.is_policy_failure for t in trajectories)
         return cls(

@@ -25,7 +25,7 @@ from agentrl_cli.store.trajectory_record import format_record, parse_record
 from agentrl_cli.train.learner import Learner
 from agentrl_cli.train.monitor.alarms import Alarms
 from agentrl_cli.train.monitor.batch_metrics import describe_hardness, summarize_trajectories
-from agentrl_cli.train.monitor.loggers.logger_building import MetricsLogger
+from agentrl_cli.train.monitor.loggers.background_logger import BackgroundLogger
 from agentrl_cli.train.monitor.run_trace import RunTrace
 from agentrl_cli.train.monitor.step_clock import StepClock
 from agentrl_cli.train.publish import publish_and_verify
@@ -122,10 +122,10 @@ class RunCoordinator:
     evaluate: Callable[[int], Mapping[str, float]]
     """Evaluates the published policy after a step and stores the report; gives its metrics."""
     observer: Observer
-    loggers: Sequence[MetricsLogger]
+    loggers: Sequence[BackgroundLogger]
     stop: StopFlag
     _clock: StepClock = field(default_factory=StepClock, init=False)
-    _trace: RunTrace | None = field(default=None, init=False)
+    _trace: RunTrace = field(default_factory=RunTrace, init=False)
     _train_started_at: float = field(default=0.0, init=False)
     _is_saved: bool = field(default=True, init=False)
     _alarms: Alarms = field(init=False)
@@ -137,7 +137,7 @@ class RunCoordinator:
         self._alarms = Alarms(self.config, self.folder.location, self.observer, lines)
         if self.config.train.trace:
             self._trace = RunTrace(self.folder.path / layout.TRACE)
-            self._clock = StepClock(self._trace.add_phase)
+        self._clock = StepClock(self._trace.add_phase)
 
     def collect(self, step: int) -> list[Trajectory] | None:
         """The trajectories of a step, on disk: made now, or before an interruption; None when the
@@ -203,11 +203,7 @@ class RunCoordinator:
             ),
             self.config.engine.compute_publish_deadline(),
         )
-        if self._trace is not None:
-            served_at = started_at + metrics["publish_seconds"]
-            self._trace.add_phase("publish", started_at, metrics["publish_seconds"])
-            self._trace.add_publication(version, served_at)
-            self._trace.add_phase("probe", served_at, metrics["probe_seconds"])
+        self._trace.add_publication(version, started_at, metrics)
         return metrics
 
     def finish_step(
@@ -247,23 +243,13 @@ class RunCoordinator:
         self._log(step, line)
         for logger in self.loggers:
             logger.log_trajectories(step, batch)
-        self._trace_step(step, batch, metrics)
+        self._trace.add_update(self._train_started_at, metrics)
+        self._trace.add_trajectories(step, batch)
+        self._trace.flush()
         self.observer.on_step(line)
         if step == 1 and (advice := describe_hardness(line)) is not None:
             self.observer.on_message(advice)
         self._alarms.report()
-
-    def _trace_step(
-        self, step: int, batch: Sequence[Trajectory], metrics: Mapping[str, float]
-    ) -> None:
-        if self._trace is None:
-            return
-        started_at, num_seconds = self._train_started_at, metrics["logprob_seconds"]
-        self._trace.add_part("logprobs", started_at, num_seconds)
-        num_left = metrics["train_seconds"] - num_seconds
-        self._trace.add_part("updates", started_at + num_seconds, num_left)
-        self._trace.add_trajectories(step, batch)
-        self._trace.flush()
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         for logger in self.loggers:
@@ -287,16 +273,14 @@ class RunCoordinator:
             with self._clock.phase("evaluation"):
                 metrics = self.evaluate(step)
             self._log(step, metrics)
-            if self._trace is not None:
-                self._trace.flush()
+            self._trace.flush()
 
     def save(self, step: int) -> None:
         """Writes a checkpoint, and deletes those that are not kept."""
         self.observer.on_stage("save")
         with self._clock.phase("save"):
             self.saver.save(step)
-        if self._trace is not None:
-            self._trace.flush()
+        self._trace.flush()
         self._is_saved = True
 
 

@@ -18,7 +18,8 @@ from agentrl_cli.prefix_mismatches import REMEDIES, format_mismatch_totals
 from agentrl_cli.sparkline import format_sparkline
 
 if TYPE_CHECKING:
-    from agentrl_cli.evaluate.eval_report import Comparison, EvalReport, Lengths
+    from agentrl_cli.evaluate.comparison import PairedComparison
+    from agentrl_cli.evaluate.eval_report import EvalReport, Lengths
     from agentrl_cli.records import Trajectory
     from agentrl_cli.store.run_folder import RunFolder
 
@@ -146,7 +147,7 @@ def read_evaluation(
 
 def _print_evals(folder: RunFolder, console: Console) -> None:
     """The first and the last evaluation, and a task in which they differ."""
-    from agentrl_cli.evaluate.eval_report import compare_reports
+    from agentrl_cli.evaluate.comparison import compare_tasks, measure_tasks
     from agentrl_cli.inspector.trajectory_view import build_tree
 
     steps = folder.eval_steps()
@@ -160,8 +161,8 @@ def _print_evals(folder: RunFolder, console: Console) -> None:
         return
     after, report_after = read_evaluation(folder, steps[-1])
     console.print(build_comparison_table(report_before, report_after))
-    comparison = compare_reports(report_before, report_after)
-    if comparison is not None:
+    comparison = compare_tasks(measure_tasks(before), measure_tasks(after))
+    if comparison.num_tasks:
         console.print(format_comparison(comparison), markup=False)
     for trajectory, title in zip(
         find_telling_pair(before, after), ("before", "after"), strict=False
@@ -180,16 +181,17 @@ def _print_time(folder: RunFolder, console: Console) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
 
-def format_comparison(comparison: Comparison) -> str:
+def format_comparison(comparison: PairedComparison) -> str:
     """One sentence on the change of the mean reward."""
+    before, difference = comparison.before or 0.0, comparison.difference or 0.0
     interval = ""
     if comparison.interval is not None:
         low, high = comparison.interval
         interval = f" (95 % interval {low:+.3f} to {high:+.3f}, paired by task)"
     return (
-        f"mean reward {comparison.before:.3f} -> {comparison.after:.3f}: "
-        f"{comparison.difference:+.3f}{interval}; of {format_count(comparison.num_tasks, 'task')} "
-        f"{comparison.num_improved} improved, {comparison.num_worse} got worse"
+        f"mean reward {before:.3f} -> {before + difference:.3f}: {difference:+.3f}{interval}; of "
+        f"{format_count(comparison.num_tasks, 'task')} {comparison.num_improved} improved, "
+        f"{comparison.num_worse} got worse"
     )
 
 
@@ -201,9 +203,11 @@ def find_telling_pair(
     None at all where no task has a reward both times.
     """
     earlier: dict[str, Trajectory] = {}
-    for trajectory in filter(_has_reward, before):
-        earlier.setdefault(trajectory.task_id, trajectory)
-    pairs = [(earlier[t.task_id], t) for t in after if t.task_id in earlier and _has_reward(t)]
+    for trajectory in before:
+        if trajectory.known_reward is not None:
+            earlier.setdefault(trajectory.task_id, trajectory)
+    later = [t for t in after if t.task_id in earlier and t.known_reward is not None]
+    pairs = [(earlier[t.task_id], t) for t in later]
     return min(pairs, key=_rank_pair, default=())
 
 
@@ -211,10 +215,6 @@ def _rank_pair(pair: tuple[Trajectory, Trajectory]) -> tuple[float, int]:
     before, after = pair
     gain = (after.reward or 0.0) - (before.reward or 0.0)
     return -round(gain, 9), before.num_completion_tokens + after.num_completion_tokens
-
-
-def _has_reward(trajectory: Trajectory) -> bool:
-    return trajectory.reward is not None and not math.isnan(trajectory.reward)
 
 
 def _list_next_commands(

@@ -10,6 +10,7 @@ import typer
 
 from agentrl_cli.cli.stored_runs.inspect_command import EvalsOption
 from agentrl_cli.errors import UserInputError
+from agentrl_cli.log import format_count
 
 if TYPE_CHECKING:
     from agentrl_cli.inspector.exports.export_selection import ExportSelection
@@ -61,7 +62,7 @@ def export_trajectories_command(
         _export_sft(run, to, selection)
         return
     num_written = _export(run, to, format_, selection, tokens=tokens)
-    typer.echo(f"{to}: {num_written} trajectories")
+    typer.echo(f"{to}: {format_count(num_written, 'trajectory', 'trajectories')}")
     if format_ == "inspect":
         typer.echo(f"to look at them, type: inspect view --log-dir {shlex.quote(str(to))}")
 
@@ -71,10 +72,12 @@ def _export_sft(run: str, to: Path, selection: ExportSelection) -> None:
 
     done = export_conversations(run, to, selection)
     typer.echo(
-        f"{to}: {done.num_rows} conversations of {done.num_tasks} tasks, from "
-        f"{done.num_trajectories} trajectories"
+        f"{to}: {format_count(done.num_rows, 'conversation')} of "
+        f"{format_count(done.num_tasks, 'task')}, from "
+        f"{format_count(done.num_trajectories, 'trajectory', 'trajectories')}"
     )
-    typer.echo(f"to train on them, name it in a configuration of agentrl sft: dataset.path={to}")
+    path = shlex.quote(str(to))
+    typer.echo(f"to train on them, name it in a configuration of agentrl sft: dataset.path={path}")
 
 
 def _export(run: str, to: Path, format_: str, selection: ExportSelection, *, tokens: bool) -> int:

@@ -59,10 +59,7 @@ def report_command(
     from agentrl_cli.store.run_folder import RunFolder
 
     folder = RunFolder.open(run)
-    latest = folder.latest_checkpoint()
-    if latest is not None and tokenizer is None:
-        folder.fetch(latest[1] / "tokenizer.json")
-    spell = load_spell(tokenizer, latest[1] if latest else None)
+    spell = load_spell(folder, tokenizer)
     if serve:
         _serve(folder, spell, port)
         return
@@ -96,9 +93,10 @@ def _write(folder: RunFolder, path: Path, spell: Spell | None) -> WrittenReport:
 
 
 def _say_what_was_written(written: WrittenReport) -> None:
-    count = written.num_trajectories
-    plural = "trajectory" if count == 1 else "trajectories"
-    typer.echo(f"{written.path}: {count:,} {plural}, {written.num_bytes / 1e6:.1f} MB")
+    from agentrl_cli.log import format_count
+
+    count = format_count(written.num_trajectories, "trajectory", "trajectories")
+    typer.echo(f"{written.path}: {count}, {written.num_bytes / 1e6:.1f} MB")
     say_what_belongs_to(written)
 
 

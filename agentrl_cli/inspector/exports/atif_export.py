@@ -21,7 +21,6 @@ from agentrl_cli.inspector.exports.conversation_paths import (
     list_paths,
     list_tool_calls,
     read_reasoning,
-    read_text,
 )
 from agentrl_cli.inspector.exports.export_selection import (
     ExportSelection,
@@ -29,6 +28,7 @@ from agentrl_cli.inspector.exports.export_selection import (
     select_for_export,
 )
 from agentrl_cli.inspector.json_view import describe_outcome, format_line, locate
+from agentrl_cli.inspector.safe_text import read_text
 from agentrl_cli.inspector.trajectory_query import Source
 from agentrl_cli.records import (
     Interaction,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,10 +104,10 @@ def _find_reason(trajectory: Trajectory, min_reward: float | None) -> str | None
     """Why a trajectory is no example; None: it is one."""
     if trajectory.failure is not None:
         return "failed"
-    if trajectory.reward is None or math.isnan(trajectory.reward):
+    if trajectory.known_reward is None:
         return "without a reward"
     if trajectory.is_cut_short:
         return "with a last reply that was cut short"
-    if min_reward is not None and trajectory.reward < min_reward:
+    if min_reward is not None and trajectory.known_reward < min_reward:
         return f"with a reward below {min_reward:g}"
     return None

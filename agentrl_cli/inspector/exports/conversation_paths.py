@@ -70,19 +70,6 @@ def _read_arguments(raw: Any) -> Any:
         return None
 
 
-def read_text(content: Any) -> str:
-    """A message's content as text: parts that are none, as JSON."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = content if isinstance(content, list) else [content]
-    return "\n".join(
-        part["text"]
-        if isinstance(part, dict) and isinstance(part.get("text"), str)
-        else json.dumps(part, default=repr)
-        for part in parts
-    )
-
-
 def read_reasoning(message: Mapping[str, Any] | None) -> str | None:
     """The reasoning of a reply, under whichever of its names."""
     found = (message or {}).get("reasoning_content") or (message or {}).get("reasoning")

@@ -17,7 +17,6 @@ from agentrl_cli.inspector.exports.conversation_paths import (
     list_paths,
     list_tool_calls,
     read_reasoning,
-    read_text,
 )
 from agentrl_cli.inspector.exports.export_selection import (
     ExportedSource,
@@ -26,6 +25,7 @@ from agentrl_cli.inspector.exports.export_selection import (
     select_for_export,
 )
 from agentrl_cli.inspector.json_view import describe_outcome, locate, to_strict
+from agentrl_cli.inspector.safe_text import read_text
 from agentrl_cli.inspector.trajectory_query import Source
 from agentrl_cli.log import clean
 from agentrl_cli.records import ANSWER_FIELDS, Interaction, InteractionStatus, Trajectory

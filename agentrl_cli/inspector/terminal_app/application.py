@@ -31,7 +31,7 @@ def run_application(run: str | Path, tokenizer_path: str | None = None) -> None:
     with RunFolder.open(run) as folder:
         if tokenizer_path is not None:
             # Told before the screen is taken.
-            load_spell(tokenizer_path, None)
+            load_spell(folder, tokenizer_path)
         reader = RunReader(folder, tokenizer_path)
         app = InspectorApp(reader)
         try:

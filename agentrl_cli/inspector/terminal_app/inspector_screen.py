@@ -66,7 +66,7 @@ class InspectorScreen(Screen[int], inherit_bindings=False):
 
     @abstractmethod
     def find(self, text: str) -> None:
-        """Shows what contains the text, as far as it has been typed."""
+        """Shows what contains the text."""
 
     @abstractmethod
     def open_line(self) -> None:
@@ -180,13 +180,17 @@ class InspectorScreen(Screen[int], inherit_bindings=False):
             self._close_search()
 
     @on(Input.Submitted, "#search")
-    def _close_search(self) -> None:
-        field = self.query_one("#search")
-        if not field.display:
+    def _on_searched(self, event: Input.Submitted) -> None:
+        if not self.query_one("#search").display:
             # A second Enter, which was typed before the first had closed it, is for the line.
             self.lines.action_open()
             return
-        field.display = False
+        if event.value:
+            self.find(event.value)
+        self._close_search()
+
+    def _close_search(self) -> None:
+        self.query_one("#search").display = False
         self.set_focus(self.lines)
 
     @on(LinesView.Opened)

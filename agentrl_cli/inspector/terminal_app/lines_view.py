@@ -66,16 +66,11 @@ class LinesView(ScrollView, can_focus=True, inherit_bindings=False):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self._num_lines = 0
-
-    @property
-    def num_lines(self) -> int:
-        """How many lines there are."""
-        return self._num_lines
+        self.num_lines = 0
 
     def set_num_lines(self, num_lines: int, cursor: int = 0) -> None:
         """Shows that many lines anew, with the cursor on one of them."""
-        self._num_lines = num_lines
+        self.num_lines = num_lines
         self.virtual_size = Size(0, num_lines)
         self.cursor = cursor
         self._show_cursor()
@@ -88,7 +83,7 @@ class LinesView(ScrollView, can_focus=True, inherit_bindings=False):
     def render_line(self, y: int) -> Strip:
         line = y + self.scroll_offset.y
         width, style = self.size.width, self.rich_style
-        if line >= self._num_lines:
+        if line >= self.num_lines:
             return Strip.blank(width, style)
         strip = self.build_strip(line, width).crop_extend(0, width, style).apply_style(style)
         if line == self.cursor and self.marks_cursor:
@@ -97,7 +92,7 @@ class LinesView(ScrollView, can_focus=True, inherit_bindings=False):
         return strip
 
     def validate_cursor(self, cursor: int) -> int:
-        return max(0, min(cursor, self._num_lines - 1))
+        return max(0, min(cursor, self.num_lines - 1))
 
     def watch_cursor(self, old: int, new: int) -> None:
         self.refresh_line(old)
@@ -122,21 +117,21 @@ class LinesView(ScrollView, can_focus=True, inherit_bindings=False):
         self.action_move(num_pages * max(self.size.height - 1, 1))
 
     def action_move_to(self, line: int) -> None:
-        self.cursor = line if line >= 0 else self._num_lines - 1
+        self.cursor = line if line >= 0 else self.num_lines - 1
 
     def action_open(self) -> None:
-        if self._num_lines:
+        if self.num_lines:
             self.post_message(self.Opened())
 
     def on_click(self, event: events.Click) -> None:
         line = event.y + self.scroll_offset.y
-        if line < self._num_lines:
+        if line < self.num_lines:
             self.cursor = line
             if event.chain == 2:
                 self.action_open()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Column(Generic[RowT]):
     """One column of a table."""
 
@@ -150,8 +145,8 @@ class Column(Generic[RowT]):
     """Texts are; numbers stand on the right."""
     rank: int = 0
     """Where there is no room for all, those of the highest rank are left out first."""
-    says_something: Callable[[RowT], bool] | None = None
-    """The column is shown only if this is true of a row."""
+    says_something: Callable[[RowT], Any] | None = None
+    """The column is shown only if this is truthy of a row."""
     sort_key: Callable[[RowT], Any] | None = None
     """Rows are sorted by it, largest first; None: they cannot be. None of a row: it comes last."""
 

@@ -15,6 +15,7 @@ from textual.widget import Widget
 from textual.widgets import Input, Static
 
 from agentrl_cli.errors import AgentrlError
+from agentrl_cli.inspector.list_view import StepSummary
 from agentrl_cli.inspector.safe_text import one_line
 from agentrl_cli.inspector.terminal_app.inspector_screen import InspectorScreen
 from agentrl_cli.inspector.terminal_app.lines_view import (
@@ -34,7 +35,6 @@ from agentrl_cli.inspector.terminal_app.list_columns import (
 from agentrl_cli.inspector.terminal_app.run_reader import (
     GroupRow,
     RunReader,
-    StepRow,
     group_trajectories,
 )
 from agentrl_cli.inspector.terminal_app.trajectory_screens import TrajectoryScreen
@@ -188,7 +188,7 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-class StepsScreen(ListScreen[StepRow]):
+class StepsScreen(ListScreen[StepSummary]):
     """The steps and evaluations of a run, the latest first; new ones appear as they are made."""
 
     nouns = ("step or evaluation", "steps and evaluations")
@@ -206,21 +206,19 @@ class StepsScreen(ListScreen[StepRow]):
     def name_position(self) -> str:
         return self.reader.folder.location
 
-    def find_key(self, row: StepRow) -> Hashable:
+    def find_key(self, row: StepSummary) -> Hashable:
         return row.source
 
-    def find_text(self, row: StepRow) -> str:
+    def find_text(self, row: StepSummary) -> str:
         return " ".join((row.source.name, *row.alarms))
 
     async def load(self) -> None:
         self._total_steps = await self.reader.count_steps()
         try:
             await self._look()
-        except (AgentrlError, OSError):
-            # It is looked again all the same: the place may answer later.
+        finally:
+            # After a failure too: the place may answer later.
             self._follow()
-            raise
-        self._follow()
 
     async def _look(self) -> None:
         await self.reader.follow(self.show_rows)
@@ -237,13 +235,13 @@ class StepsScreen(ListScreen[StepRow]):
                 # As long as the place does not answer, what is known stays on the screen.
                 self.show_info(one_line(str(error), MAX_CELL))
 
-    def show_rows(self, rows: Sequence[StepRow]) -> None:
+    def show_rows(self, rows: Sequence[StepSummary]) -> None:
         self.show_problem("")
         self.lines.loading = False
         super().show_rows(rows)
         self._show_sparkline()
 
-    def describe(self, rows: Sequence[StepRow]) -> str:
+    def describe(self, rows: Sequence[StepSummary]) -> str:
         num_steps = sum(not row.source.is_eval for row in self._all)
         of = "" if self._total_steps is None else f" of {self._total_steps:,}"
         return f"step {num_steps:,}{of}  {super().describe(rows)}"
@@ -262,7 +260,7 @@ class StepsScreen(ListScreen[StepRow]):
         line = Text("reward ").append(format_sparkline(rewards, width), style="green").append(ends)
         self.query_one("#sparkline", Static).update(line)
 
-    def open_row(self, rows: Sequence[StepRow], number: int) -> None:
+    def open_row(self, rows: Sequence[StepSummary], number: int) -> None:
         sources = [row.source for row in rows]
         path = [self.name_position()]
         self.open_screen(GroupsScreen(self.reader, path, sources, number), rows)
@@ -281,7 +279,7 @@ class GroupsScreen(ListScreen[GroupRow]):
         return str(self.entries[self.position].name)
 
     def find_key(self, row: GroupRow) -> Hashable:
-        return row.first.summary.group_id
+        return row.first.group_id
 
     def find_text(self, row: GroupRow) -> str:
         return "\n".join(_find_text(found.summary) for found in row.members)
@@ -293,7 +291,7 @@ class GroupsScreen(ListScreen[GroupRow]):
     def open_row(self, rows: Sequence[GroupRow], number: int) -> None:
         path = [*self.path, self.name_position()]
         if all(len(group.members) == 1 for group in rows):
-            attempts = [group.first for group in rows]
+            attempts = [group.members[0] for group in rows]
             self.open_screen(TrajectoryScreen(self.reader, path, attempts, number), rows)
         else:
             self.open_screen(TrajectoriesScreen(self.reader, path, rows, number), rows)
@@ -335,7 +333,7 @@ class TrajectoriesScreen(ListScreen[Found]):
     def name_position(self) -> str:
         if self._is_of_step:
             return "trajectories"
-        return f"group {self.entries[self.position].first.summary.group_id}"
+        return f"group {self.entries[self.position].first.group_id}"
 
     def find_key(self, row: Found) -> Hashable:
         return row.source, row.number
@@ -350,7 +348,7 @@ class TrajectoriesScreen(ListScreen[Found]):
         text = super().describe(rows)
         if self._is_of_step:
             return text
-        first = self.entries[self.position].first.summary
+        first = self.entries[self.position].first
         return f"{text}  task {one_line(first.task_id, 40)}: {one_line(first.question, MAX_CELL)}"
 
     def open_row(self, rows: Sequence[Found], number: int) -> None:

@@ -13,38 +13,24 @@ from pathlib import Path
 from typing import TypeVar
 
 from agentrl_cli.errors import AgentrlError
+from agentrl_cli.inspector.list_view import StepSummary
 from agentrl_cli.inspector.trajectory_query import Found, Source, list_sources
 from agentrl_cli.inspector.trajectory_view import Spell, find_untrained_reason, load_spell
 from agentrl_cli.records import Trajectory
 from agentrl_cli.scores import GroupStatistics, compute_statistics
-from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.store.run_folder import RunFolder, read_metric
 from agentrl_cli.store.trajectory_file import (
     ProximalLogprobs,
     read_summaries,
     read_totals,
     read_trajectory,
 )
-from agentrl_cli.store.trajectory_summary import TrajectoryTotals
+from agentrl_cli.store.trajectory_summary import TrajectorySummary, TrajectoryTotals
 
 ResultT = TypeVar("ResultT")
 
 #: Files whose totals are read before the screen shows them.
 _FILES_AT_A_TIME = 25
-
-
-@dataclass(frozen=True, slots=True)
-class StepRow:
-    """A step or an evaluation as the first screen lists it."""
-
-    source: Source
-    totals: TrajectoryTotals | None
-    """None: they have not been read yet, or cannot be."""
-    problem: str | None
-    """Why they cannot be read."""
-    deviation: float | None
-    """Of the rewards; None: no metric has it."""
-    alarms: Sequence[str]
-    """Those that were active in the step."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +40,14 @@ class GroupRow:
     members: Sequence[Found]
 
     @property
-    def first(self) -> Found:
-        """The first of them."""
-        return self.members[0]
+    def first(self) -> TrajectorySummary:
+        """The first of them: group, task and question are those of all."""
+        return self.members[0].summary
+
+    @property
+    def mean(self) -> float | None:
+        """The mean score; None: none is scored."""
+        return self.statistics.mean if self.statistics.num_scored else None
 
     @cached_property
     def statistics(self) -> GroupStatistics:
@@ -101,7 +92,7 @@ class RunReader:
         """What ``read`` gives, which the thread calls."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, read)
 
-    async def follow(self, show: Callable[[list[StepRow]], None]) -> None:
+    async def follow(self, show: Callable[[list[StepSummary]], None]) -> None:
         """Has all steps and evaluations shown, the latest first, if they are others than before: at
         once, and again as the totals of more of them are known."""
         has_news, unread = await self.run(self._look)
@@ -143,17 +134,19 @@ class RunReader:
             except (AgentrlError, OSError) as error:
                 self._totals[source] = str(error)
 
-    def _list_rows(self) -> list[StepRow]:
+    def _list_rows(self) -> list[StepSummary]:
         rows = []
         for source in self._sources:
-            totals = self._totals.get(source)
-            problem = totals if isinstance(totals, str) else None
-            known = totals if isinstance(totals, TrajectoryTotals) else None
+            known = self._totals.get(source)
             metrics = {} if source.is_eval else self._metrics.get(source.step, {})
-            deviation = metrics.get("reward_std", math.nan)
-            alarms = () if source.is_eval else self._alarms.get(source.step, ())
             rows.append(
-                StepRow(source, known, problem, deviation if deviation >= 0 else None, alarms)
+                StepSummary(
+                    source=source,
+                    totals=None if isinstance(known, str) else known,
+                    problem=known if isinstance(known, str) else None,
+                    deviation=read_metric(metrics, "reward_std"),
+                    alarms=() if source.is_eval else tuple(self._alarms.get(source.step, ())),
+                )
             )
         return rows
 
@@ -190,14 +183,8 @@ class RunReader:
     async def load_spell(self) -> Spell | None:
         """What spells token ids; None: there is no tokenizer (yet)."""
         if self._spell is None:
-            self._spell = await self.run(self._load_spell)
+            self._spell = await self.run(partial(load_spell, self.folder, self._tokenizer_path))
         return self._spell
-
-    def _load_spell(self) -> Spell | None:
-        latest = self.folder.latest_checkpoint()
-        if latest is not None and self._tokenizer_path is None:
-            self.folder.fetch(latest[1] / "tokenizer.json")
-        return load_spell(self._tokenizer_path, latest[1] if latest else None)
 
 
 def group_trajectories(found: Sequence[Found]) -> list[GroupRow]:

@@ -19,7 +19,7 @@ from textual import events, on
 from textual.binding import Binding, BindingType
 from textual.strip import Strip
 from textual.widget import Widget
-from textual.widgets import Input, Static
+from textual.widgets import Static
 
 from agentrl_cli.inspector.safe_text import format_number
 from agentrl_cli.inspector.terminal_app.inspector_screen import InspectorScreen
@@ -97,11 +97,6 @@ class TrajectoryScreen(InspectorScreen):
                 view.cursor = number
                 return
         self.notify(f"{text!r} is not in this trajectory", markup=False, timeout=3)
-
-    @on(Input.Submitted, "#search")
-    def _on_search(self, event: Input.Submitted) -> None:
-        if event.value:
-            self.find(event.value)
 
     def action_turn(self, offset: int) -> None:
         """Moves to the first line of the next call, or of the one before."""
@@ -417,11 +412,6 @@ class TokensScreen(InspectorScreen):
             self.notify(f"{text!r} is not in these tokens", markup=False, timeout=3)
         else:
             view.move_to_token(bisect_right(starts, place) - 1)
-
-    @on(Input.Submitted, "#search")
-    def _on_search(self, event: Input.Submitted) -> None:
-        if event.value:
-            self.find(event.value)
 
     def open_line(self) -> None:
         self.action_mode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from agentrl_cli.config.experiment import ExperimentConfig, count_usable_cores
 from agentrl_cli.config.resolved_run import Machine, ResolvedRun, resolve_run
 from agentrl_cli.errors import AgentrlError, ModelError
 from agentrl_cli.launch.local_run import try_input
-from agentrl_cli.launch.preflight.findings import Finding, Severity, describe_error
+from agentrl_cli.launch.preflight.findings import Finding, Severity, describe_error, note
 from agentrl_cli.launch.preflight.memory_findings import Changed, find_in_memory
 from agentrl_cli.launch.preflight.memory_fit import MemoryEstimate, NamedGpus
 from agentrl_cli.launch.preflight.step_cost import StepCost, measure_step_cost
@@ -27,7 +27,7 @@ from agentrl_cli.launch.preflight.trial import (
 )
 from agentrl_cli.launch.preflight.trial_findings import find_in_trial
 from agentrl_cli.launch.run_resolution import check_supported, with_server_package
-from agentrl_cli.log import Observer, SilentObserver
+from agentrl_cli.log import Observer, SilentObserver, format_count
 from agentrl_cli.models.builtin_models import find_model_folder, resolve_model_folder
 from agentrl_cli.tracking.formats.format_choice import describe_fallback
 from agentrl_cli.tracking.formats.reply_formats import ReplyFormats
@@ -43,20 +43,6 @@ from agentrl_cli.train.model.model_shape import ModelShape, load_shape
 _TYPED = re.compile(r"^Type ((?:[a-z_.]+=\S+ ?)+)")
 #: What stands for something of the user's own, as in FILE.py:FUNCTION.
 _PLACEHOLDER = re.compile(r"[A-Z]{3}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckRequest:
-    """What was typed."""
-
-    config_path: Path
-    overrides: Sequence[str] = ()
-    num_tasks: int = 4
-    n_samples: int = 2
-    gpus: NamedGpus | None = None
-    base_url: str | None = None
-    endpoint_model: str | None = None
-    timeout_seconds: float = 300.0
 
 
 @dataclass(slots=True)
@@ -83,7 +69,7 @@ class CheckReport:
         """The answer in one line."""
         num_errors = len(self.errors)
         num_warnings = len(self.list_of(Severity.WARNING))
-        counts = f"{_count(num_errors, 'error')}, {_count(num_warnings, 'warning')}"
+        counts = f"{format_count(num_errors, 'error')}, {format_count(num_warnings, 'warning')}"
         if num_errors:
             return f"not ready: {counts}. Change what the errors name first"
         if num_warnings:
@@ -104,7 +90,7 @@ class CheckReport:
             "verdict": self.verdict,
             "num_errors": len(self.errors),
             "num_warnings": len(self.list_of(Severity.WARNING)),
-            "findings": [finding.to_dict() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
             "trial": trial
             and {
                 "model": trial.model,
@@ -122,46 +108,38 @@ class CheckReport:
         }
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def run_check(request: CheckRequest, observer: Observer) -> CheckReport:
+def run_check(
+    config_path: Path,
+    overrides: Sequence[str],
+    plan: TrialPlan,
+    gpus: NamedGpus | None,
+    observer: Observer,
+) -> CheckReport:
     """Looks at everything that can be looked at without a GPU, and runs the agent.
 
     Raises:
         UserInputError: the configuration file, or an override, cannot be read.
     """
-    config = load_config(request.config_path, [*request.overrides])
+
+    def load(words: Sequence[str]) -> ExperimentConfig:
+        return load_config(config_path, [*overrides, *words])
+
+    config = load(())
     report = CheckReport(config)
     observer.on_stage("configuration")
-    report.findings += _check_input(config, request.gpus)
-    can_run = not report.findings or all(
-        finding.severity is not Severity.ERROR for finding in report.findings
-    )
+    report.findings += _check_input(config, gpus)
+    can_run = not report.errors
     observer.on_stage("memory")
-    shape = _estimate_memory(request, report)
+    shape = _estimate_memory(load, gpus, report)
     if config.rollout.agent_mode == "external":
-        report.findings.append(
-            Finding(
-                code="trial_skipped",
-                severity=Severity.NOTE,
-                found="rollout.agent_mode: external: the agents are programs elsewhere, and none "
-                "of them was run. agentrl serve --online lets one be tried",
-                where="rollout.agent_mode",
-            )
-        )
-    elif not can_run:
-        report.findings.append(
-            Finding(
-                code="trial_skipped",
-                severity=Severity.NOTE,
-                found="the agent was not run, because of the errors above",
-                where="agentrl check",
-            )
-        )
+        found = "rollout.agent_mode: external: the agents are programs elsewhere, and none of them "
+        found += "was run. agentrl serve --online lets one be tried"
+        report.findings.append(note("trial_skipped", "rollout.agent_mode", found))
+    elif can_run:
+        _try_agent(plan, report, shape, observer)
     else:
-        _try_agent(request, report, shape, observer)
+        found = "the agent was not run, because of the errors above"
+        report.findings.append(note("trial_skipped", "agentrl check", found))
     order = list(Severity)
     report.findings.sort(key=lambda finding: order.index(finding.severity))
     return report
@@ -207,9 +185,7 @@ def _check_input(config: ExperimentConfig, gpus: NamedGpus | None) -> Iterator[F
     try:
         run = resolve_run(alone, Machine.detect(), purpose="train")
         for line in try_input(alone, run, overwrite=False):
-            yield Finding(
-                code="not_looked_at", severity=Severity.NOTE, found=line, where=line.split(":")[0]
-            )
+            yield note("not_looked_at", line.split(":")[0], line)
     except AgentrlError as error:
         yield describe_error(error)
 
@@ -247,7 +223,9 @@ def _find_local_folder(path: str) -> str | None:
     return str(Path(cached).parent)
 
 
-def _estimate_memory(request: CheckRequest, report: CheckReport) -> ModelShape | None:
+def _estimate_memory(
+    load: Callable[[Sequence[str]], ExperimentConfig], gpus: NamedGpus | None, report: CheckReport
+) -> ModelShape | None:
     """Adds what is found of memory; the shape of the model, if its config.json can be had."""
     config = report.config
     if config.model.path.startswith("builtin:"):
@@ -269,58 +247,42 @@ def _estimate_memory(request: CheckRequest, report: CheckReport) -> ModelShape |
         return None
 
     def change(words: Sequence[str]) -> Changed:
-        changed = load_config(request.config_path, [*request.overrides, *words])
-        run = resolve_run(changed, _name_machine(request.gpus, changed), purpose="train")
-        return Changed(changed, run)
+        changed = load(words)
+        return Changed(changed, resolve_run(changed, _name_machine(gpus, changed), purpose="train"))
 
     with suppress(AgentrlError):
         # What makes no run was said before.
-        report.memory, found = find_in_memory(change, shape, request.gpus)
+        report.memory, found = find_in_memory(change, shape, gpus)
         report.findings += found
     return shape
 
 
 def _try_agent(
-    request: CheckRequest, report: CheckReport, shape: ModelShape | None, observer: Observer
+    plan: TrialPlan, report: CheckReport, shape: ModelShape | None, observer: Observer
 ) -> None:
     """Runs the agent, and adds what is found by it."""
     config = report.config
-    plan = TrialPlan(
-        num_tasks=request.num_tasks,
-        n_samples=request.n_samples,
-        timeout_seconds=request.timeout_seconds,
-        base_url=request.base_url,
-        endpoint_model=request.endpoint_model,
-        local_model=choose_local_model(
-            config, None if shape is None else shape.num_parameters, _find_local_folder
-        ),
-    )
+    num_parameters = None if shape is None else shape.num_parameters
+    local_model = choose_local_model(config, num_parameters, _find_local_folder)
     try:
-        trial = report.trial = run_trial(config, plan, observer)
+        trial = report.trial = run_trial(config, plan, local_model, observer)
     except AgentrlError as error:
         report.findings.append(describe_error(error))
         return
     if trial.is_stand_in:
-        report.findings.append(
-            Finding(
-                code="stand_in",
-                severity=Severity.NOTE,
-                found=f"{STAND_IN}, a tiny model, answered the agent in place of "
-                f"{config.model.path}, which is not on this machine or too large for it: pass "
-                "rates, lengths and tokens say nothing about yours. --base-url URL --model NAME "
-                "lets a served one answer",
-                where="model.path",
-            )
+        found = (
+            f"{STAND_IN}, a tiny model, answered the agent in place of {config.model.path}, which "
+            "is not on this machine or too large for it: pass rates, lengths and tokens say "
+            "nothing about yours. --base-url URL --model NAME lets a served one answer"
         )
+        report.findings.append(note("stand_in", "model.path", found))
     report.findings += find_in_trial(config, trial)
     observer.on_stage("chat template")
     report.findings += _check_template(config, trial)
     report.step = measure_step_cost(config, trial.trajectories, trial.scores)
     if report.step is not None:
         described = report.step.describe(config, trial.model, is_stand_in=trial.is_stand_in)
-        report.findings.append(
-            Finding(code="step_cost", severity=Severity.NOTE, found=described, where="train")
-        )
+        report.findings.append(note("step_cost", "train", described))
 
 
 def _check_template(config: ExperimentConfig, trial: Trial) -> Iterator[Finding]:
@@ -331,11 +293,10 @@ def _check_template(config: ExperimentConfig, trial: Trial) -> Iterator[Finding]
         folder = resolve_model_folder(config.model.path, SilentObserver())
         tokenizer = load_tokenizer_of(folder, config.tokenizer_path, config.model.chat_template)
     except AgentrlError as error:
-        reason = describe_error(error).found
-        yield Finding(
-            code="not_looked_at", severity=Severity.NOTE, where="tokenizer_path",
-            found=f"whether the chat template shows what the agent sends: {reason}",
-        )  # fmt: skip
+        found = (
+            f"whether the chat template shows what the agent sends: {describe_error(error).found}"
+        )
+        yield note("not_looked_at", "tokenizer_path", found)
         return
     template = ChatTemplate(tokenizer, ReplyFormats())
     try:

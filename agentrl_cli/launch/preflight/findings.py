@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from agentrl_cli.errors import (
     AgentrlError,
@@ -66,9 +65,10 @@ class Finding:
     remedy: str = ""
     """What to type or to change; empty only for notes."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return asdict(self)
+
+def note(code: str, where: str, found: str) -> Finding:
+    """What is to be known, and needs no change."""
+    return Finding(code=code, severity=Severity.NOTE, found=found, where=where)
 
 
 def describe_error(error: AgentrlError, code: str | None = None) -> Finding:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
 from agentrl_cli.errors import AgentrlError
-from agentrl_cli.launch.preflight.findings import Finding, Severity
+from agentrl_cli.launch.preflight.findings import Finding, Severity, note
 from agentrl_cli.launch.preflight.memory_fit import (
     GIB,
     MemoryEstimate,
@@ -16,6 +16,7 @@ from agentrl_cli.launch.preflight.memory_fit import (
     NamedGpus,
     estimate_memory,
 )
+from agentrl_cli.log import format_count
 from agentrl_cli.train.model.model_shape import ModelShape
 
 #: A context that is shorter is none to train agents in.
@@ -175,26 +176,21 @@ def _describe_fit(
     cache = ""
     if estimate.kv_cache_tokens is not None:
         cache = f"; a server's cache holds {estimate.kv_cache_tokens:,} tokens"
-    ranks = f"{len(run.trainers)} trainer process{'es' * (len(run.trainers) > 1)}"
-    return Finding(
-        code="memory_fits",
-        severity=Severity.NOTE,
-        found=f"{format_weights(shape)} fit into {gpus.count} x "
-        f"{gpus.name} ({ranks}, {len(run.servers)} servers): {fitting}{cache}. Assumed: "
-        + ", ".join(estimate.assumptions),
-        where=f"--gpu {gpus.name}:{gpus.count}",
+    ranks = format_count(len(run.trainers), "trainer process", "trainer processes")
+    found = (
+        f"{format_weights(shape)} fit into {gpus.count} x {gpus.name} ({ranks}, "
+        f"{format_count(len(run.servers), 'server')}): {fitting}{cache}. Assumed: "
     )
+    where = f"--gpu {gpus.name}:{gpus.count}"
+    return note("memory_fits", where, found + ", ".join(estimate.assumptions))
 
 
 def _describe_needs(estimate: MemoryEstimate, shape: ModelShape) -> Finding:
     needs = "; ".join(f"{need.device}: {_format_parts(need)}" for need in estimate.needs)
-    return Finding(
-        code="memory_needed",
-        severity=Severity.NOTE,
-        found=f"{format_weights(shape)} on one GPU need, in the {needs}. "
-        "Whether that fits is said with --gpu, such as --gpu H100:8",
-        where="model.path",
+    found = (
+        f"{format_weights(shape)} on one GPU need, in the {needs}. Whether that fits is said with "
     )
+    return note("memory_needed", "model.path", found + "--gpu, such as --gpu H100:8")
 
 
 def format_weights(shape: ModelShape) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from agentrl_cli.config.experiment import ExperimentConfig, LoraConfig
 from agentrl_cli.config.resolved_run import ResolvedRun
@@ -120,9 +120,7 @@ class MemoryEstimate:
     """The trainer's first."""
     kv_cache_tokens: int | None = None
     """Tokens that one server's cache holds; None: no server computes on a named GPU."""
-    kv_bytes_per_token: int = 0
-    """On each GPU of a server."""
-    assumptions: tuple[str, ...] = field(default=())
+    assumptions: tuple[str, ...] = ()
 
 
 def estimate_memory(
@@ -168,7 +166,6 @@ def estimate_memory(
     return MemoryEstimate(
         needs=tuple(needs),
         kv_cache_tokens=room // per_token,
-        kv_bytes_per_token=per_token,
         assumptions=tuple(assumptions),
     )
 

@@ -81,34 +81,35 @@ class TrialPlan:
     base_url: str | None = None
     """An OpenAI-compatible endpoint that answers; None: a model here does."""
     endpoint_model: str | None = None
-    local_model: str | None = None
-    """Folder of the configuration's model, where it can be run here."""
 
 
-def run_trial(config: ExperimentConfig, plan: TrialPlan, observer: Observer) -> Trial:
+def run_trial(
+    config: ExperimentConfig, plan: TrialPlan, local_model: str | None, observer: Observer
+) -> Trial:
     """Runs the agent as planned; writes to a scratch folder alone, which is deleted.
+
+    ``local_model`` is the folder of the configuration's model, where it can be run here.
 
     Raises:
         UserInputError: something in the input is wrong, found before the agent ran.
     """
+    is_stand_in = plan.base_url is None and local_model is None
     with ScratchFolder("check") as scratch:
-        config = _build_trial_config(config, plan, scratch.path)
+        config = _build_trial_config(config, plan, scratch.path, is_stand_in=is_stand_in)
         source: CompletionSource
         if plan.base_url is not None:
             source = EndpointSource(config, plan.base_url, plan.endpoint_model or "")
         else:
             run = resolve_run(config, Machine.detect(), purpose="eval")
             source = EngineSource(config, run, observer)
-        name = plan.endpoint_model or config.model.path
-        is_stand_in = plan.base_url is None and plan.local_model is None
-        trial = Trial(name, is_stand_in)
+        trial = Trial(plan.endpoint_model or config.model.path, is_stand_in)
         with suppress(TimeoutError), ExitStack() as stack:
             _run(config, plan, source, trial, observer, scratch.path, stack)
         return trial
 
 
 def _build_trial_config(
-    config: ExperimentConfig, plan: TrialPlan, scratch: Path
+    config: ExperimentConfig, plan: TrialPlan, scratch: Path, *, is_stand_in: bool
 ) -> ExperimentConfig:
     rollout = config.rollout.model_copy(
         update={
@@ -126,7 +127,7 @@ def _build_trial_config(
     )
     model = config.model.model_copy(update={"lora": None})
     update: dict[str, Any] = {"output_dir": str(scratch), "loggers": (), "rollout": rollout}
-    if plan.base_url is None and plan.local_model is None:
+    if is_stand_in:
         # Its own template and formats, not those of the model that it stands in for.
         model = model.model_copy(
             update={"path": STAND_IN, "dtype": "float32", "chat_template": None}

@@ -12,7 +12,13 @@ from dataclasses import replace
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RolloutFailedError
 from agentrl_cli.evaluate.eval_report import compute_reward_interval, has_passed
-from agentrl_cli.launch.preflight.findings import Finding, Severity, describe_error, split_advice
+from agentrl_cli.launch.preflight.findings import (
+    Finding,
+    Severity,
+    describe_error,
+    note,
+    split_advice,
+)
 from agentrl_cli.launch.preflight.trial import Trial
 from agentrl_cli.log import format_count
 from agentrl_cli.prefix_mismatches import REMEDIES, summarize_prefix_mismatches
@@ -39,8 +45,8 @@ _BUDGETS = {
 
 
 def find_in_trial(config: ExperimentConfig, trial: Trial) -> list[Finding]:
-    """Everything that a trial tells, the gravest first."""
-    found = [
+    """Everything that a trial tells."""
+    return [
         *_find_stalls(trial),
         *_find_end(trial),
         *_find_uncalled_model(trial),
@@ -52,8 +58,6 @@ def find_in_trial(config: ExperimentConfig, trial: Trial) -> list[Finding]:
         *_find_mismatches(trial),
         *judge_rewards(trial.trajectories, is_stand_in=trial.is_stand_in),
     ]
-    order = list(Severity)
-    return sorted(found, key=lambda finding: order.index(finding.severity))
 
 
 def _find_end(trial: Trial) -> Iterator[Finding]:
@@ -236,13 +240,8 @@ def _find_reward_problems(config: ExperimentConfig, trial: Trial) -> Iterator[Fi
         )
     others = sorted(set(kinds) - {"None", "NaN", "float", "int"})
     if others:
-        yield Finding(
-            code="reward_type",
-            severity=Severity.NOTE,
-            found=f"the reward function returned {', '.join(others)}, which counts as a number "
-            "(True is 1.0, False 0.0)",
-            where=where,
-        )
+        found = f"the reward function returned {', '.join(others)}, which counts as a number "
+        yield note("reward_type", where, found + "(True is 1.0, False 0.0)")
     slowest = max((score.run_seconds for score in trial.scores), default=0.0)
     limit = config.rollout.reward_timeout_seconds
     if slowest > _SLOW_REWARD_SHARE * limit:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,13 @@ _MAX_NAME = 60
 
 
 class RunTrace:
-    """Writes the events of a run, from its start (or that of this process, if it was resumed).
+    """Writes the events of a run, from its start (or that of this process, if it was resumed);
+    without a path, nothing.
 
     All methods are called from one thread. What the disk refuses ends the trace, not the run.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         self._path = path
         self._lanes: list[list[int]] = []
         """Of each lane, the ends and starts of what is in it, ascending."""
@@ -52,14 +53,23 @@ class RunTrace:
         """A phase of the trainer; ``started_at`` is a Unix time."""
         self._add(name, _TRAINER, 1, *_to_span(started_at, seconds))
 
-    def add_part(self, name: str, started_at: float, seconds: float) -> None:
-        """A part of a phase."""
-        self._add(name, _TRAINER, 2, *_to_span(started_at, seconds))
+    def add_update(self, started_at: float, metrics: Mapping[str, float]) -> None:
+        """The parts of an update, from the metrics of its step."""
+        num_seconds = metrics["logprob_seconds"]
+        num_left = metrics["train_seconds"] - num_seconds
+        self._add("logprobs", _TRAINER, 2, *_to_span(started_at, num_seconds))
+        self._add("updates", _TRAINER, 2, *_to_span(started_at + num_seconds, num_left))
 
-    def add_publication(self, version: int, at: float) -> None:
-        """The moment from which the engine samples with a policy version."""
+    def add_publication(
+        self, version: int, started_at: float, metrics: Mapping[str, float]
+    ) -> None:
+        """A publication and its probes, and between them the moment from which the engine samples
+        with the policy version."""
+        served_at = started_at + metrics["publish_seconds"]
+        self.add_phase("publish", started_at, metrics["publish_seconds"])
         event = {"name": f"policy version {version}", "ph": "i", "s": "g"}
-        self._events.append(event | {"pid": _TRAINER, "tid": 1, "ts": round(at * 1e6)})
+        self._events.append(event | {"pid": _TRAINER, "tid": 1, "ts": round(served_at * 1e6)})
+        self.add_phase("probe", served_at, metrics["probe_seconds"])
 
     def add_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Trajectories that a step is made of, with their model calls, tools and rewards."""
@@ -105,26 +115,30 @@ class RunTrace:
 
     def flush(self) -> None:
         """Writes what was added since the last time; after ``MAX_BYTES``, nothing more."""
+        events, self._events = self._events, []
+        if not self._is_open:
+            return
         lines, size = [], self._size
-        for event in self._events:
+        for event in events:
             lines.append(json.dumps(event, separators=(",", ":")).encode())
             size += len(lines[-1]) + 2
             if size > MAX_BYTES:
                 lines.pop()
                 break
-        is_full = len(lines) < len(self._events)
-        self._events.clear()
-        if not self._is_open or not lines:
+        if not lines:
             return
+        is_full = len(lines) < len(events)
         is_first = self._size == len(_BEGIN) + len(_END)
         added = (b"" if is_first else b",\n") + b",\n".join(lines) + _END
         place = self._size - len(_END)
         self._is_open = self._write(added, place) and not is_full
         self._size = place + len(added)
-        if is_full:
+        if is_full and self._path is not None:
             _log.info("%s is full and ends here", layout.describe(self._path))
 
     def _write(self, content: bytes, place: int) -> bool:
+        if self._path is None:
+            return False
         try:
             if not place:
                 self._path.unlink(missing_ok=True)

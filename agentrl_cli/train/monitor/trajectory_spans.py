@@ -57,8 +57,7 @@ def choose_spread(trajectories: Sequence[Trajectory], limit: int | None) -> list
 
 
 def _rank(trajectory: Trajectory) -> float:
-    reward = trajectory.reward
-    return -math.inf if reward is None or math.isnan(reward) else reward
+    return -math.inf if trajectory.known_reward is None else trajectory.known_reward
 
 
 def build_spans(trajectory: Trajectory, model: str, *, with_content: bool) -> list[TrajectorySpan]:

@@ -1,4 +1,4 @@
-"""The command as a person types it: processes in a user's folder, the test's ``tmp_path``."""
+"""The command as a person types it in a folder of their own, the test's ``tmp_path``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from agentrl_cli.cli.app import app
+from agentrl_cli.cli.command_exit import run_reporting_failures
 from tests.e2e.forked_commands import ForkedCommand, command_environment
 
 PROJECT = Path(__file__).parents[3]
@@ -99,22 +103,44 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
         command._reader.join(10)
 
 
-def _read_all(start: Callable[..., Command], code: int, *arguments: str, **env: str) -> str:
-    command = start(*arguments, **env)
-    assert command.end() == code, command.text
-    return command.text
+@pytest.fixture
+def run_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """What a command prints that ends with a code, in this process: a new one loads libraries for
+    many seconds. ``run_here(2, "train", "--config", "c.yaml")``."""
+
+    def run(code: int, *arguments: str, **env: str) -> str:
+        with monkeypatch.context() as here, warnings.catch_warnings():
+            # As Python does by default: the user's agents may leave files open.
+            warnings.simplefilter("ignore", ResourceWarning)
+            here.chdir(tmp_path)
+            here.setattr(sys, "path", [*sys.path])
+            here.delenv("AGENTRL_API_KEY", raising=False)
+            for name, value in env.items():
+                here.setenv(name, value)
+            capfd.readouterr()
+            ended = run_reporting_failures(lambda: app([*arguments]))
+        out, err = capfd.readouterr()
+        # Of a command that prints JSON, what comes before.
+        printed = err + out
+        assert ended == code, printed
+        assert "Traceback" not in printed
+        return printed
+
+    return run
 
 
 @pytest.fixture
-def finish(start: Callable[..., Command]) -> Callable[..., str]:
-    """What a command printed that ended well."""
-    return partial(_read_all, start, 0)
+def finish(run_here: Callable[..., str]) -> Callable[..., str]:
+    """What a command prints that ends well."""
+    return partial(run_here, 0)
 
 
 @pytest.fixture
-def refused(start: Callable[..., Command]) -> Callable[..., str]:
-    """What a command printed that refused its input."""
-    return partial(_read_all, start, 2)
+def refused(run_here: Callable[..., str]) -> Callable[..., str]:
+    """What a command prints that refuses its input."""
+    return partial(run_here, 2)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
-import signal
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -226,7 +226,6 @@ def test_what_is_too_large_for_the_gpus_gets_the_line_to_paste(
     _find(report, "trial_skipped")
 
 
-@pytest.mark.slow
 def test_the_report_of_a_good_agent_says_what_to_type_next(
     folder: Path, brief_model: Path, finish: Callable[..., str]
 ) -> None:
@@ -239,15 +238,20 @@ def test_the_report_of_a_good_agent_says_what_to_type_next(
     assert not (folder / "runs").exists()
 
 
-@pytest.mark.slow
-def test_ctrl_c_leaves_nothing_behind(folder: Path, start: Callable[..., Any]) -> None:
-    _write(folder, "import asyncio\nasync def solve(data):\n    await asyncio.sleep(600)\n", {})
-    (folder / "scratch").mkdir()
-    command = start("check", "--config", "c.yaml", TMPDIR=str(folder / "scratch"))
-    command.signal(signal.SIGINT, at="trial (0/8)")
-    assert command.end() == 130
-    assert "stopped by Ctrl-C" in command.text
-    assert not [*(folder / "scratch").glob("agentrl-check-*")]
+def test_ctrl_c_leaves_nothing_behind(
+    folder: Path, run_here: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    code = (
+        "import asyncio, os, signal\nsent = []\nasync def solve(data):\n"
+        "    if not sent:\n        sent.append(os.kill(os.getpid(), signal.SIGINT))\n"
+        "    await asyncio.sleep(600)\n"
+    )
+    _write(folder, code, {})
+    assert "stopped by Ctrl-C" in run_here(130, "check", "--config", "c.yaml")
+    assert not [*scratch.glob("agentrl-check-*")]
     assert not (folder / "runs").exists()
 
 

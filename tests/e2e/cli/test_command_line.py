@@ -1,15 +1,15 @@
-"""The command as a person types it: a process of its own, its output, its exit code."""
+"""The command as a person types it: what it prints, and its exit code."""
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,31 +45,28 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_help_is_fast_and_loads_nothing_heavy(tmp_path: Path) -> None:
+def test_help_is_fast_and_loads_nothing_heavy() -> None:
     code = (
         "import sys\nsys.argv = ['agentrl', '--help']\n"
         "from agentrl_cli.cli.app import main\n"
         "try:\n    main()\nexcept SystemExit as e:\n    assert not e.code\n"
         f"found = [m for m in {HEAVY!r} if m in sys.modules]\n"
         "assert not found, found\n"
+        # Seconds say more of the machine; 222 modules take 0.2 of a processor.
+        "assert len(sys.modules) < 300, sys.modules.keys()\n"
     )
-    seconds = []
-    for _ in range(4):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=False
-        )
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-        assert done.returncode == 0, done.stderr
-        for command in ("train", "eval", "inspect-trajectories", "sft"):
-            assert command in done.stdout
-    # Of the processor, and the best of four: other processes share the machine.
-    assert min(seconds) < 0.3
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for command in ("train", "eval", "inspect-trajectories", "sft"):
+        assert command in done.stdout
 
 
-def test_version(finish: Run) -> None:
-    assert finish("--version").startswith("agentrl 0.")
+def test_version(start: Callable[..., Any]) -> None:
+    command = start("--version")
+    assert command.end() == 0
+    assert command.text.startswith("agentrl 0.")
 
 
 @pytest.mark.parametrize("arguments", [(), ("train",), ("train", "--confg", "c.yaml")])
@@ -122,7 +119,6 @@ def bare_python(folder: Path) -> str:
     return "engine.python=bare/bin/python"
 
 
-@pytest.mark.slow
 def test_dry_run_shows_servers_and_says_what_cannot_be_started(
     folder: Path, refused: Run, bare_python: str
 ) -> None:
@@ -135,7 +131,6 @@ def test_dry_run_shows_servers_and_says_what_cannot_be_started(
     assert not (folder / "runs").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [(), ("--overwrite",)])
 def test_servers_are_not_started_and_nothing_is_deleted_for_a_mistake(
     folder: Path, refused: Run, bare_python: str, arguments: tuple[str, ...]
@@ -222,7 +217,6 @@ def run(folder: Path) -> Path:
         yield run_folder.path.relative_to(folder)
 
 
-@pytest.mark.slow
 def test_a_run_is_inspected_while_it_goes_on(run: Path, finish: Run) -> None:
     inspect = ("inspect-trajectories", str(run))
     assert "step 1" in finish(*inspect)

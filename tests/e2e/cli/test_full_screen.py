@@ -132,7 +132,7 @@ def test_a_run_is_looked_at_as_a_user_does(terminal: Terminal, run: Path) -> Non
     assert "its trajectories:" in terminal.wait_for(is_back)
 
 
-@pytest.mark.parametrize("way", ["Ctrl-C", "SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("way", ["Ctrl-C", "SIGTERM"])
 def test_whatever_ends_it_leaves_the_terminal_clean(
     terminal: Terminal, run: Path, way: str
 ) -> None:

@@ -40,12 +40,14 @@ def test_formats_and_what_does_not_fit_them(
     write_run(run_config())
     folder, to = tmp_path / "runs" / "exp" / "t0", tmp_path / "a.jsonl"
     printed = run(folder, "--format", "jsonl", "--steps", "1", "--to", to)
-    assert printed == f"{to}: 1 trajectories\n"
+    assert printed == f"{to}: 1 trajectory\n"
     assert json.loads(to.read_text())["reward"] == 1.0
     run(folder, "--format", "atif", "--tokens", "--to", tmp_path / "atif")
     [document] = (tmp_path / "atif").rglob("*.json")
     assert json.loads(document.read_text())["steps"][1]["message"] == "2"
-    assert "dataset.path=" in run(folder, "--to", tmp_path / "b.jsonl")
+    printed = run(folder, "--to", tmp_path / "b c.jsonl")
+    assert "1 conversation of 1 task, from 1 trajectory\n" in printed
+    assert printed.endswith(f"dataset.path='{tmp_path}/b c.jsonl'\n")
 
 
 @pytest.mark.parametrize(

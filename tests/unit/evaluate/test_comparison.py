@@ -37,7 +37,7 @@ def test_differences_are_paired_by_task() -> None:
     comparison = compare_tasks(measure(0.0, 1.0, 0.2, 0.5), measure(1.0, 0.0, 0.4, 0.5))
     assert comparison.num_tasks == 4
     # (1 - 1 + 0.2 + 0) / 4
-    assert comparison.difference == pytest.approx(0.05)
+    assert (comparison.before, comparison.difference) == pytest.approx((0.425, 0.05))
     assert (comparison.num_improved, comparison.num_worse) == (2, 1)
     assert [flip.task_id for flip in comparison.newly_passed] == ["0"]
     assert [flip.task_id for flip in comparison.newly_failed] == ["1"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_cli.evaluate.eval_report import EvalReport, build_report, compare_reports
+from agentrl_cli.evaluate.eval_report import EvalReport, build_report
 from agentrl_cli.records import Boundary, Failure, Interaction, MismatchCause, Trajectory
 
 
@@ -112,31 +112,3 @@ def test_a_pass_is_a_reward_at_the_threshold() -> None:
     made = [attempt(0, 0, 0.1 + 0.2), attempt(1, 0, 0.7 + 0.2 + 0.1)]
     assert build_report(made).pass_at_k == {1: 0.5}
     assert build_report(made, pass_threshold=0.3).pass_at_k == {1: 1.0}
-
-
-def test_comparison_is_paired_by_task() -> None:
-    # Tasks differ wildly, and each gains exactly 0.1: the paired interval has no width.
-    before = build_report([attempt(t, 0, float(t)) for t in range(4)])
-    after = build_report([attempt(t, 0, t + 0.1) for t in range(1, 5)])
-    comparison = compare_reports(before, after)
-    assert comparison is not None
-    assert comparison.num_tasks == 3
-    assert comparison.before == pytest.approx(2.0)
-    assert comparison.difference == pytest.approx(0.1)
-    assert comparison.interval == pytest.approx((0.1, 0.1))
-    assert comparison.num_improved == 3
-    assert comparison.num_worse == 0
-
-
-def test_the_interval_of_a_change_stays_in_its_range() -> None:
-    before = build_report([attempt(t, 0, 0.0) for t in range(3)])
-    after = build_report([attempt(t, 0, float(t > 0)) for t in range(3)])
-    comparison = compare_reports(before, after)
-    # Of 0, 1 and 1 the t interval is 2/3 -+ 4.3027 * 1/3.
-    assert comparison is not None
-    assert comparison.interval == pytest.approx((2 / 3 - 4.3027 / 3, 1.0), rel=1e-2)
-
-
-def test_comparison_without_common_tasks_is_none() -> None:
-    before, after = build_report([attempt(0, 0, 1.0)]), build_report([attempt(1, 0, 1.0)])
-    assert compare_reports(before, after) is None

@@ -9,7 +9,7 @@ import pytest
 from agentrl_cli.config.experiment import DatasetConfig
 from agentrl_cli.errors import DatasetError
 from agentrl_cli.evaluate.eval_report import build_report
-from agentrl_cli.evaluate.pass_rates import save_pass_rates
+from agentrl_cli.evaluate.eval_run import save_pass_rates
 from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.dataset import load_rows
 from agentrl_cli.store.run_folder import RunFolder

@@ -293,9 +293,9 @@ async def test_the_mouse_moves_opens_and_sorts(folder: RunFolder) -> None:
 
 def test_columns_go_where_there_is_room() -> None:
     columns = [
-        Column(title="a", cell=str, width=4),
-        Column(title="b", cell=str, width=4, rank=1),
-        Column(title="c", cell=str, width=6, share=1, rank=2),
+        Column("a", str, 4),
+        Column("b", str, 4, rank=1),
+        Column("c", str, 6, share=1, rank=2),
     ]
 
     def fit(width: int) -> list[tuple[str, int]]:

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Self
 
 from agentrl_cli.log import sanitize
 from agentrl_cli.records import Trajectory
@@ -21,25 +21,24 @@ _MAX_REASON_CHARS = 300
 Warn = Callable[[str], None]
 
 
-class LoggerSink(Protocol):
-    """Sends to one place, and may fail or hang: its methods run in a thread of their own."""
+class LoggerSink:
+    """Sends to one place, and may fail or hang: its methods run in a thread of their own. What a
+    place has no use for is left out."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Sends metrics of one step; those of an evaluation after it come in a call of their
         own."""
-        ...
 
     def log_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """Sends trajectories that the step is trained on."""
-        ...
 
     def close(self, *, failed: bool) -> None:
         """Sends what is left; ``failed``: the run has ended with an error."""
-        ...
 
 
 class BackgroundLogger:
-    """Receives the metrics of every step and of evaluations, and trajectories, without waiting.
+    """Receives the metrics of every step and of evaluations, and trajectories, without waiting; as
+    a context manager it closes itself.
 
     What fails is said once. Later metrics are tried all the same: a server may come back.
 
@@ -67,6 +66,12 @@ class BackgroundLogger:
         self._is_closed = self._is_useless = False
         self._thread = threading.Thread(target=self._run, name=f"agentrl-{name}", daemon=True)
         self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.close(failed=error is not None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records metrics of one step; those of an evaluation after it come in a call of their

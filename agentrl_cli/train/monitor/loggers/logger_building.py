@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import urllib.error
-import urllib.request
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Protocol
 
 from agentrl_cli.config.experiment import ExperimentConfig, LoggerConfig
 from agentrl_cli.errors import MissingExtraError, UserInputError
-from agentrl_cli.log import sanitize
-from agentrl_cli.records import Trajectory
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import write_text
 from agentrl_cli.store.run_folder import RunFolder
@@ -29,7 +24,7 @@ from agentrl_cli.train.monitor.loggers.metric_sinks import (
     WandbSink,
     has_wandb_key,
 )
-from agentrl_cli.train.monitor.loggers.mlflow_sink import MlflowSink, check_server
+from agentrl_cli.train.monitor.loggers.mlflow_sink import MlflowSink, check_answers, check_server
 from agentrl_cli.train.monitor.loggers.otlp_sink import OtlpSink, check_collector
 
 #: The module of each kind, and the extra that brings it.
@@ -40,21 +35,6 @@ _PACKAGES = {
     "trackio": ("trackio", "trackio"),
     "otlp": ("opentelemetry.exporter.otlp.proto.http", "otel"),
 }
-_CHECK_SECONDS = 10.0
-
-
-class MetricsLogger(Protocol):
-    """Receives the metrics of every step, those of evaluations, and trajectories; returns at
-    once."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records metrics of one step; those of an evaluation after it come in a call of their
-        own."""
-        ...
-
-    def log_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Records trajectories of a step, or some of them."""
-        ...
 
 
 def check_packages(config: ExperimentConfig) -> None:
@@ -92,23 +72,11 @@ def check_loggers(config: ExperimentConfig) -> None:
         elif logger.kind == "otlp":
             check_collector(logger, config, remedy)
         elif logger.kind == "trackio" and logger.url is not None:
-            _check_answers(logger.url, remedy)
+            check_answers(logger.kind, logger.url, remedy)
         elif logger.kind == "wandb" and not has_wandb_key():
             raise UserInputError(
                 f"loggers.{number}: wandb: no key of Weights & Biases was found. {remedy}"
             )
-
-
-def _check_answers(url: str, remedy: str) -> None:
-    try:
-        with urllib.request.urlopen(url, timeout=_CHECK_SECONDS):
-            pass
-    except urllib.error.HTTPError:
-        # It answers; what it thinks of this page does not matter.
-        return
-    except (OSError, ValueError) as error:
-        text = sanitize(f"loggers: trackio: {url}: {error}. {remedy}")
-        raise UserInputError(text) from None
 
 
 def _find_remedy(number: int, logger: LoggerConfig) -> str:
@@ -127,7 +95,7 @@ def _find_remedy(number: int, logger: LoggerConfig) -> str:
 
 def build_loggers(
     config: ExperimentConfig, folder: RunFolder, stack: ExitStack, warn: Warn
-) -> list[MetricsLogger]:
+) -> list[BackgroundLogger]:
     """The loggers of ``config.loggers``, in its order; the end of ``stack`` closes them.
 
     Args:
@@ -140,7 +108,7 @@ def build_loggers(
         MissingExtraError: a logger's package is not installed.
     """
     check_packages(config)
-    loggers: list[MetricsLogger] = []
+    loggers: list[BackgroundLogger] = []
     run_id = _read_run_id(folder, config) if config.loggers else ""
     for number, logger in enumerate(config.loggers):
         traces = logger.kind in ("mlflow", "otlp")
@@ -151,13 +119,8 @@ def build_loggers(
             remedy=_find_remedy(number, logger),
             max_trajectories=logger.max_trajectories if traces else 0,
         )
-        stack.push(partial(_close, background))
-        loggers.append(background)
+        loggers.append(stack.enter_context(background))
     return loggers
-
-
-def _close(logger: BackgroundLogger, *exc_info: object) -> None:
-    logger.close(failed=exc_info[0] is not None)
 
 
 def _choose_sink(

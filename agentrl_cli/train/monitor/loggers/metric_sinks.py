@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from agentrl_cli.config.experiment import ExperimentConfig, LoggerConfig
-from agentrl_cli.records import Trajectory
 from agentrl_cli.secret_masking import mask_secrets
 from agentrl_cli.store import layout
+from agentrl_cli.train.monitor.loggers.background_logger import LoggerSink
 
 
-class MetricSink:
-    """What a sink does with trajectories that takes none."""
-
-    def log_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Leaves them out."""
-
-
-class TensorboardSink(MetricSink):
+class TensorboardSink(LoggerSink):
     """Writes event files into the run folder."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -31,13 +24,11 @@ class TensorboardSink(MetricSink):
         self._writer = SummaryWriter(str(run_dir / layout.TENSORBOARD))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records the metrics of one step and makes them visible."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self, *, failed: bool) -> None:
-        """Closes the event file."""
         self._writer.close()
 
 
@@ -59,7 +50,7 @@ def has_wandb_key() -> bool:
     return stored is not None
 
 
-class WandbSink(MetricSink):
+class WandbSink(LoggerSink):
     """Sends metrics to Weights & Biases; a resumed trial continues in the same run, one begun
     anew (``--overwrite``) begins another."""
 
@@ -78,15 +69,13 @@ class WandbSink(MetricSink):
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends the metrics of one step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self, *, failed: bool) -> None:
-        """Waits until everything is sent."""
         self._run.finish(exit_code=int(failed))
 
 
-class TrackioSink(MetricSink):
+class TrackioSink(LoggerSink):
     """Writes metrics to Trackio's local database, or sends them to a server of it."""
 
     def __init__(self, logger: LoggerConfig, config: ExperimentConfig, run_id: str) -> None:
@@ -105,9 +94,7 @@ class TrackioSink(MetricSink):
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records the metrics of one step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self, *, failed: bool) -> None:
-        """Waits until everything is written."""
         self._run.finish()

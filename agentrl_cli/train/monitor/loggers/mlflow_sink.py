@@ -15,8 +15,10 @@ from typing import Any
 
 from agentrl_cli.config.experiment import ExperimentConfig, LoggerConfig
 from agentrl_cli.errors import UserInputError
+from agentrl_cli.log import sanitize
 from agentrl_cli.records import Trajectory
 from agentrl_cli.secret_masking import mask_secrets
+from agentrl_cli.train.monitor.loggers.background_logger import LoggerSink
 from agentrl_cli.train.monitor.trajectory_spans import (
     TrajectorySpan,
     build_spans,
@@ -40,7 +42,7 @@ def find_tracking_uri(logger: LoggerConfig) -> str | None:
     return logger.url or os.environ.get("MLFLOW_TRACKING_URI")
 
 
-class MlflowSink:
+class MlflowSink(LoggerSink):
     """Logs one run of MLflow for a trial; resumed, it is the same run."""
 
     def __init__(
@@ -85,7 +87,6 @@ class MlflowSink:
             self._client.log_batch(self._run_id, params=group)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends the metrics of one step."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -157,7 +158,6 @@ class MlflowSink:
                 mlflow.log_feedback(trace_id=trace_id, name=name, value=value, source=source)
 
     def close(self, *, failed: bool) -> None:
-        """Marks the run as ended."""
         self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
 
@@ -204,6 +204,22 @@ def _fix_name(name: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", name)
 
 
+def check_answers(kind: str, url: str, remedy: str) -> None:
+    """Refuses a URL at which nothing answers; what does, may answer what it likes.
+
+    Raises:
+        UserInputError: with what happened, and what to type.
+    """
+    try:
+        with urllib.request.urlopen(url, timeout=_CHECK_SECONDS):
+            pass
+    except urllib.error.HTTPError:
+        return
+    except (OSError, ValueError) as error:
+        text = sanitize(f"loggers: {kind}: {url}: {error}. {remedy}")
+        raise UserInputError(text) from None
+
+
 def check_server(logger: LoggerConfig, key: str, remedy: str) -> None:
     """Refuses a server that is not named, cannot be reached, or does not let us in.
 
@@ -218,14 +234,7 @@ def check_server(logger: LoggerConfig, key: str, remedy: str) -> None:
         )
     problem = [f"no answer from {uri} within {_CHECK_SECONDS:.0f} seconds"]
     if uri.startswith(("http://", "https://")):
-        try:
-            with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_CHECK_SECONDS):
-                pass
-        except urllib.error.HTTPError:
-            # It is there; what it thinks of us, the library will say.
-            problem[0] += " to a search"
-        except (OSError, ValueError) as error:
-            raise UserInputError(f"loggers: mlflow: {uri}: {error}. {remedy}") from None
+        check_answers("mlflow", f"{uri.rstrip('/')}/health", remedy)
 
     # Loading it takes seconds, which are not the server's.
     from mlflow import MlflowClient

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentrl_cli import __version__
 from agentrl_cli.config.experiment import ExperimentConfig, LoggerConfig
 from agentrl_cli.errors import UserInputError
 from agentrl_cli.records import Trajectory
+from agentrl_cli.train.monitor.loggers.background_logger import LoggerSink
 from agentrl_cli.train.monitor.trajectory_spans import (
     TrajectorySpan,
     build_spans,
@@ -26,7 +27,7 @@ _SEND_SECONDS = 10.0
 _LIBRARY = "opentelemetry.exporter.otlp.proto.http"
 
 
-class OtlpSink:
+class OtlpSink(LoggerSink):
     """Sends the spans of each trajectory in one request.
 
     The ids of traces are made of the run and the trajectory: a step that is done again after an
@@ -37,6 +38,8 @@ class OtlpSink:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+        from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+        from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
         from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
         self._errors = _LastError()
@@ -44,10 +47,9 @@ class OtlpSink:
             endpoint=find_endpoint(logger), timeout=_SEND_SECONDS
         )
         self._model, self._with_content = config.model.path, logger.capture_content
-        self._run_id, self._ids, self._finished = run_id, _Ids(), _Finished()
-        # They are of the library's classes in all but their base, which only it could load.
+        self._run_id, self._finished, self._ids = run_id, InMemorySpanExporter(), _Ids()
+        # It is of the library's class in all but its base, which only the library could load.
         ids: Any = self._ids
-        finished: Any = self._finished
         names = {
             "service.name": os.environ.get("OTEL_SERVICE_NAME", "agentrl"),
             "service.version": __version__,
@@ -62,7 +64,7 @@ class OtlpSink:
             span_limits=SpanLimits(),
             id_generator=ids,
         )
-        provider.add_span_processor(finished)
+        provider.add_span_processor(SimpleSpanProcessor(self._finished))
         self._tracer = provider.get_tracer("agentrl", __version__)
 
     def check(self) -> None:
@@ -73,19 +75,16 @@ class OtlpSink:
         """
         self._send([])
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Leaves them out: there are spans alone."""
-
     def log_trajectories(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """Sends a trace for each."""
         for trajectory in trajectories:
             spans = build_spans(trajectory, self._model, with_content=self._with_content)
             self._ids.begin_trace(f"{self._run_id} {step} {trajectory.id}")
             self._record(spans)
-            self._send(self._finished.take())
+            finished = self._finished.get_finished_spans()
+            self._finished.clear()
+            self._send(finished)
 
     def close(self, *, failed: bool) -> None:
-        """Closes connections."""
         self._exporter.shutdown()
         self._errors.close()
 
@@ -178,29 +177,3 @@ class _Ids:
 
     def is_trace_id_random(self) -> bool:
         return False
-
-
-class _Finished:
-    """Keeps the spans that have ended."""
-
-    def __init__(self) -> None:
-        self._spans: list[ReadableSpan] = []
-
-    def take(self) -> list[ReadableSpan]:
-        spans, self._spans = self._spans, []
-        return spans
-
-    def on_start(self, span: Any, parent_context: Any = None) -> None:
-        """Nothing happens yet."""
-
-    def _on_ending(self, span: Any) -> None:
-        """Nothing happens yet."""
-
-    def on_end(self, span: ReadableSpan) -> None:
-        self._spans.append(span)
-
-    def shutdown(self) -> None:
-        """Nothing is open."""
-
-    def force_flush(self, timeout_millis: int = 30000) -> bool:
-        return True

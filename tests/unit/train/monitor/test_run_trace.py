@@ -118,7 +118,7 @@ def test_it_can_be_read_after_every_step_and_ends_when_it_is_full(
     sizes = []
     for step in range(20):
         trace.add_phase("rollout", NOW + step, 1.0)
-        trace.add_publication(step, NOW + step + 1.0)
+        trace.add_publication(step, NOW + step, {"publish_seconds": 0.1, "probe_seconds": 0.1})
         trace.add_trajectories(step, [attempt(f"{step}/0", step, 1.0, call(step, 1.0))])
         trace.flush()
         sizes.append(len(read_trace(path)))
