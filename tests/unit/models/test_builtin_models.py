@@ -14,7 +14,7 @@ from agentrl_cli.config.config_file import load_config_as
 from agentrl_cli.config.sft_config import SftConfig
 from agentrl_cli.errors import DatasetError, ModelError, StoppedError
 from agentrl_cli.log import Observer, SilentObserver
-from agentrl_cli.models import builtin_models
+from agentrl_cli.models import builtin_models, sft_training
 from agentrl_cli.models.builtin_models import (
     build_calculator_config,
     compute_digest,
@@ -107,7 +107,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The folders that were made, in no time."""
     made: list[str] = []
     monkeypatch.setattr(
-        builtin_models,
+        sft_training,
         "train_and_save",
         lambda config, *_: made.append(config.output_path) or Path(config.output_path).mkdir(),
     )
@@ -150,7 +150,7 @@ def test_two_at_once_make_it_once(cache, monkeypatch):
         assert released.wait(20)
         Path(config.output_path).mkdir()
 
-    monkeypatch.setattr(builtin_models, "train_and_save", make)
+    monkeypatch.setattr(sft_training, "train_and_save", make)
     first = threading.Thread(target=resolve)
     first.start()
     assert started.wait(20)
@@ -169,10 +169,11 @@ def test_a_cache_that_cannot_be_written(cache: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_process_does_not_hold_the_lock(cache, made):
     code = (
-        "import os\n"
+        "import os, sys, types\n"
         "from agentrl_cli.models import builtin_models\n"
         "from agentrl_cli.log import SilentObserver\n"
-        "builtin_models.train_and_save = lambda *_: os._exit(9)\n"
+        "maker = types.SimpleNamespace(train_and_save=lambda *_: os._exit(9))\n"
+        "sys.modules['agentrl_cli.models.sft_training'] = maker\n"
         "builtin_models.resolve_model_folder('builtin:calculator', SilentObserver())\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
@@ -190,5 +191,5 @@ def test_waiting_for_another_process_can_be_stopped(cache, monkeypatch):
             resolve(check_stop=stop)
         Path(config.output_path).mkdir()
 
-    monkeypatch.setattr(builtin_models, "train_and_save", make)
+    monkeypatch.setattr(sft_training, "train_and_save", make)
     assert resolve().is_dir()
