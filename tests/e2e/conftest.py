@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,8 +35,10 @@ def model_folder(
     return folder
 
 
-@pytest.fixture
-def brief_model(tmp_path: Path, chat_tokenizer: Any, build_qwen2: Callable[..., Any]) -> Path:
+@pytest.fixture(scope="session")
+def brief_model_folder(
+    tmp_path_factory: pytest.TempPathFactory, chat_tokenizer: Any, build_qwen2: Callable[..., Any]
+) -> Path:
     """A random model that speaks a few letters a turn: the Agents SDK takes no reply that is cut
     off, and CAMEL forgets one that is empty."""
     model = build_qwen2(chat_tokenizer, tied=False, initializer_range=0.05)
@@ -50,10 +53,16 @@ def brief_model(tmp_path: Path, chat_tokenizer: Any, build_qwen2: Callable[..., 
         head[[*letters, end], 0] = 0.0
         head[end] = 0.0
         head[end, :2] = torch.tensor([0.3, -5.0])
-    folder = tmp_path / "brief"
+    folder = tmp_path_factory.mktemp("brief")
     model.save_pretrained(folder)
     chat_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def brief_model(tmp_path: Path, brief_model_folder: Path) -> Path:
+    """The same model in the user's folder."""
+    return Path(shutil.copytree(brief_model_folder, tmp_path / "brief"))
 
 
 @dataclass(frozen=True)
