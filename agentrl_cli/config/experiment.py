@@ -109,8 +109,9 @@ class DatasetConfig(StrictConfig):
     limit: int | None = Field(None, ge=1)
     """Use the first ``limit`` rows only."""
     min_pass_rate: float | None = Field(None, ge=0.0, le=1.0)
-    """Use rows only whose field ``pass_rate`` is at least this. ``agentrl eval --save-tasks FILE``
-    writes such rows: 0.1 to 0.9 are tasks that the model solves sometimes, which teach most."""
+    """Use rows only whose field ``pass_rate`` is at least this. ``agentrl eval --save-tasks
+    FILE.jsonl`` writes such rows: 0.1 to 0.9 are tasks that the model solves sometimes, which teach
+    most."""
     max_pass_rate: float | None = Field(None, ge=0.0, le=1.0)
     """The same with at most this."""
 

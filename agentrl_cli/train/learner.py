@@ -56,8 +56,7 @@ class Learner:
             model: in float32 if it is to be trained from its exact weights; it computes in
                 ``config.model.dtype``.
             config: the experiment's.
-            reference_model: needed with ``kl``; frozen. With an adapter, the model
-                without it is the reference.
+            reference_model: needed with ``kl``; frozen. An adapter's is the model without it.
             critic_model: needed with ``config.train.critic``; taken over too, its output head
                 replaced by one that gives a value.
             tokenizer: saved beside the weights; trajectories with a structural tag need it.

@@ -5,10 +5,8 @@ What a page types one after the other is typed so here: a command finds what tho
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import signal
@@ -16,14 +14,14 @@ import subprocess
 import sys
 import time
 import tomllib
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from tests.e2e.forked_commands import ForkedCommand, command_environment
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -63,8 +61,8 @@ NAMES = {
     r"step-\d{6}": "step-000002",
     r"--step \d\d": "--step 2",
     r"--evals NAME": "--evals model",
-    r"--save-tasks FILE": "--save-tasks tasks.jsonl",
     r"\[DIR\]": "runs",
+    r"--save-tasks FILE\.jsonl": "--save-tasks tasks.jsonl",
     r"FILE\.jsonl": "data/train.jsonl",
     r"\$\(python -m benchmarks\.real_model\)": "model",
     r"\bURL(?:/EXPERIMENT/TRIAL)?\b": "s3://bucket/runs/demo/t0",
@@ -140,37 +138,29 @@ class Typist:
 
     def __init__(self, log: Path, environment: dict[str, str]) -> None:
         self._log = log
-        own = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            env=os.environ | own | environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._environment = os.environ | command_environment() | environment
 
     def type(self, words: Sequence[str], folder: Path) -> None:
         """Types a command, which must end well."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._log.write_text("")
-        print(
-            json.dumps([words, str(folder), str(self._log)]), file=self._process.stdin, flush=True
-        )
-        pid = int(self._process.stdout.readline())
-        if not {"serve", "--serve"}.isdisjoint(words) and "--help" not in words:
-            deadline = time.monotonic() + 60
-            while not SERVING.search(self._log.read_text()) and time.monotonic() < deadline:
-                time.sleep(0.05)
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGINT)
-        code = int(self._process.stdout.readline())
+        with self._log.open("w") as log:
+            options: dict[str, Any] = {
+                **{"cwd": folder, "env": self._environment},
+                **{"stdout": log, "stderr": subprocess.STDOUT},
+            }
+            if words[0] == "agentrl":
+                process = ForkedCommand([*words[1:]], **options)
+            else:
+                process = subprocess.Popen([sys.executable, *words[1:]], text=True, **options)
+        with process:
+            if not {"serve", "--serve"}.isdisjoint(words) and "--help" not in words:
+                deadline = time.monotonic() + 60
+                while not SERVING.search(self._log.read_text()) and time.monotonic() < deadline:
+                    time.sleep(0.05)
+                process.send_signal(signal.SIGINT)
+            code = process.wait(300)
         printed = self._log.read_text()
         assert code == 0, f"exit code {code}: {shlex.join(words)}\n{printed}"
         assert "Traceback" not in printed
-
-    def close(self) -> None:
-        self._process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -179,11 +169,10 @@ def bucket(s3_server: Any) -> str:
 
 
 @pytest.fixture(scope="module")
-def typist(tmp_path_factory: pytest.TempPathFactory, s3_server: Any) -> Iterator[Typist]:
+def typist(tmp_path_factory: pytest.TempPathFactory, s3_server: Any) -> Typist:
     log = tmp_path_factory.mktemp("typed") / "printed.txt"
-    environment = s3_server.environment | {"AGENTRL_API_KEY": "a-key-of-one's-own"}
-    with closing(Typist(log, environment)) as started:
-        yield started
+    own = {"AGENTRL_API_KEY": "a-key-of-one's-own", "CUDA_VISIBLE_DEVICES": ""}
+    return Typist(log, s3_server.environment | own)
 
 
 @pytest.fixture(scope="module")
@@ -271,47 +260,3 @@ def test_the_tables_hold_nothing_that_no_page_has() -> None:
         typed = [re.sub(pattern, here, command) for command in typed]
     unused += [p for p in ADDED if not any(re.search(p, command) for command in typed)]
     assert unused == []
-
-
-def main() -> None:
-    """Types what is read from stdin, each in a fork of this process: what commands import takes
-    longer than most of them."""
-    import pyarrow.parquet  # noqa: F401
-    import transformers.models.qwen2.modeling_qwen2  # noqa: F401
-
-    import agentrl_cli.launch.local_run
-    import agentrl_cli.models.sft_training  # noqa: F401
-    from agentrl_cli.cli.app import main as run_command
-
-    for line in sys.stdin:
-        words, folder, log = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            code: Any = 1
-            try:
-                signal.alarm(300)
-                os.chdir(folder)
-                descriptor = os.open(log, os.O_WRONLY | os.O_TRUNC)
-                for stream in (1, 2):
-                    os.dup2(descriptor, stream)
-                if words[0] == "agentrl":
-                    sys.argv = words
-                    run_command()
-                else:
-                    sys.argv = words[1:]
-                    runpy.run_path(words[1], run_name="__main__")
-                code = 0
-            except SystemExit as end:
-                code = end.code or 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code if isinstance(code, int) else 1)
-        print(pid, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-
-
-if __name__ == "__main__":
-    main()

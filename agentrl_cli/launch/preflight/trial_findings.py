@@ -356,7 +356,7 @@ def _judge_spread(rewards: Sequence[float], rate: float) -> Finding:
     if is_binary and rate < LOW_PASS_RATE:
         verdict = "nothing to learn from: it hardly ever succeeds"
         remedy = (
-            "Choose easier tasks (agentrl eval --save-tasks FILE, then "
+            "Choose easier tasks (agentrl eval --save-tasks FILE.jsonl, then "
             "train_dataset.min_pass_rate=0.1), give rewards for parts of the way, begin from a "
             "stronger model.path, or warm it up with agentrl sft. To measure more exactly, type "
             "--tasks 64"
@@ -364,7 +364,7 @@ def _judge_spread(rewards: Sequence[float], rate: float) -> Finding:
     elif is_binary and rate > HIGH_PASS_RATE:
         verdict = "nothing left to learn: it nearly always succeeds"
         remedy = (
-            "Choose harder tasks (agentrl eval --save-tasks FILE, then "
+            "Choose harder tasks (agentrl eval --save-tasks FILE.jsonl, then "
             "train_dataset.max_pass_rate=0.9), or a stricter reward"
         )
     elif are_equal:

@@ -6,9 +6,7 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from agentrl_cli.cli.app import app
-from agentrl_cli.cli.command_exit import run_reporting_failures
 from tests.e2e.forked_commands import ForkedCommand, command_environment
 
 PROJECT = Path(__file__).parents[3]
@@ -104,29 +100,19 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
 
 
 @pytest.fixture
-def run_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
-    """What a command prints that ends with a code, in this process: a new one loads libraries for
-    many seconds. ``run_here(2, "train", "--config", "c.yaml")``."""
+def run_here(tmp_path: Path) -> Callable[..., str]:
+    """What a command prints that ends with a code: ``run_here(2, "train", "--config", "c.yaml")``.
+    What went to stderr comes first, so that JSON is the end."""
 
     def run(code: int, *arguments: str, **env: str) -> str:
-        with monkeypatch.context() as here, warnings.catch_warnings():
-            # As Python does by default: the user's agents may leave files open.
-            warnings.simplefilter("ignore", ResourceWarning)
-            here.chdir(tmp_path)
-            here.setattr(sys, "path", [*sys.path])
-            here.delenv("AGENTRL_API_KEY", raising=False)
-            for name, value in env.items():
-                here.setenv(name, value)
-            capfd.readouterr()
-            ended = run_reporting_failures(lambda: app([*arguments]))
-        out, err = capfd.readouterr()
-        # Of a command that prints JSON, what comes before.
-        printed = err + out
-        assert ended == code, printed
-        assert "Traceback" not in printed
-        return printed
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with ForkedCommand(
+            list(arguments), cwd=tmp_path, env=_environment(**env), **pipes
+        ) as command:
+            printed, said = command.communicate(timeout=300)
+        assert command.returncode == code, said + printed
+        assert "Traceback" not in said + printed
+        return said + printed
 
     return run
 

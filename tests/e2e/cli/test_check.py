@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -238,19 +237,17 @@ def test_the_report_of_a_good_agent_says_what_to_type_next(
     assert not (folder / "runs").exists()
 
 
-def test_ctrl_c_leaves_nothing_behind(
-    folder: Path, run_here: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_leaves_nothing_behind(folder: Path, run_here: Callable[..., str]) -> None:
     scratch = folder / "scratch"
     scratch.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     code = (
         "import asyncio, os, signal\nsent = []\nasync def solve(data):\n"
         "    if not sent:\n        sent.append(os.kill(os.getpid(), signal.SIGINT))\n"
         "    await asyncio.sleep(600)\n"
     )
     _write(folder, code, {})
-    assert "stopped by Ctrl-C" in run_here(130, "check", "--config", "c.yaml")
+    text = run_here(130, "check", "--config", "c.yaml", TMPDIR=str(scratch))
+    assert "stopped by Ctrl-C" in text
     assert not [*scratch.glob("agentrl-check-*")]
     assert not (folder / "runs").exists()
 
