@@ -58,9 +58,10 @@ def describe_hardness(metrics: Mapping[str, float]) -> str | None:
             f"{seen} fail alike and teach nothing. Look at what it does "
             "(agentrl inspect-trajectories RUN --step 1: is the answer there, and read as one?). "
             "Then choose the tasks that it solves sometimes (agentrl eval --save-tasks "
-            "FILE.jsonl); or train it on its own best trajectories first (agentrl export-trajectories RUN "
-            "--min-reward 1 --to FILE, agentrl sft) or on examples; or take easier tasks or a "
-            "stronger model, give rewards for parts of a solution, or raise gconfig.n_samples"
+            "FILE.jsonl); or train it on its own best trajectories first (agentrl "
+            "export-trajectories RUN --min-reward 1 --to FILE, agentrl sft) or on examples; or "
+            "take easier tasks or a stronger model, give rewards for parts of a solution, or raise "
+            "gconfig.n_samples"
         )
     if mean > _EASY:
         return (

@@ -352,7 +352,8 @@ async def test_leaving_a_completion_aborts_it_in_the_server(
     async with asyncio.timeout(5):
         while await read_metric(endpoint, "num_requests_running"):
             await asyncio.sleep(0.05)
-    assert await read_metric(endpoint, "generation_tokens_total") - num_tokens < 150
+    # Those until it was frozen; the whole has more.
+    assert await read_metric(endpoint, "generation_tokens_total") - num_tokens < 300
 
 
 async def test_a_file_that_is_cut_off_says_so_and_a_whole_one_mends_it(
