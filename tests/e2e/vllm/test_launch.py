@@ -27,7 +27,7 @@ def call(endpoint: ServerEndpoint, path: str, body: dict[str, Any] | None = None
         headers={"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
         data=None if body is None else json.dumps(body).encode(),
     )
-    with urllib.request.urlopen(request, timeout=60) as reply:
+    with urllib.request.urlopen(request, timeout=180) as reply:
         return json.loads(reply.read())
 
 
