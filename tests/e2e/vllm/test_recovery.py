@@ -305,8 +305,8 @@ def test_the_command_is_killed_and_then_many_of_its_processes_and_nothing_is_los
 def test_either_of_two_trainers_is_killed_and_nothing_is_lost(
     start: Callable[..., Command],
 ) -> None:
-    command = start("train.num_processes=2", "engine.num_servers=1", "train.total_steps=12")
-    for kind, num_steps in (("rank", 2), ("trainer", 5), ("rank", 8)):
+    command = start("train.num_processes=2", "engine.num_servers=1", "train.total_steps=8")
+    for kind, num_steps in (("rank", 2), ("trainer", 5)):
         command.wait_until(lambda n=num_steps: command.count_steps() >= n)
         servers = {p.pid for p in command.find("server")}
         command.wait_until(lambda: command.find("rank") and command.find("trainer"))
@@ -322,4 +322,4 @@ def test_either_of_two_trainers_is_killed_and_nothing_is_lost(
     assert [p for p in everything if is_alive(p)] == []
     assert "SIGKILL in rank 1 of 2 (trainer-1); it is started again (restart 1" in command.output
     assert "the trainer was killed by SIGKILL; it is started again (restart 2" in command.output
-    check_nothing_is_lost(command.run_dir, num_steps=12)
+    check_nothing_is_lost(command.run_dir, num_steps=8)
