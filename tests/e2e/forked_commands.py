@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -141,6 +142,8 @@ def _become(command: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(command["env"])
     tempfile.tempdir = None
+    # Whose parent ignores it, such as a worker of pytest-xdist, would ignore it too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = ["agentrl_cli", *command["words"]]
     sys.path[0] = command["cwd"]
 

@@ -54,6 +54,7 @@ NOT_TYPED = {
 NAMES = {
     r"--config (?:it\.yaml|my\.yaml|c\.yaml|lexicon\.yaml|C)(?= |$)": "--config train.yaml",
     r"\bRUN\b": "runs/demo/t0",
+    r"compare A B": "compare base runs/demo/t0",
     r"runs/[\w-]+/t0": "runs/demo/t0",
     r"runs/[\w-]+/t1": "runs/demo/other",
     r"model\.path=runs/[\w-]+-warm": "model.path=model",
