@@ -215,7 +215,7 @@ class RunFolder:
         Raises:
             StoreError: it cannot be read.
         """
-        path = self.path / name
+        path = Path(name) if self.path in Path(name).parents else self.path / name
         self._place.fetch_folder(path)
         self._place.fetch(path)
         return path

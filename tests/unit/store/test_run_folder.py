@@ -148,6 +148,19 @@ def test_checkpoints_appear_when_complete(folder_anywhere: RunFolder) -> None:
     assert names(folder.path / "checkpoints") == ["step-000005"]
 
 
+def test_a_path_of_a_folder_that_was_named_relatively_is_fetched_as_it_is(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with folder.new_checkpoint(5) as path:
+        (path / "weights").write_text("5")
+    monkeypatch.chdir(folder.path.parent)
+    with RunFolder.open(folder.path.name) as opened:
+        step, path = opened.latest_checkpoint() or (None, Path())
+        assert not path.is_absolute()
+        assert (opened.fetch(path) / "weights").read_text() == "5"
+        assert opened.fetch("checkpoints/step-000005").samefile(path)
+
+
 def test_stale_temporaries_go_at_the_next_start_only(folder: RunFolder, make_config) -> None:
     stale = [
         folder.path / ".config.yaml.tmp",
