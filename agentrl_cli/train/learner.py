@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from agentrl_cli.config.experiment import ExperimentConfig, count_usable_cores
 from agentrl_cli.records import Trajectory
-from agentrl_cli.store.trajectory_file import ProximalLogprobs
 from agentrl_cli.train.checkpoint import load_learner_state, save_learner_state
 from agentrl_cli.train.data.samples import build_candidate_sample, build_scoring_sample
 from agentrl_cli.train.model.critic import Critic
@@ -28,6 +27,9 @@ from agentrl_cli.train.step_updates import StepUpdates, build_step_batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    # It reads files with libraries that a learner alone does without.
+    from agentrl_cli.store.trajectory_file import ProximalLogprobs
 
 
 class Learner:

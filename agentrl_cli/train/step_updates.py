@@ -7,7 +7,7 @@ import random
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from agentrl_cli.errors import NotFiniteError
 from agentrl_cli.log import get_logger
 from agentrl_cli.records import Trajectory
 from agentrl_cli.store.layout import run_dir_of
-from agentrl_cli.store.trajectory_file import ProximalLogprobs
 from agentrl_cli.train.data.minibatches import Minibatch, build_minibatches
 from agentrl_cli.train.data.packing import MicroBatch
 from agentrl_cli.train.data.samples import Sample, assign_advantages, build_samples
@@ -32,6 +31,10 @@ from agentrl_cli.train.model.policy import Policy
 from agentrl_cli.train.model.trained_model import PackedSamples, TrainedModel
 from agentrl_cli.train.monitor.update_metrics import UpdateMetrics
 from agentrl_cli.train.ranks import Ranks
+
+if TYPE_CHECKING:
+    # It reads files with libraries that a learner alone does without.
+    from agentrl_cli.store.trajectory_file import ProximalLogprobs
 
 _log = get_logger(__name__)
 

@@ -49,7 +49,7 @@ MAX_ROOM_FILES = 13
 #: scripts of Slurm 550.
 MAX_PACKAGE_LINES = 57_500
 MAX_PACKAGE_FILES = 288
-MAX_TEST_LINES = 49_500
+MAX_TEST_LINES = 49_800
 
 
 @dataclass(frozen=True)

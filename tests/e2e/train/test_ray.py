@@ -171,7 +171,8 @@ def test_a_run_is_placed_on_a_cluster_and_one_that_is_too_large_is_refused_in_ti
     assert f"step {NUM_STEPS}/{NUM_STEPS}" in finish(agentrl(*ARGUMENTS, *placed))
     read_every_task_once(project / "runs" / "small" / "t0", NUM_STEPS)
     launcher = f"{{kind: ray, address: '{cluster.address}', placement_timeout_seconds: 2}}"
-    output = finish(agentrl(*ARGUMENTS, "train.num_processes=64", f"launcher={launcher}"), 2)
+    large = ("trial_name=large", "train.num_processes=64", f"launcher={launcher}")
+    output = finish(agentrl(*ARGUMENTS, *large), 2)
     assert "waiting for room on the cluster for 64 x trainer with CPU: 1" in output
     assert "after 2 s (launcher.placement_timeout_seconds) the cluster has no room" in output
     assert "nodes:" in output

@@ -155,7 +155,7 @@ def test_a_path_of_a_folder_that_was_named_relatively_is_fetched_as_it_is(
         (path / "weights").write_text("5")
     monkeypatch.chdir(folder.path.parent)
     with RunFolder.open(folder.path.name) as opened:
-        step, path = opened.latest_checkpoint() or (None, Path())
+        _, path = opened.latest_checkpoint() or (None, Path())
         assert not path.is_absolute()
         assert (opened.fetch(path) / "weights").read_text() == "5"
         assert opened.fetch("checkpoints/step-000005").samefile(path)

@@ -15,6 +15,8 @@ from agentrl_cli.tracking.client import TrackingClient
 
 Open = Callable[..., TrackingClient]
 _SECONDS = 12.0
+#: Behind strangers that are served first, a call would wait for their deadlines.
+_MAX_WAIT_SECONDS = 4.0
 _MIB = 2**20
 ATTACKER = """
 import asyncio, contextlib, resource, sys
@@ -87,7 +89,7 @@ async def test_strangers_cost_a_run_next_to_nothing(
     quiet_files, quiet_memory = await ask(2.0)
     longest: list[float] = []
     # Other work on the machine makes calls wait as well, but not in each of three attacks.
-    while len(longest) < 3 and min(longest, default=2.0) >= 2.0:
+    while len(longest) < 3 and min(longest, default=_MAX_WAIT_SECONDS) >= _MAX_WAIT_SECONDS:
         waits.clear()
         attacker = await asyncio.create_subprocess_exec(
             sys.executable, "-c", ATTACKER, attack, port, str(num_connections)
@@ -106,4 +108,4 @@ async def test_strangers_cost_a_run_next_to_nothing(
         )
         assert more_memory < 64
         assert more_files <= num_connections + 16
-    assert min(longest) < 2.0
+    assert min(longest) < _MAX_WAIT_SECONDS
