@@ -179,6 +179,7 @@ def test_a_stop_text_is_found_with_the_token_that_completes_it(tiny_tokenizer, t
     assert not any(one in tiny_tokenizer.decode(ids[:place]) for one in stop)
 
 
+@pytest.mark.slow
 async def test_end_tokens_stop_and_are_kept(
     open_engine, build_tiny_model, tiny_tokenizer, prompt_ids
 ):
@@ -258,6 +259,7 @@ async def test_no_more_than_max_num_seqs_are_sampled_at_once(open_engine, prompt
         assert 1 < most <= 3
 
 
+@pytest.mark.slow
 async def test_probes_go_before_the_calls_that_wait(open_engine, prompt_ids):
     sampling = Sampling(max_tokens=100, temperature=0.0)
     async with open_engine(max_num_seqs=2) as engine, asyncio.TaskGroup() as group:

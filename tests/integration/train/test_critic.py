@@ -47,6 +47,7 @@ def build_learner(build_model, build_config):
     return build
 
 
+@pytest.mark.slow
 def test_a_new_critic_expects_nothing_and_then_the_return(build_learner, ragged_batch):
     learner = build_learner(critic={"clip_range": None}, learning_rate=1e-9)
     history = [learner.update(ragged_batch, 0) for _ in range(60)]

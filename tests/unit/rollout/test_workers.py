@@ -263,6 +263,7 @@ async def test_lines_keep_the_name_of_their_trajectory_whoever_reads_late(run, f
         assert f"{trajectory.id} | about to {question}" in lines
 
 
+@pytest.mark.slow
 async def test_agents_give_rewards_as_they_do_inline(run, folder):
     (by_client,) = await run("a", name="reward_by_client")
     (blocking,) = await run("a", name="reward_by_blocking_client")

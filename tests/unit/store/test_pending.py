@@ -323,6 +323,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_after_sigkill_every_one_that_was_added_is_there(make_config, write_until_killed) -> None:
     rng = random.Random(1)
     added: set[str] = set()

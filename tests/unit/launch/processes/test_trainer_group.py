@@ -379,6 +379,7 @@ def test_a_killed_rank_ends_all_and_is_the_one_that_is_named(start: Start, kille
     assert find_children() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["wait_for_others_to_fail()", "time.sleep(60)"])
 def test_a_rank_that_fails_is_named_with_the_end_of_its_log(start: Start, first: str) -> None:
     trainer = start(f'{first} if is_first else sys.exit("CUDA out of memory")', count=2)

@@ -42,6 +42,7 @@ def open_source(
     return make
 
 
+@pytest.mark.slow
 def test_the_report_and_the_store_are_those_of_any_evaluation(open_source: Any) -> None:
     config, source = open_source(*({"question": f"{n} / 4"} for n in range(4)))
     label, report = run_evaluation(config, source, limit=None, observer=SilentObserver())

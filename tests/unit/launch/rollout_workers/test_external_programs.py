@@ -63,6 +63,7 @@ def find_program(site: Any) -> Program:
     return Program(list_notices(site)[0])
 
 
+@pytest.mark.slow
 def test_a_program_gets_a_task_and_its_trajectory_comes_back(outside: Any) -> None:
     future = outside.submit("What is 2 + 2?")
     program = find_program(outside)

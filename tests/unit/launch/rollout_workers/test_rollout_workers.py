@@ -59,6 +59,7 @@ def test_a_retry_goes_on_from_the_turns_that_another_worker_has_finished(site: S
     assert before.id != after.id
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_costs_its_trajectories_a_retry(site: Sites) -> None:
     s = site()
     s.start(num_workers=2)
