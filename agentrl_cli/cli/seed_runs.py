@@ -173,7 +173,7 @@ def _build_table(experiments: Mapping[int, ExperimentConfig], codes: Mapping[int
 
 def _read_results(experiment: ExperimentConfig) -> list[float]:
     """The numbers of the table; NaN where there is none."""
-    from agentrl_cli.store.run_folder import read_metric
+    from agentrl_cli.store.run_outline import read_metric
 
     folder = _find_run(experiment)
     if folder is None:

@@ -23,7 +23,8 @@ from agentrl_cli.launch.trainer import take_rows
 from agentrl_cli.log import Observer
 from agentrl_cli.secret_masking import MASK, mask_secrets, mask_text
 from agentrl_cli.store import layout
-from agentrl_cli.store.run_folder import RunFolder, find_best_checkpoint
+from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.store.run_outline import find_best_checkpoint
 
 _ALLOWED_NAMES = (
     "Allowed: a run folder or its URL, a checkpoint's folder, RUN/NAME for a stored evaluation, "

@@ -21,9 +21,9 @@ from agentrl_cli.log import format_failures
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import is_full_disk, sync_folder, sync_tree
 from agentrl_cli.store.checksums import check_checksums
-from agentrl_cli.store.run_folder import (
+from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.store.run_outline import (
     EvalScore,
-    RunFolder,
     find_best_checkpoint,
     find_best_eval,
     read_metric,

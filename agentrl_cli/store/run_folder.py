@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.errors import RunFolderError, StoreError
@@ -34,7 +34,6 @@ from agentrl_cli.store.working_copy import FolderOwner, LocalFolder, find_run, o
 
 #: What the metrics of alarms begin with: ``alarm_<name>`` is 1 in the steps in which it is active.
 ALARM_PREFIX = "alarm_"
-_PASS_AT = "pass_at_"
 #: Ends the name of what holds an evaluation's label until it is written.
 _CLAIMED = ".claimed.tmp"
 _NUMBERS = (int, float, type(None))
@@ -518,60 +517,6 @@ class RunFolder:
             if step not in keep:
                 with store_errors(path, "deleted"):
                     self._place.delete(path)
-
-
-class EvalScore(NamedTuple):
-    """The result of an evaluation that training made."""
-
-    step: int
-    value: float
-
-
-def read_metric(report: Mapping[str, Any], metric: str) -> float | None:
-    """``mean_reward`` or ``pass_at_<k>`` of a report; None: it has none, or NaN."""
-    if metric.startswith(_PASS_AT):
-        passed = report.get("pass_at_k")
-        value = passed.get(metric.removeprefix(_PASS_AT)) if isinstance(passed, dict) else None
-    else:
-        value = report.get(metric)
-    return float(value) if isinstance(value, int | float) and not math.isnan(value) else None
-
-
-def find_best_eval(
-    folder: RunFolder, metric: str, steps: Collection[int] | range
-) -> EvalScore | None:
-    """The highest evaluation after one of ``steps``, the earliest of equal ones; None: none has
-    ``metric``.
-
-    Unscored trajectories count as the lowest reward of all these evaluations (for ``pass_at_<k>``,
-    as not passed), or a model would be best by which of its attempts have no reward.
-
-    Raises:
-        StoreError: a report is damaged.
-    """
-    reports = {step: folder.read_eval_report(step) for step in folder.eval_steps() if step in steps}
-    lowest = 0.0
-    if not metric.startswith(_PASS_AT):
-        known = [read_metric(report, "lowest_reward") for report in reports.values()]
-        lowest = min((value for value in known if value is not None), default=0.0)
-    ranked: list[tuple[float, EvalScore]] = []
-    for step, report in reports.items():
-        value = read_metric(report, metric)
-        if value is not None:
-            share = report.get("num_unscored", 0) / max(report.get("num_trajectories", 0), 1)
-            ranked.append((value + share * (lowest - value), EvalScore(step, value)))
-    return max(ranked, key=lambda pair: pair[0], default=(0.0, None))[1]
-
-
-def find_best_checkpoint(folder: RunFolder, metric: str) -> tuple[EvalScore, Path] | None:
-    """The checkpoint with the highest evaluation; None: no checkpoint was evaluated.
-
-    Raises:
-        StoreError: a report is damaged.
-    """
-    saved = dict(folder.list_checkpoints())
-    best = find_best_eval(folder, metric, saved.keys())
-    return None if best is None else (best, saved[best.step])
 
 
 def _format_metrics(metrics: Mapping[str, float]) -> str:

@@ -1,4 +1,5 @@
-"""A run in a few numbers, read without its trajectories: for lists of many runs."""
+"""What a run has come to, read without its trajectories: in a few numbers, for lists of many runs,
+and which of its evaluations is the best."""
 
 from __future__ import annotations
 
@@ -6,17 +7,17 @@ import json
 import math
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from agentrl_cli.errors import AgentrlError, StoreError
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import store_errors
 from agentrl_cli.store.folder_lock import LockState, look_up_lock
-from agentrl_cli.store.run_folder import RunFolder, read_metric
+from agentrl_cli.store.run_folder import RunFolder
 
 RunStatus = Literal["running", "finished", "stopped", "unknown", "damaged", "evaluation"]
 
@@ -24,6 +25,7 @@ RunStatus = Literal["running", "finished", "stopped", "unknown", "damaged", "eva
 #: thousand of them whole takes half a minute.
 _TOTAL_STEPS = re.compile(rb"^train:\n(?: .*\n)*?  total_steps: (\d{1,15})$", re.MULTILINE)
 _METRIC = re.compile(rb'"(step|reward_mean|step_seconds)": ([^,}\s]+)')
+_PASS_AT = "pass_at_"
 
 
 class LatestEval(NamedTuple):
@@ -171,3 +173,57 @@ def _read_host(path: Path) -> str | None:
         return str(manifest["starts"][-1]["host"]["name"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
+
+
+class EvalScore(NamedTuple):
+    """The result of an evaluation that training made."""
+
+    step: int
+    value: float
+
+
+def read_metric(report: Mapping[str, Any], metric: str) -> float | None:
+    """``mean_reward`` or ``pass_at_<k>`` of a report; None: it has none, or NaN."""
+    if metric.startswith(_PASS_AT):
+        passed = report.get("pass_at_k")
+        value = passed.get(metric.removeprefix(_PASS_AT)) if isinstance(passed, dict) else None
+    else:
+        value = report.get(metric)
+    return float(value) if isinstance(value, int | float) and not math.isnan(value) else None
+
+
+def find_best_eval(
+    folder: RunFolder, metric: str, steps: Collection[int] | range
+) -> EvalScore | None:
+    """The highest evaluation after one of ``steps``, the earliest of equal ones; None: none has
+    ``metric``.
+
+    Unscored trajectories count as the lowest reward of all these evaluations (for ``pass_at_<k>``,
+    as not passed), or a model would be best by which of its attempts have no reward.
+
+    Raises:
+        StoreError: a report is damaged.
+    """
+    reports = {step: folder.read_eval_report(step) for step in folder.eval_steps() if step in steps}
+    lowest = 0.0
+    if not metric.startswith(_PASS_AT):
+        known = [read_metric(report, "lowest_reward") for report in reports.values()]
+        lowest = min((value for value in known if value is not None), default=0.0)
+    ranked: list[tuple[float, EvalScore]] = []
+    for step, report in reports.items():
+        value = read_metric(report, metric)
+        if value is not None:
+            share = report.get("num_unscored", 0) / max(report.get("num_trajectories", 0), 1)
+            ranked.append((value + share * (lowest - value), EvalScore(step, value)))
+    return max(ranked, key=lambda pair: pair[0], default=(0.0, None))[1]
+
+
+def find_best_checkpoint(folder: RunFolder, metric: str) -> tuple[EvalScore, Path] | None:
+    """The checkpoint with the highest evaluation; None: no checkpoint was evaluated.
+
+    Raises:
+        StoreError: a report is damaged.
+    """
+    saved = dict(folder.list_checkpoints())
+    best = find_best_eval(folder, metric, saved.keys())
+    return None if best is None else (best, saved[best.step])

@@ -20,7 +20,8 @@ from agentrl_cli.records import Trajectory
 from agentrl_cli.rollout.rollout_failures import check_batch_worked
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import write_text
-from agentrl_cli.store.run_folder import RunFolder, find_best_checkpoint, find_best_eval
+from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.store.run_outline import find_best_checkpoint, find_best_eval
 from agentrl_cli.store.trajectory_summary import OpenRounds
 
 if TYPE_CHECKING:

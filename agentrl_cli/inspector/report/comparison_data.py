@@ -16,7 +16,8 @@ from agentrl_cli.inspector.report.report_data import (
 )
 from agentrl_cli.inspector.trajectory_query import Source
 from agentrl_cli.log import format_count
-from agentrl_cli.store.run_folder import RunFolder, read_metric
+from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.store.run_outline import read_metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

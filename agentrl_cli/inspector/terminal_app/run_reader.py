@@ -18,7 +18,8 @@ from agentrl_cli.inspector.trajectory_query import Found, Source, list_sources
 from agentrl_cli.inspector.trajectory_view import Spell, find_untrained_reason, load_spell
 from agentrl_cli.records import Trajectory
 from agentrl_cli.scores import GroupStatistics, compute_statistics
-from agentrl_cli.store.run_folder import RunFolder, read_metric
+from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.store.run_outline import read_metric
 from agentrl_cli.store.trajectory_file import (
     ProximalLogprobs,
     read_summaries,

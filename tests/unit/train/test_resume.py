@@ -16,7 +16,8 @@ from agentrl_cli.errors import ConfigError, RunFolderError, StoreError
 from agentrl_cli.evaluate.eval_run import choose_k_values
 from agentrl_cli.log import SilentObserver
 from agentrl_cli.records import Boundary, Failure, Interaction, Trajectory
-from agentrl_cli.store.run_folder import RunFolder, find_best_checkpoint, find_best_eval
+from agentrl_cli.store.run_folder import RunFolder
+from agentrl_cli.store.run_outline import find_best_checkpoint, find_best_eval
 from agentrl_cli.train.loop import RunCoordinator
 from agentrl_cli.train.resume import (
     CheckpointSaver,
