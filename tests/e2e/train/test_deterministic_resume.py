@@ -7,8 +7,12 @@ what the other one made.
 
 from __future__ import annotations
 
+import random
+import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,71 +20,13 @@ from agentrl_cli.records import Trajectory
 from agentrl_cli.store.run_folder import RunFolder
 
 NUM_STEPS = 5
-#: Forks what it has imported for every start, which would else take most of the time.
-RUNS = f"""
-import os, random, signal, sys, time
-from pathlib import Path
-
-from agentrl_cli.config.config_file import load_config
-from agentrl_cli.launch.trainer import PPOTrainer
-from agentrl_cli.launch.trainer import run_trainer
-import agentrl_cli.engine.embedded.embedded_engine
-
-sys.path.insert(0, ".")
-
-
-def start(trial_name):
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        config = load_config(
-            "experiment.yaml",
-            [
-                f"trial_name={{trial_name}}",
-                "train.total_steps={NUM_STEPS}",
-                "train.save_every_steps=2",
-                "train.num_epochs=2",
-                "train.num_minibatches=2",
-                "train.learning_rate_schedule=cosine",
-                "train.num_threads=1",
-                "train_dataset.batch_size=2",
-                "gconfig.n_samples=3",
-                "engine.num_threads=1",
-                "rollout.max_concurrent=1",
-                "rollout.max_staleness=0",
-            ],
-        )
-        os._exit(0 if run_trainer(PPOTrainer(config)) else 1)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        os._exit(2)
-
-
-def has_ended(pid):
-    return os.waitpid(pid, os.WNOHANG)[0] != 0
-
-
-assert os.waitpid(start("whole"), 0)[1] == 0
-run_dir, moments = Path("runs/small/broken"), random.Random(8)
-for num_whole in (1, 3):
-    pid = start("broken")
-    # In the midst of a step's rollouts: some have ended, one is in progress, some wait.
-    seen = []
-    while not seen:
-        assert not has_ended(pid)
-        time.sleep(0.005)
-        if (run_dir / f"trajectories/step-{{num_whole:06d}}.parquet").is_file():
-            seen = [path.name for path in (run_dir / "pending").glob("*.jsonl")]
-    time.sleep(moments.uniform(0.0, 0.2))
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    print("killed with", seen, [p.stat().st_size for p in (run_dir / "pending").iterdir()])
-assert os.waitpid(start("broken"), 0)[1] == 0
-"""
+ARGUMENTS = (
+    *("train", "--config", "experiment.yaml", f"train.total_steps={NUM_STEPS}"),
+    *("train.save_every_steps=2", "train.num_epochs=2", "train.num_minibatches=2"),
+    *("train.learning_rate_schedule=cosine", "train.num_threads=1", "engine.num_threads=1"),
+    *("train_dataset.batch_size=2", "gconfig.n_samples=3"),
+    *("rollout.max_concurrent=1", "rollout.max_staleness=0"),
+)
 METRICS = ("loss", "grad_norm", "approx_kl", "entropy", "learning_rate", "reward_mean")
 
 
@@ -99,9 +45,22 @@ def strip_clocks(trajectories: list[Trajectory]) -> list[object]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_losses_equal_those_of_a_run_that_never_stopped(
-    project: Path, run_python: Callable[..., str]
+    project: Path,
+    agentrl: Callable[..., subprocess.Popen[str]],
+    finish: Callable[..., str],
+    wait_until: Callable[..., Any],
 ) -> None:
-    run_python("-c", RUNS, folder=project, OMP_NUM_THREADS="1")
+    finish(agentrl(*ARGUMENTS, "trial_name=whole"))
+    run_dir, moments = project / "runs" / "small" / "broken", random.Random(8)
+    for num_whole in (1, 3):
+        command = agentrl(*ARGUMENTS, "trial_name=broken")
+        # In the midst of a step's rollouts: some have ended, one is in progress, some wait.
+        wait_until(command, (run_dir / f"trajectories/step-{num_whole:06d}.parquet").is_file)
+        wait_until(command, lambda: any((run_dir / "pending").glob("*.jsonl")))
+        time.sleep(moments.uniform(0.0, 0.2))
+        command.kill()
+        command.communicate()
+    finish(agentrl(*ARGUMENTS, "trial_name=broken"))
     expected, found = (RunFolder.open(project / "runs/small" / t) for t in ("whole", "broken"))
     for step in range(1, NUM_STEPS + 1):
         one, other = expected.read_trajectories(step), found.read_trajectories(step)
