@@ -182,7 +182,9 @@ def select(folder: RunFolder, query: TrajectoryQuery) -> Selection:
     for source in choose_sources(folder, query):
         try:
             found = find_matches(
-                *(source.find_file(folder), conditions, sort_by),
+                source.find_file(folder),
+                conditions,
+                sort_by,
                 ascending=query.ascending,
                 limit=query.limit,
             )

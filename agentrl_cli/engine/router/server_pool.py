@@ -304,7 +304,9 @@ class ServerPool:
         self.counts["server_recoveries"] += 1
         _log.warning(
             "engine server %s is healthy again after %.0f s, with policy version %s",
-            *(server.name, self.now() - server.unhealthy_since, server.version),
+            server.name,
+            self.now() - server.unhealthy_since,
+            server.version,
         )
 
     def mark_unhealthy(self, server: RoutedServer, incarnation: int, reason: str) -> None:
@@ -317,7 +319,9 @@ class ServerPool:
         server.unhealthy_since = self.now()
         _log.warning(
             "engine server %s is unhealthy (%d calls were running on it): %s",
-            *(server.name, server.num_running, reason),
+            server.name,
+            server.num_running,
+            reason,
         )
         server.interrupt()
         self.announce()

@@ -249,9 +249,13 @@ class NcclGroup:
                 place = ctypes.c_void_p(tensor.data_ptr())
                 self._call(
                     name,
-                    *(place, place, ctypes.c_size_t(tensor.numel()), _DTYPES[str(tensor.dtype)]),
+                    place,
+                    place,
+                    ctypes.c_size_t(tensor.numel()),
+                    _DTYPES[str(tensor.dtype)],
                     0,  # of a sum the operation, of a broadcast the rank that sends
-                    *(self._communicator, ctypes.c_void_p(stream.cuda_stream)),
+                    self._communicator,
+                    ctypes.c_void_p(stream.cuda_stream),
                 )
             stream.synchronize()
 

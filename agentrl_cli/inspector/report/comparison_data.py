@@ -66,11 +66,9 @@ def read_comparison(
     ]
     curves = [_read_run(each) for each in runs]
     curves = [each for each in curves if each["metrics"]["step"] or each["evals"]["step"]]
-    title = format_count(len(evaluations), "model") if evaluations else format_count(
-        len(runs), "run"
-    )  # fmt: skip
+    compared = (len(evaluations), "model") if evaluations else (len(runs), "run")
     head = {
-        "name": f"Comparison of {title}",
+        "name": f"Comparison of {format_count(*compared)}",
         "training": None,
         "hasTokenizer": False,
         "comparison": {

@@ -52,34 +52,34 @@ def _count_mismatches(counted: TrajectoryTotals | TrajectorySummary) -> int:
 
 STEP_COLUMNS: Sequence[Column[Any]] = (
     Column(
-        *("step", lambda row: one_line(row.source.name, 40), 10), share=1, is_left=True,
+        "step", lambda row: one_line(row.source.name, 40), 10, share=1, is_left=True,
         sort_key=lambda row: (row.source.step, row.source.is_eval),
     ),
     Column("reward", _format_reward, 7, sort_key=_of_totals(lambda t: t.reward_mean)),
     Column(
-        *("spread", lambda row: format_number(row.deviation), 6), rank=2,
+        "spread", lambda row: format_number(row.deviation), 6, rank=2,
         says_something=lambda row: row.deviation is not None, sort_key=lambda row: row.deviation,
     ),
     Column(
-        *("failed", _cell(_format_failures), 6), rank=1,
+        "failed", _cell(_format_failures), 6, rank=1,
         says_something=_of_totals(_count_failures), sort_key=_of_totals(_count_failures),
     ),
     Column(
-        *("unscored", _cell(lambda t: str(t.num_unscored)), 8), rank=4,
+        "unscored", _cell(lambda t: str(t.num_unscored)), 8, rank=4,
         says_something=_of_totals(lambda t: t.num_unscored),
     ),
     Column(
-        *("mismatches", _cell(lambda t: format_mismatches(t.prefix_mismatches)), 12), rank=5,
+        "mismatches", _cell(lambda t: format_mismatches(t.prefix_mismatches)), 12, rank=5,
         says_something=_of_totals(_count_mismatches), sort_key=_of_totals(_count_mismatches),
     ),
     Column("trajectories", _cell(lambda t: f"{t.num_trajectories:,}"), 12, rank=7),
     Column("turns", _cell(lambda t: format_number(t.turns_mean, 1)), 5, rank=6),
     Column(
-        *("tokens", _cell(lambda t: format_number(t.tokens_mean, 1)), 8), rank=3,
+        "tokens", _cell(lambda t: format_number(t.tokens_mean, 1)), 8, rank=3,
         sort_key=_of_totals(lambda t: t.tokens_mean),
     ),
     Column(
-        *("alarms", lambda row: Text(" ".join(row.alarms), style="red"), 9), share=2, is_left=True,
+        "alarms", lambda row: Text(" ".join(row.alarms), style="red"), 9, share=2, is_left=True,
         rank=1, says_something=lambda row: bool(row.alarms),
     ),
 )  # fmt: skip
@@ -122,21 +122,21 @@ GROUP_COLUMNS: Sequence[Column[Any]] = (
     Column("task", lambda g: one_line(g.first.task_id, 40), 6, is_left=True, rank=4),
     Column("mean", lambda g: format_number(g.mean), 6, sort_key=lambda g: g.mean),
     Column(
-        *("spread", lambda g: format_number(g.statistics.deviation), 6), rank=2,
+        "spread", lambda g: format_number(g.statistics.deviation), 6, rank=2,
         says_something=lambda g: g.statistics.num_scored > 1,
         sort_key=lambda g: g.statistics.deviation if g.statistics.num_scored > 1 else None,
     ),
     Column(
-        *("failed", lambda g: _format_count(_count_failed(g)), 6), rank=1,
+        "failed", lambda g: _format_count(_count_failed(g)), 6, rank=1,
         says_something=_count_failed, sort_key=_count_failed,
     ),
     Column(
-        *("replaced", lambda g: Text("replaced" * bool(g.first.replaced_by), style="yellow"), 8),
+        "replaced", lambda g: Text("replaced" * bool(g.first.replaced_by), style="yellow"), 8,
         is_left=True, rank=3, says_something=lambda g: g.first.replaced_by is not None,
     ),
     Column("rewards", _format_rewards, 12, share=2, is_left=True, rank=1),
     Column(
-        *("question", lambda g: one_line(g.first.question, MAX_CELL), 10), share=4, is_left=True,
+        "question", lambda g: one_line(g.first.question, MAX_CELL), 10, share=4, is_left=True,
         rank=3,
     ),
 )  # fmt: skip
@@ -160,35 +160,35 @@ def _format_said(found: Found) -> str:
 TRAJECTORY_COLUMNS: Sequence[Column[Any]] = (
     Column("id", lambda f: one_line(f.summary.id, 40), 13, is_left=True, rank=6),
     Column(
-        *("reward", lambda f: format_number(f.summary.reward), 6),
+        "reward", lambda f: format_number(f.summary.reward), 6,
         sort_key=lambda f: f.summary.reward,
     ),
     Column(
-        *("turns", lambda f: str(f.summary.num_turns), 5), rank=3,
+        "turns", lambda f: str(f.summary.num_turns), 5, rank=3,
         sort_key=lambda f: f.summary.num_turns,
     ),
     Column(
-        *("tokens", lambda f: f"{f.summary.num_completion_tokens:,}", 7), rank=4,
+        "tokens", lambda f: f"{f.summary.num_completion_tokens:,}", 7, rank=4,
         sort_key=lambda f: f.summary.num_completion_tokens,
     ),
     Column(
-        *("seconds", lambda f: f"{f.summary.seconds:,.1f}", 7), rank=8,
+        "seconds", lambda f: f"{f.summary.seconds:,.1f}", 7, rank=8,
         sort_key=lambda f: f.summary.seconds,
     ),
     Column(
-        *("mismatches", lambda f: format_mismatches(f.summary.prefix_mismatches), 10), rank=7,
+        "mismatches", lambda f: format_mismatches(f.summary.prefix_mismatches), 10, rank=7,
         says_something=lambda f: _count_mismatches(f.summary),
     ),
     Column(
-        *("ended", _format_end, 10), share=2, is_left=True, rank=1,
+        "ended", _format_end, 10, share=2, is_left=True, rank=1,
         says_something=lambda f: format_end(f.summary),
     ),
     Column(
-        *("question", lambda f: one_line(f.summary.question, MAX_CELL), 16), share=3,
+        "question", lambda f: one_line(f.summary.question, MAX_CELL), 16, share=3,
         is_left=True, rank=4,
     ),
     Column(
-        *("expected", lambda f: one_line(f.summary.expected, MAX_CELL), 8), share=2,
+        "expected", lambda f: one_line(f.summary.expected, MAX_CELL), 8, share=2,
         is_left=True, rank=6,
     ),
     Column("said", _format_said, 12, share=3, is_left=True, rank=2),

@@ -308,8 +308,14 @@ class GroupsScreen(ListScreen[GroupRow]):
 
 def _find_text(summary: TrajectorySummary) -> str:
     texts = (
-        *(summary.id, f"task {summary.task_id}", summary.agent_name, summary.question),
-        *(summary.expected, summary.final_answer, summary.failure_kind, summary.failure_message),
+        summary.id,
+        f"task {summary.task_id}",
+        summary.agent_name,
+        summary.question,
+        summary.expected,
+        summary.final_answer,
+        summary.failure_kind,
+        summary.failure_message,
     )
     return "\n".join(text for text in texts if text)
 

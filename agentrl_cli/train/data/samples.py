@@ -257,7 +257,8 @@ def _number_masks(
             "trajectory %s, interaction %s: its tokens are not allowed by the structural tag that "
             "they were sampled under, so their logprobs cannot be computed: they are not trained "
             "on. The engine's xgrammar may be another than the trainer's",
-            *(trajectory_id, interaction.id),
+            trajectory_id,
+            interaction.id,
         )
     return numbers
 
