@@ -273,6 +273,9 @@ class RunCoordinator:
             with self._clock.phase("evaluation"):
                 metrics = self.evaluate(step)
             self._log(step, metrics)
+            if self.config.train.trace:
+                trajectories, _ = self.folder.read_eval(step)
+                self._trace.add_trajectories(step, trajectories)
             self._trace.flush()
 
     def save(self, step: int) -> None:

@@ -124,6 +124,13 @@ def test_killed_and_cut_off_it_is_the_run_that_nobody_disturbed(
     finish(start(*measure, f"output_dir={s3_bucket}/runs"))
     assert RunFolder.open(url).list_evals() == [(0, f"checkpoint-step-{NUM_STEPS:06d}")]
 
+    compare = ("compare", "base", url, "--limit", "2", "--html", "page.html")
+    assert "was evaluated before" not in finish(start(*compare))
+    labels = [label for _, label in RunFolder.open(url).list_evals()]
+    again = finish(start(*compare, f"{url}/{labels[0]}"))
+    assert again.count("was evaluated before") == 2
+    assert "written: page.html" in again
+
 
 @pytest.mark.long
 def test_trainer_processes_write_there_for_their_command(

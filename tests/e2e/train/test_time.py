@@ -71,5 +71,8 @@ def test_the_parts_of_steps_add_up_to_the_time_that_passed(
     names = [e["name"] for e in events]
     assert {"logprobs", "updates", "evaluation", "store", "policy version 2"} <= set(names)
     num_shown = sum(name.startswith("trajectory ") for name in names)
-    assert num_shown == sum(line["num_trajectories"] for line in lines[:num_steps])
+    num_evaluated = sum(name.startswith("trajectory eval-") for name in names)
+    assert num_evaluated == 2 * names.count("evaluation")
+    num_trained = sum(line["num_trajectories"] for line in lines[:num_steps])
+    assert num_shown == num_trained + num_evaluated
     assert names.count("model call") + names.count("reward") > num_shown
