@@ -30,7 +30,6 @@ if "PYTHONPATH" in os.environ:
 
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.engine.protocol import Generation, Sampling
-from agentrl_cli.models.tokenizer_training import train_tokenizer
 from agentrl_cli.tracking.client import TrackingClient
 from agentrl_cli.tracking.gateway import Gateway
 from agentrl_cli.tracking.session import Budget
@@ -162,6 +161,9 @@ class ScriptedEngine:
 @pytest.fixture(scope="session")
 def chat_tokenizer() -> Any:
     """A small tokenizer with the project's ChatML template."""
+    # Here, since it loads transformers: what only starts the workers does without.
+    from agentrl_cli.models.tokenizer_training import train_tokenizer
+
     return train_tokenizer(["What is 2 + 2? The answer is 4.", '{"name": "f"}'] * 3, 400)
 
 

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -268,16 +269,7 @@ class PPOTrainer:
             first_rolled_step=first_step,
             background=background,
             probes=build_probes(self.tokenizer, self.config.engine.max_model_len),
-            evaluate=lambda step: evaluate_rows(
-                self.config,
-                self._valid_rows or [],
-                eval_workflow,
-                engine,
-                background,
-                folder,
-                self.observer,
-                step=step,
-            ).list_metrics(),
+            evaluate=partial(self._evaluate, eval_workflow, engine, background, folder),
             observer=self.observer,
             loggers=loggers,
             stop=self._stop,
@@ -286,6 +278,17 @@ class PPOTrainer:
             return TrainingLoop(
                 config=self.config, learner=learner, ranks=ranks, coordinator=coordinator
             ).run()
+
+    def _evaluate(
+        self,
+        workflow: RolloutWorkflow,
+        engine: InferenceEngine,
+        background: BackgroundLoop,
+        folder: RunFolder,
+        step: int,
+    ) -> dict[str, float]:
+        rows, where = self._valid_rows or [], (background, folder, self.observer)
+        return evaluate_rows(self.config, rows, workflow, engine, *where, step=step).list_metrics()
 
     def _check_alone(self) -> None:
         num_processes = self.config.train.num_processes or 1

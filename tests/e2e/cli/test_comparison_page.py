@@ -118,6 +118,7 @@ def test_models_stand_side_by_side_and_a_flip_shows_what_both_said(
     one.see("task 3, A: mean reward 0")
 
 
+@pytest.mark.slow
 def test_equal_positions_of_other_rows_are_other_tasks(runs: None, tab: Callable[..., Tab]) -> None:
     run = RunFolder.open("runs/exp/t1")
     write_eval(run, 5, [1.0, 1.0], "It is 1.", more=" Or more?")
@@ -129,6 +130,7 @@ def test_equal_positions_of_other_rows_are_other_tasks(runs: None, tab: Callable
     one.see("1 trajectory,")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_hostile_text_on_a_narrow_screen(runs: None, tab: Callable[..., Tab], scheme: str) -> None:
     hostile = "runs/exp/<img src=x onerror=alert(1)>\u202e"
@@ -145,6 +147,7 @@ def test_hostile_text_on_a_narrow_screen(runs: None, tab: Callable[..., Tab], sc
     assert one.page.title() == "Comparison of 2 models - agentrl"
 
 
+@pytest.mark.slow
 def test_curves_alone(runs: None, tab: Callable[..., Tab], finish: Callable[..., str]) -> None:
     words = ("compare", "--curves", "runs/exp/t0", "runs/exp/t1", "--html", "page.html")
     assert "written: page.html" in finish(*words)

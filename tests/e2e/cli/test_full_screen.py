@@ -132,6 +132,7 @@ def test_a_run_is_looked_at_as_a_user_does(terminal: Terminal, run: Path) -> Non
     assert "its trajectories:" in terminal.wait_for(is_back)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["Ctrl-C", "SIGTERM"])
 def test_whatever_ends_it_leaves_the_terminal_clean(
     terminal: Terminal, run: Path, way: str
@@ -145,6 +146,7 @@ def test_whatever_ends_it_leaves_the_terminal_clean(
     assert "Traceback" not in terminal.wait_for(is_back)
 
 
+@pytest.mark.slow
 def test_it_ends_with_its_terminal(terminal: Terminal, run: Path) -> None:
     # As under nohup, where no signal tells it that the terminal is lost.
     terminal.type("trap '' HUP")

@@ -111,6 +111,7 @@ def page_url(run: RunFolder, tmp_path: Path) -> str:
     return path.as_uri()
 
 
+@pytest.mark.slow
 def test_every_view_is_reached_by_keyboard(tab: Callable[..., Tab], page_url: str) -> None:
     one = tab(page_url)
     one.see("Look here first")
@@ -179,6 +180,7 @@ def test_every_view_is_reached_by_keyboard(tab: Callable[..., Tab], page_url: st
     assert "It is 40." in columns.nth(1).inner_text()
 
 
+@pytest.mark.slow
 def test_where_engine_and_trainer_disagree(
     tab: Callable[..., Tab], run_config: Callable[..., ExperimentConfig], tmp_path: Path
 ) -> None:
@@ -249,6 +251,7 @@ def test_search_filters_and_order(tab: Callable[..., Tab], page_url: str) -> Non
     failed.see("Traceback of the tool")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_narrow_screen_and_both_colours(
     tab: Callable[..., Tab], page_url: str, scheme: str
@@ -296,6 +299,7 @@ def test_hostile_text_is_text(
     assert HOSTILE in one.page.locator(".message .text").first.inner_text()
 
 
+@pytest.mark.slow
 def test_details_beside_the_page(
     tab: Callable[..., Tab], run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

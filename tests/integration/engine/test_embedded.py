@@ -69,7 +69,7 @@ async def _check_against_truth(
     return num_tokens
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 async def test_logprobs_equal_a_plain_forward_pass_also_after_publications(
     open_engine, build_tiny_model, compute_truth, tied
 ):

@@ -104,6 +104,7 @@ async def test_what_never_loads_is_found_before_the_first_step(
     await engine.close()
 
 
+@pytest.mark.slow
 async def test_temperature_and_top_p_agree(engine, build_tiny_model, build_config, tied):
     learner = Learner(build_tiny_model(tied=tied), build_config())
     sampling = Sampling(max_tokens=40, temperature=0.8, top_p=0.9, seed=1)

@@ -126,7 +126,8 @@ def test_gradients_are_those_of_one_process(
         assert_same_metrics(found_metrics, metrics)
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
 def test_updates_are_those_of_one_process(run_ranks, save_model, build_config, ragged_batch, count):
     """Several minibatches and epochs, clipped, with proximal logprobs of their own; among four
     ranks some have nothing to do in a minibatch."""

@@ -288,6 +288,7 @@ async def test_a_worker_whose_agent_left_something_is_replaced_and_nothing_outli
     assert [pids.index(pid) for pid in pids] == [0, 1, 1, 1, 1]
 
 
+@pytest.mark.slow
 async def test_the_environment_is_each_trajectorys_own(run):
     trajectories = await run(*"abc", name="tell_environment", max_processes=1, max_tasks=2)
     answers = [t.final_answer.split() for t in trajectories if t.final_answer]

@@ -95,6 +95,7 @@ def test_one_process_cannot_hold_it_twice(tmp_path: Path) -> None:
     FolderLock(tmp_path / ".lock").release()
 
 
+@pytest.mark.slow
 def test_children_and_grandchildren_of_the_holder_may_join(folder: RunFolder) -> None:
     torn = folder.path / "checkpoints" / ".step-000003.tmp"
     torn.mkdir()
@@ -115,6 +116,7 @@ def test_a_stranger_is_refused_and_writes_nothing(folder: RunFolder) -> None:
     assert folder.read_metrics() == []
 
 
+@pytest.mark.slow
 def test_another_command_is_refused_while_the_trainer_is_there_and_while_it_is_not(
     folder: RunFolder,
 ) -> None:
@@ -133,6 +135,7 @@ def test_another_command_is_refused_while_the_trainer_is_there_and_while_it_is_n
             assert f"process {os.getpid()} is training in this run folder" in output
 
 
+@pytest.mark.slow
 def test_the_next_command_waits_for_a_trainer_that_is_still_dying(make_config) -> None:
     """Killed with its command, a trainer may be gone a moment later: it must not write any more."""
     config = make_config()

@@ -218,6 +218,7 @@ def test_a_killed_trainer_is_started_again_with_the_same_servers(run: Run) -> No
     assert "restart 2 of 3" in run.shown.messages[1]
 
 
+@pytest.mark.slow
 def test_a_crash_is_tried_again_as_long_as_it_makes_progress(run: Run) -> None:
     assert run(
         """
@@ -246,6 +247,7 @@ def test_the_same_crash_twice_without_a_step_ends_the_run(run: Run) -> None:
     assert find_children() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_restarts", [0, 2])
 def test_the_budget_of_restarts_is_kept(run: Run, max_restarts: int) -> None:
     run.max_restarts = max_restarts
@@ -360,6 +362,7 @@ def test_ranks_know_a_rendezvous_that_only_the_user_can_join(start: Start, tmp_p
     assert not Path(places[0][1]).parent.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1, 2])
 def test_a_killed_rank_ends_all_and_is_the_one_that_is_named(start: Start, killed: int) -> None:
     """The others notice first, as exchanges with it fail at once."""
@@ -388,6 +391,7 @@ def test_a_rank_that_fails_is_named_with_the_end_of_its_log(start: Start, first:
     assert "CUDA out of memory" in trainer.quote_log()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("crash", "end", "named"),
     [
