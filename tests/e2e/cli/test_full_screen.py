@@ -18,7 +18,10 @@ from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.records import Interaction, Trajectory
 from agentrl_cli.store.run_folder import RunFolder
 
-pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("tmux") is None, reason="tmux is not installed"),
+    pytest.mark.slow,
+]
 
 #: Of a machine that has many other things to do.
 _DEADLINE_SECONDS = 60.0
@@ -132,7 +135,6 @@ def test_a_run_is_looked_at_as_a_user_does(terminal: Terminal, run: Path) -> Non
     assert "its trajectories:" in terminal.wait_for(is_back)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["Ctrl-C", "SIGTERM"])
 def test_whatever_ends_it_leaves_the_terminal_clean(
     terminal: Terminal, run: Path, way: str
@@ -146,7 +148,6 @@ def test_whatever_ends_it_leaves_the_terminal_clean(
     assert "Traceback" not in terminal.wait_for(is_back)
 
 
-@pytest.mark.slow
 def test_it_ends_with_its_terminal(terminal: Terminal, run: Path) -> None:
     # As under nohup, where no signal tells it that the terminal is lost.
     terminal.type("trap '' HUP")

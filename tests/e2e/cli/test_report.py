@@ -222,6 +222,7 @@ def test_where_engine_and_trainer_disagree(
     assert "gap" not in colours.inner_text()
 
 
+@pytest.mark.slow
 def test_search_filters_and_order(tab: Callable[..., Tab], page_url: str) -> None:
     one = tab(f"{page_url}#/trajectories?from=all")
     one.see("26 trajectories")
@@ -331,6 +332,7 @@ def get(url: str, **headers: str) -> int:
     return status
 
 
+@pytest.mark.slow
 def test_a_live_run_is_served_to_this_machine_alone(
     start: Callable[..., Any], tab: Callable[..., Tab], run: RunFolder
 ) -> None:

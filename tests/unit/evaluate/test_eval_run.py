@@ -50,7 +50,7 @@ async def test_every_task_is_attempted_reported_and_stored(run_config) -> None:
         engine=None,  # type: ignore[arg-type]
         tasks=build_eval_tasks([{"q": 0}, {"q": 1}, {"q": 2}]),
         n_samples=4,
-        rollout=RolloutConfig(max_concurrent=2, min_concurrent=2),
+        rollout=RolloutConfig(max_concurrent=2, min_concurrent=2, max_retries=0),
         observer=observer,
         step=7,
     )
@@ -91,7 +91,7 @@ async def test_a_failed_evaluation_is_kept_beside_the_one_that_is_made_again(run
                 engine=None,  # type: ignore[arg-type]
                 tasks=build_eval_tasks([{"q": 0}], "eval-000007"),
                 n_samples=1,
-                rollout=RolloutConfig(max_concurrent=1),
+                rollout=RolloutConfig(max_concurrent=1, max_retries=0),
                 observer=SilentObserver(),
                 step=7,
             )

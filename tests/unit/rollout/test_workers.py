@@ -298,6 +298,7 @@ async def test_the_environment_is_each_trajectorys_own(run):
     assert len({a[0] for a in answers}) == 2
 
 
+@pytest.mark.slow
 async def test_a_client_made_at_import_is_right_for_every_trajectory(run):
     options = {"name": "use_client_of_import", "max_processes": 1}
     trajectories = await run("a", "b", **options)
