@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from agentrl_cli.errors import UserInputError
+from agentrl_cli.log import format_count
 
 if TYPE_CHECKING:
     from agentrl_cli.cli.display.comparison_report import ComparisonReport, RewardCurves
@@ -129,8 +130,8 @@ def _check_names(models: Sequence[str]) -> None:
 
     if not 2 <= len(models) <= MAX_MODELS:
         raise UserInputError(
-            f"agentrl compare: {len(models)} models were named. Allowed: 2 to {MAX_MODELS}, as in "
-            "agentrl compare --config FILE base runs/EXPERIMENT/TRIAL"
+            f"agentrl compare: found {format_count(len(models), 'model')}. Allowed: 2 to "
+            f"{MAX_MODELS}, as in agentrl compare --config FILE base runs/EXPERIMENT/TRIAL"
         )
     repeated = [name for name, count in Counter(models).items() if count > 1]
     if repeated:

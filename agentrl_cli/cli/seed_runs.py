@@ -67,6 +67,9 @@ def train_seeds(
     """
     from agentrl_cli.config.config_file import load_config
 
+    own = next((word for word in overrides if word.startswith("seed=")), None)
+    if own is not None:
+        raise ConfigError(f"{own}: --seeds {typed} gives every run its seed. Leave {own} out")
     trial = load_config(config, overrides).trial_name
     typed_seeds = {
         seed: [*overrides, f"seed={seed}", f"trial_name={trial}-seed{seed}"]

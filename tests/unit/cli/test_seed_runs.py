@@ -11,7 +11,16 @@ from rich.console import Console
 
 from agentrl_cli.cli.seed_runs import train_seeds
 from agentrl_cli.config.config_file import load_config
+from agentrl_cli.errors import ConfigError
 from agentrl_cli.store.run_folder import RunFolder
+
+CONFIG = """
+experiment_name: e
+output_dir: my runs
+model: {path: m}
+agent_builder_path: a.py:b
+train_dataset: {path: t.jsonl}
+"""
 
 
 @pytest.mark.parametrize(
@@ -29,10 +38,7 @@ def test_the_curves_of_runs_with_rewards_are_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = tmp_path / "c.yaml"
-    config.write_text(
-        "experiment_name: e\noutput_dir: my runs\nmodel: {path: m}\nagent_builder_path: a.py:b\n"
-        "train_dataset: {path: t.jsonl}\n"
-    )
+    config.write_text(CONFIG)
 
     def train(words: list[str]) -> None:
         with RunFolder.create_or_resume(load_config(config, words)) as run:
@@ -49,3 +55,20 @@ def test_the_curves_of_runs_with_rewards_are_named(
     else:
         assert last.startswith("see their curves in one picture:  agentrl compare --curves ")
         assert last.endswith(f"{line} --html curves.html")
+
+
+@pytest.mark.parametrize(
+    ("seeds", "overrides", "message"),
+    [
+        ("1,x", [], "whole numbers from 0 on, as in --seeds 1,2,3"),
+        ("2,2", [], "2 is there twice"),
+        ("1,2", ["seed=5"], "Leave seed=5 out"),
+    ],
+)
+def test_what_seeds_cannot_be_is_refused(
+    seeds: str, overrides: list[str], message: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(CONFIG)
+    with pytest.raises(ConfigError, match=message):
+        train_seeds(print, config, overrides, seeds, skip_finished=False)

@@ -67,12 +67,12 @@ def check_loggers(config: ExperimentConfig) -> None:
     check_packages(config)
     for number, logger in enumerate(config.loggers):
         remedy = _find_remedy(number, logger)
+        if logger.kind in ("otlp", "trackio") and logger.url is not None:
+            check_answers(logger.kind, logger.url, remedy)
         if logger.kind == "mlflow":
             check_server(logger, f"loggers.{number}", remedy)
         elif logger.kind == "otlp":
             check_collector(logger, config, remedy)
-        elif logger.kind == "trackio" and logger.url is not None:
-            check_answers(logger.kind, logger.url, remedy)
         elif logger.kind == "wandb" and not has_wandb_key():
             raise UserInputError(
                 f"loggers.{number}: wandb: no key of Weights & Biases was found. {remedy}"

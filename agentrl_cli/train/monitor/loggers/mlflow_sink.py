@@ -216,7 +216,8 @@ def check_answers(kind: str, url: str, remedy: str) -> None:
     except urllib.error.HTTPError:
         return
     except (OSError, ValueError) as error:
-        text = sanitize(f"loggers: {kind}: {url}: {error}. {remedy}")
+        reason = getattr(error, "reason", error)
+        text = sanitize(f"loggers: {kind}: {url}: {reason}. {remedy}")
         raise UserInputError(text) from None
 
 

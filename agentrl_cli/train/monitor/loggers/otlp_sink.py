@@ -132,7 +132,8 @@ def check_collector(logger: LoggerConfig, config: ExperimentConfig, remedy: str)
     try:
         sink.check()
     except ConnectionError as error:
-        raise UserInputError(f"loggers: otlp: {error}. {remedy}") from None
+        reason = str(error).rstrip(".")
+        raise UserInputError(f"loggers: otlp: {reason}. {remedy}") from None
     finally:
         sink.close(failed=False)
 

@@ -108,7 +108,9 @@ def test_a_server_that_is_not_there_is_said_before_anything_starts(kind: str) ->
     pytest.importorskip("opentelemetry.sdk" if kind == "otlp" else kind)
     # Port 9 of loopback: nobody listens.
     config = build_config({"kind": kind, "url": "http://127.0.0.1:9"})
-    with pytest.raises(UserInputError, match=rf"loggers: {kind}: .*correct loggers.0.url"):
+    with pytest.raises(
+        UserInputError, match=rf"loggers: {kind}: .* refused\. .*correct loggers.0.url"
+    ):
         check_loggers(config)
 
 
