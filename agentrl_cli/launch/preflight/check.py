@@ -43,6 +43,9 @@ from agentrl_cli.train.model.model_shape import ModelShape, load_shape
 _TYPED = re.compile(r"^Type ((?:[a-z_.]+=\S+ ?)+)")
 #: What stands for something of the user's own, as in FILE.py:FUNCTION.
 _PLACEHOLDER = re.compile(r"[A-Z]{3}")
+#: The code of what is found where the model's config.json cannot be had.
+_UNREAD = "memory_unknown"
+_TEMPLATE = "whether the chat template shows what the agent sends"
 
 
 @dataclass(slots=True)
@@ -234,7 +237,7 @@ def _estimate_memory(
     try:
         shape = load_shape(path, config.model.frozen)
     except ModelError as error:
-        finding = describe_error(error, "memory_unknown")
+        finding = describe_error(error, _UNREAD)
         remedy = "Type the command where the hub can be reached, or model.path= with a folder"
         finding = replace(
             finding,
@@ -277,8 +280,13 @@ def _try_agent(
         )
         report.findings.append(note("stand_in", "model.path", found))
     report.findings += find_in_trial(config, trial)
-    observer.on_stage("chat template")
-    report.findings += _check_template(config, trial)
+    if config.tokenizer_path is None and any(f.code == _UNREAD for f in report.findings):
+        # The hub would keep us waiting for the tokenizer as it did for the config.json.
+        found = f"{_TEMPLATE}: the model cannot be read"
+        report.findings.append(note("not_looked_at", "tokenizer_path", found))
+    else:
+        observer.on_stage("chat template")
+        report.findings += _check_template(config, trial)
     report.step = measure_step_cost(config, trial.trajectories, trial.scores)
     if report.step is not None:
         described = report.step.describe(config, trial.model, is_stand_in=trial.is_stand_in)
@@ -293,9 +301,7 @@ def _check_template(config: ExperimentConfig, trial: Trial) -> Iterator[Finding]
         folder = resolve_model_folder(config.model.path, SilentObserver())
         tokenizer = load_tokenizer_of(folder, config.tokenizer_path, config.model.chat_template)
     except AgentrlError as error:
-        found = (
-            f"whether the chat template shows what the agent sends: {describe_error(error).found}"
-        )
+        found = f"{_TEMPLATE}: {describe_error(error).found}"
         yield note("not_looked_at", "tokenizer_path", found)
         return
     template = ChatTemplate(tokenizer, ReplyFormats())

@@ -209,6 +209,21 @@ def test_an_agent_that_sleeps_is_measured(folder: Path, capsys: pytest.CaptureFi
     assert 1.0 < float(blocked["found"].split(" for ")[1].split()[0]) < 20.0
 
 
+def test_a_model_that_the_hub_does_not_give_is_asked_for_once(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The built-in model takes a minute to make.
+    for module in ("check", "trial"):
+        monkeypatch.setattr(f"agentrl_cli.launch.preflight.{module}.STAND_IN", "tiny")
+    _write(folder, "", {"model": {"path": "nobody/nothing"}})
+    code, report = _check(capsys, "--tasks", "2", "--samples", "1")
+    assert code == 0
+    assert "where the hub can be reached" in _find(report, "memory_unknown")["remedy"]
+    assert "in place of nobody/nothing" in _find(report, "stand_in")["found"]
+    found = [f["found"] for f in report["findings"] if f["code"] == "not_looked_at"]
+    assert "whether the chat template shows what the agent sends: the model cannot be read" in found
+
+
 def test_what_is_too_large_for_the_gpus_gets_the_line_to_paste(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
