@@ -128,11 +128,10 @@ def _choose_checkpoint(name: str, run: RunFolder, *, best: bool) -> Checkpoint:
     latest = run.latest_checkpoint()
     if latest is None:
         stored = ", ".join(f"{name.rstrip('/')}/{n}" for n in _name_evaluations(run))
+        advice = f" Its evaluations can be compared: {stored}" if stored else ""
         raise UserInputError(
             f"{name}: this run has no checkpoint yet, which is saved every train.save_every_steps "
-            "and after the last step."
-            + f" Its evaluations can be compared: {stored}"
-            * bool(stored)
+            f"and after the last step.{advice}"
         )
     if not best:
         return Checkpoint(name, latest[1], run)
