@@ -287,8 +287,16 @@ class PPOTrainer:
         folder: RunFolder,
         step: int,
     ) -> dict[str, float]:
-        rows, where = self._valid_rows or [], (background, folder, self.observer)
-        return evaluate_rows(self.config, rows, workflow, engine, *where, step=step).list_metrics()
+        return evaluate_rows(
+            self.config,
+            self._valid_rows or [],
+            workflow,
+            engine,
+            background,
+            folder,
+            self.observer,
+            step=step,
+        ).list_metrics()
 
     def _check_alone(self) -> None:
         num_processes = self.config.train.num_processes or 1

@@ -147,8 +147,8 @@ class LocalFolder:
 
     def remove_temporaries(self) -> None:
         """Deletes what was not complete when a process was killed."""
-        where = layout.TRAJECTORIES, layout.PROXIMAL_LOGPROBS, layout.PENDING, layout.CHECKPOINTS
-        for folder in (self.path, *(self.path / name for name in where)):
+        names = layout.TRAJECTORIES, layout.PROXIMAL_LOGPROBS, layout.PENDING, layout.CHECKPOINTS
+        for folder in (self.path, *(self.path / name for name in names)):
             for entry in folder.glob(".*"):
                 if entry.name.endswith(layout.TEMPORARY):
                     _delete(entry)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import urllib.error
+import urllib.request
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,6 +12,7 @@ from functools import partial
 
 from agentrl_cli.config.experiment import ExperimentConfig, LoggerConfig
 from agentrl_cli.errors import MissingExtraError, UserInputError
+from agentrl_cli.log import sanitize
 from agentrl_cli.store import layout
 from agentrl_cli.store.atomic_files import write_text
 from agentrl_cli.store.run_folder import RunFolder
@@ -24,7 +27,11 @@ from agentrl_cli.train.monitor.loggers.metric_sinks import (
     WandbSink,
     has_wandb_key,
 )
-from agentrl_cli.train.monitor.loggers.mlflow_sink import MlflowSink, check_answers, check_server
+from agentrl_cli.train.monitor.loggers.mlflow_sink import (
+    MlflowSink,
+    check_server,
+    find_tracking_uri,
+)
 from agentrl_cli.train.monitor.loggers.otlp_sink import OtlpSink, check_collector
 
 #: The module of each kind, and the extra that brings it.
@@ -35,6 +42,7 @@ _PACKAGES = {
     "trackio": ("trackio", "trackio"),
     "otlp": ("opentelemetry.exporter.otlp.proto.http", "otel"),
 }
+_CHECK_SECONDS = 30.0
 
 
 def check_packages(config: ExperimentConfig) -> None:
@@ -67,8 +75,9 @@ def check_loggers(config: ExperimentConfig) -> None:
     check_packages(config)
     for number, logger in enumerate(config.loggers):
         remedy = _find_remedy(number, logger)
-        if logger.kind in ("otlp", "trackio") and logger.url is not None:
-            check_answers(logger.kind, logger.url, remedy)
+        server = _find_server(logger)
+        if server is not None:
+            _check_answers(logger.kind, server, remedy)
         if logger.kind == "mlflow":
             check_server(logger, f"loggers.{number}", remedy)
         elif logger.kind == "otlp":
@@ -77,6 +86,31 @@ def check_loggers(config: ExperimentConfig) -> None:
             raise UserInputError(
                 f"loggers.{number}: wandb: no key of Weights & Biases was found. {remedy}"
             )
+
+
+def _find_server(logger: LoggerConfig) -> str | None:
+    """The address at which something must answer; None: there is none, or a library alone knows."""
+    if logger.kind != "mlflow":
+        return logger.url
+    uri = find_tracking_uri(logger)
+    return uri if uri is not None and uri.startswith(("http://", "https://")) else None
+
+
+def _check_answers(kind: str, url: str, remedy: str) -> None:
+    """Refuses a URL at which nothing answers; what does, may answer what it likes.
+
+    Raises:
+        UserInputError: with what happened, and what to type.
+    """
+    try:
+        with urllib.request.urlopen(url, timeout=_CHECK_SECONDS):
+            pass
+    except urllib.error.HTTPError:
+        return
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        text = sanitize(f"loggers: {kind}: {url}: {reason}. {remedy}")
+        raise UserInputError(text) from None
 
 
 def _find_remedy(number: int, logger: LoggerConfig) -> str:

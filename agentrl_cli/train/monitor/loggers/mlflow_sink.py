@@ -7,15 +7,12 @@ import os
 import re
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 from agentrl_cli.config.experiment import ExperimentConfig, LoggerConfig
 from agentrl_cli.errors import UserInputError
-from agentrl_cli.log import sanitize
 from agentrl_cli.records import Trajectory
 from agentrl_cli.secret_masking import mask_secrets
 from agentrl_cli.train.monitor.loggers.background_logger import LoggerSink
@@ -204,23 +201,6 @@ def _fix_name(name: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", name)
 
 
-def check_answers(kind: str, url: str, remedy: str) -> None:
-    """Refuses a URL at which nothing answers; what does, may answer what it likes.
-
-    Raises:
-        UserInputError: with what happened, and what to type.
-    """
-    try:
-        with urllib.request.urlopen(url, timeout=_CHECK_SECONDS):
-            pass
-    except urllib.error.HTTPError:
-        return
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        text = sanitize(f"loggers: {kind}: {url}: {reason}. {remedy}")
-        raise UserInputError(text) from None
-
-
 def check_server(logger: LoggerConfig, key: str, remedy: str) -> None:
     """Refuses a server that is not named, cannot be reached, or does not let us in.
 
@@ -234,9 +214,6 @@ def check_server(logger: LoggerConfig, key: str, remedy: str) -> None:
             f"{key}.url=http://127.0.0.1:5000, or set MLFLOW_TRACKING_URI"
         )
     problem = [f"no answer from {uri} within {_CHECK_SECONDS:.0f} seconds"]
-    if uri.startswith(("http://", "https://")):
-        check_answers("mlflow", f"{uri.rstrip('/')}/health", remedy)
-
     # Loading it takes seconds, which are not the server's.
     from mlflow import MlflowClient
 
