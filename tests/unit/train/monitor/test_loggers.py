@@ -210,6 +210,7 @@ def test_evaluations_reach_every_logger() -> None:
 WANDB = '''
 import json, struct, sys
 from contextlib import ExitStack
+import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 from agentrl_cli.config.experiment import ExperimentConfig
 from agentrl_cli.store.run_folder import RunFolder
@@ -224,6 +225,9 @@ for step in (1, 2, 3):
         logger.log(step, {"eval_mean_reward": 0.75})
     if step == 2:
         (folder.path / "logger_run_id.txt").unlink()
+
+# Its service writes files whole when it ends.
+wandb.teardown()
 
 def read_records(content):
     """LevelDB's format of logs: blocks of 32 KiB, and records that may go over their borders."""
