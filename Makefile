@@ -21,6 +21,9 @@ NO_SKLEARN := scikit-learn skops
 # Packages that an installation leaves out: $(call INSTALL_WITHOUT,NAMES) WHAT.
 INSTALL_WITHOUT = $(if $(1),printf '%s ; sys_platform == "never"\n' $(1) | )$(INSTALL) $(if $(1),--override -)
 
+# A run ends with commands to type next, and newcomers have not activated the environment.
+SAY_WHERE = @command -v agentrl >/dev/null || echo "before you type agentrl:  source $(BIN)/activate"
+
 .DEFAULT_GOAL := help
 .PHONY: help quickstart quickstart-vllm vllm test test-all test-vllm test-long lint docs bench bench-vllm gpu-kit clean
 
@@ -29,9 +32,11 @@ help:  ## This list.
 
 quickstart: $(VENV)/.installed-quickstart  ## Train the calculator agent on this machine, in a few minutes.
 	$(BIN)/agentrl train --config configs/quickstart.yaml
+	$(SAY_WHERE)
 
 quickstart-vllm: $(VENV)/.installed-vllm  ## The same, sampled by two vLLM servers.
 	$(BIN)/agentrl train --config configs/quickstart-vllm.yaml
+	$(SAY_WHERE)
 
 vllm: $(VENV)/.installed-vllm  ## Install vLLM: the GPU build where there is a GPU, else the CPU build.
 
